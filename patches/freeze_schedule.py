@@ -16,6 +16,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
 from hybridcomp.job.devices import default_device
 from hybridcomp.patches import frozen
+from hybridcomp.patches.common.engine_packages import packages_of
 from hybridcomp.patches.common.frozen_layers import frozen_of
 
 KEY = "hybridcomp.FreezeSchedule"
@@ -134,7 +135,7 @@ class FreezeSchedule:
             squared = local.detach().float().square().sum()
             self._squares[block] += squared.to(self._squares[block].device)
 
-        if "deepspeed" in {cls.__module__.partition(".")[0] for cls in type(self._engine).__mro__}:
+        if "deepspeed" in packages_of(self._engine):
             for parameter in held.values():  # DeepSpeed takes gradients away as they come
                 block = owner.get(id(parameter))
                 if block is not None and parameter.requires_grad:

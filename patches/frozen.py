@@ -22,6 +22,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.patches.common import frozen_layers
+from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
 from hybridcomp.patches.common.frozen_layers import Adapter, Frozen, frozen_of
 
 KEY = {False: "hybridcomp.freeze", True: "hybridcomp.thaw"}
@@ -196,15 +197,14 @@ def unwrapped(engine: Any) -> Any:
 
 def adapter_of(engine: Any, key: str) -> Adapter:
     """Return the adapter of an engine. Raises ConfigError where it has none."""
-    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
-    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+    if is_megatron(engine):
         todo = (
             "its buffers hold the parameters that required gradients when the model was wrapped, "
             "and its optimizers go on moving these; save, set requires_grad_(False) before the "
             "model is wrapped, and load"
         )
         raise ConfigError(key, Shown("megatron-core"), todo)
-    if "deepspeed" in kinds:
+    if "deepspeed" in packages_of(engine):
         from hybridcomp.patches.ds.freezing import EngineLayers
 
         return EngineLayers(engine)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.engine_packages import packages_of
 from hybridcomp.patches.torch.attach import unwrapped
 
 WHAT = "hybridcomp.gathered"
@@ -23,7 +24,7 @@ def gathered(engine: Any) -> AbstractContextManager[nn.Module]:
     """See ``hybridcomp.gathered``. Raises ConfigError on an engine without shares."""
     engine = unwrapped(engine)
     first = engine[0] if isinstance(engine, (list, tuple)) and engine else engine
-    kinds = {cls.__module__.partition(".")[0] for cls in type(first).__mro__}
+    kinds = packages_of(first)
     if "deepspeed" in kinds:
         from hybridcomp.patches.ds import gathered as of_deepspeed
 

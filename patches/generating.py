@@ -10,6 +10,7 @@ from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation import GeneratingStage
 from hybridcomp.job import error_exit
+from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
 
 #: the operation, and the key, in messages
 KEY = "generate"
@@ -20,14 +21,13 @@ def stage_of(engine: Any) -> GeneratingStage:
     error_exit.install()
     if not dist.is_initialized():
         raise ConfigError(KEY, NOTHING, "torch.distributed is not up; generate from a built engine")
-    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
-    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+    if is_megatron(engine):
         todo = (
             "megatron-core generates by its own DynamicInferenceEngine, with weights from "
             "swap_model_weights of its resharding; hybridcomp.publish feeds vLLM and SGLang"
         )
         raise ConfigError(KEY, Shown("megatron-core"), todo)
-    if "deepspeed" not in kinds:
+    if "deepspeed" not in packages_of(engine):
         todo = "expected an engine of DeepSpeed; under FSDP2 and DDP use hybridcomp.gathered(model)"
         raise ConfigError(KEY, Shown(type(engine).__name__), todo)
     from hybridcomp.patches.ds.generation import stage_of as of_deepspeed

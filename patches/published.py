@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
 from hybridcomp.patches.common.lora import adapted
 from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.patches.torch.attach import ATTRIBUTE, unwrapped
@@ -58,12 +59,11 @@ def _session_of(engine: Any) -> EngineSession | None:
 
 def weights_of(engine: Any) -> EngineWeights:
     """Return what this rank holds of an engine's weights. Raises ConfigError."""
-    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
-    if "deepspeed" in kinds:
+    if "deepspeed" in packages_of(engine):
         from hybridcomp.patches.ds import weights as of_deepspeed
 
         return of_deepspeed.weights_of(engine)
-    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+    if is_megatron(engine):
         from hybridcomp.patches.mcore import weights as of_megatron
 
         if of_megatron.is_engine(engine):

@@ -13,6 +13,7 @@ from hybridcomp.elastic.checkpoints import ResumedJob
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import error_exit
 from hybridcomp.log import say
+from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
 from hybridcomp.patches.common.resumed_parts import KEY
 
 if TYPE_CHECKING:
@@ -54,15 +55,14 @@ def resume(
         todo = "torch.distributed is not up; call resume after the engine was built"
         raise ConfigError(KEY, NOTHING, todo)
     place = Path(folder)
-    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
-    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+    if is_megatron(engine):
         todo = (
             "megatron.core.dist_checkpointing loads on other ranks by itself; call "
             "hybridcomp.load_state(folder) for the residuals, whose sum is kept, and "
             "ElasticSampler.load_state_dict for the samples"
         )
         raise ConfigError(KEY, Shown("megatron-core"), todo)
-    if "deepspeed" in kinds:
+    if "deepspeed" in packages_of(engine):
         from hybridcomp.patches.ds import replanned as of_deepspeed
 
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):

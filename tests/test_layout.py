@@ -211,7 +211,7 @@ ASKS: dict[str, set[str]] = {
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
     "drafts": {"common", "generating"},
-    "generating": {"ds"},
+    "generating": {"common", "ds"},
     "gathered": {"common", "ds", "torch"},
     "generated": {"common", "drafts", "ds", "generating"},
     "published": {"common", "ds", "mcore", "torch"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -162,10 +161,6 @@ class OffloadConfig(ActivationConfig):
     @classmethod
     def _states_alone(cls, data: Any) -> Any:
         """Take copies as native where a block names the codec of states and no other setting."""
-        states = data.get("states") if isinstance(data, Mapping) else None
-        if not isinstance(states, (str, Mapping, CodecSettings, NoneType)):
-            todo = 'expected expcode or mpc, or an object such as {"codec": "expcode"}'
-            raise problem("states", states, todo)
         if isinstance(data, Mapping) and set(data) == {"states"}:
             return {"codec": NONE, **data}
         return data

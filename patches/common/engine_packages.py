@@ -1,0 +1,15 @@
+"""Tell by which upstream an engine was made, without importing that upstream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def packages_of(engine: Any) -> set[str]:
+    """Return the top-level packages that define the classes of ``engine``, such as "deepspeed"."""
+    return {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
+
+
+def is_megatron(engine: Any) -> bool:
+    """Return whether ``engine`` is megatron-core's: a model, or a list of its chunks."""
+    return isinstance(engine, (list, tuple)) or "megatron" in packages_of(engine)
