@@ -43,7 +43,7 @@ NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_
 
 
 class Remembered:
-    """What this engine takes over from an earlier run, and what it leaves for a later one."""
+    """Take over verdicts of an earlier run, and leave this run's for a later one."""
 
     def __init__(self, block: str | None) -> None:
         """``block``: digest of the block; None where nothing is to be remembered."""

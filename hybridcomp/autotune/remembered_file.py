@@ -30,7 +30,7 @@ FILES, PARTS = "verdicts-*.json", "verdicts-*.part"
 
 @dataclass(frozen=True)
 class FoundVerdicts:
-    """What a job found.
+    """Hold the verdicts of a job.
 
     Attributes:
         step_s: seconds of a step with these verdicts; 0: not known.

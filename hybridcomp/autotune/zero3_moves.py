@@ -47,7 +47,7 @@ class Knobs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What a pass gathers, and the most elements that are gathered at once; no persistent ones."""
+    """Count the elements that a pass gathers, and the most at once; no persistent ones."""
 
     gathered: int
     peak: int

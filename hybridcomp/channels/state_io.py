@@ -53,7 +53,7 @@ class FileMove:
 
 
 class StateHandle:
-    """What DeepSpeed's swappers ask of ``aio_handle``: calls post, and ``wait`` completes them."""
+    """Stand in for DeepSpeed's ``aio_handle``: calls post, and ``wait`` completes them."""
 
     def __init__(self, files: StateFiles, inner: Any = None, threads: int = 1) -> None:
         """FileMove the files of ``files``.

@@ -12,7 +12,7 @@ from hybridcomp.config.error_messages import problem
 
 
 class HopConfig(CodecSettings):
-    """How messages of one dimension are encoded while the job generates."""
+    """Set how messages of one dimension are encoded while the job generates."""
 
     def codec_of(self) -> Codec | None:
         """Build the codec; None for native."""

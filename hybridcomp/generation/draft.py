@@ -149,7 +149,7 @@ class DraftModule(nn.Module):
 
 @dataclass(frozen=True)
 class Draft:
-    """What ``hybridcomp.train_draft`` returns, for ``hybridcomp.generate(draft=...)``.
+    """Hold the result of ``hybridcomp.train_draft``, for ``hybridcomp.generate(draft=...)``.
 
     Attributes:
         module: on the ranks of the last stage, which alone draft; None elsewhere.

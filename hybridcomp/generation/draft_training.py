@@ -25,7 +25,7 @@ GLIDE, PLAIN = "glide", "plain"
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How drafts are made and trained.
+    """Set how drafts are made and trained.
 
     Attributes:
         layers, width: of the draft; width None: half of the target's keys, all heads together.

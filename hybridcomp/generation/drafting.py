@@ -49,7 +49,7 @@ class DraftFigures:
 
 @dataclass
 class _Sequence:
-    """What is known of one sequence: its tokens, the draft's keys, and when it was seen last."""
+    """Hold one sequence: its tokens, the draft's keys, and when it was seen last."""
 
     tokens: list[int]
     known: list[Pair] | None = None

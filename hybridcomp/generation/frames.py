@@ -37,7 +37,7 @@ ENDS_S = 5.0
 
 @dataclass(frozen=True)
 class HopFrame:
-    """What one stage tells the next, and the bytes of its hidden states; None: it has ended."""
+    """Hold what one stage tells the next, and its hidden states; None: it has ended."""
 
     said: Any
     payload: Tensor

@@ -1,4 +1,4 @@
-"""Which sequences the next pass of each batch in flight has; decided on the first stage."""
+"""Decide, on the first stage, which sequences the next pass of each batch in flight has."""
 
 from __future__ import annotations
 

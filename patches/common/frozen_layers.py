@@ -1,4 +1,4 @@
-"""What is frozen of an engine, and what freezing asks of each engine's adapter."""
+"""Note what is frozen of an engine, and define the adapter that each engine needs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ _MAKING: Scope[StateFiles | None] = Scope("nvme_files", None)
 
 
 class _Builder:
-    """What a swapper takes for DeepSpeed's ``AsyncIOBuilder``."""
+    """Stand in for DeepSpeed's ``AsyncIOBuilder``."""
 
     def __init__(self, files: StateFiles, original: Any) -> None:
         self._files, self._original = files, original

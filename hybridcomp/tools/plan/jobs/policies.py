@@ -1,4 +1,4 @@
-"""Who gets how many ranks: first in, first out, greedily, or by an evolutionary search."""
+"""Decide who gets how many ranks: first in, first out, greedily, or by an evolutionary search."""
 
 from __future__ import annotations
 

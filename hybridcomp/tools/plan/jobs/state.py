@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def is_even(self) -> bool:
-        """Whether all nodes have as many ranks."""
+        """Return whether all nodes have as many ranks."""
         return len(set(map(len, self.nodes))) == 1
 
     @property
