@@ -19,6 +19,7 @@ from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import AgreementError, ConfigError, PeerError, SeamError
+from hybridcomp.job import agreement
 from hybridcomp.job.together import together
 from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
@@ -198,19 +199,29 @@ def detach(model: Module) -> None:
     is_known = attached is not _UNSEEN or (isinstance(model, Module) and model in detached)
     if is_known and not isinstance(attached, Attached):
         return  # native already
-    try:
-        with together(DETACH, ranks=attached.ranks if is_known else _only_ranks()):
-            if not is_known:
-                todo = (
-                    "expected a model that is attached: the root of fully_shard, or the "
-                    "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
-                )
-                raise ConfigError(DETACH, Shown(type(model).__name__), todo)
-    except (PeerError, AgreementError) as problem:
-        is_lost = isinstance(problem, AgreementError) or isinstance(problem.__cause__, PeerError)
-        if not (is_known and is_lost):
-            raise  # a rank was given another model
-    attached.detach()  # also where a rank has ended, or is silent: nobody is left to agree with
+    wrong = {} if is_known else {"found": type(model).__name__}
+    ranks = attached.ranks if is_known else _only_ranks()
+    told: list[dict[str, str]] = []
+    if dist.is_initialized():
+        # where a rank has ended, or is silent, nobody is left to agree with
+        with suppress(PeerError, AgreementError):
+            told = agreement.tell(wrong, what=DETACH, ranks=ranks)
+    if not is_known:
+        raise _not_attached(wrong["found"])
+    for place, other in enumerate(told):
+        if other:
+            rank = attached.ranks[place] if attached.ranks is not None else place
+            words = f"{DETACH}: rank {rank}: {_not_attached(other['found'])}"
+            raise PeerError.naming_rank(words)
+    attached.detach()
+
+
+def _not_attached(kind: str) -> ConfigError:
+    todo = (
+        "expected a model that is attached: the root of fully_shard, or the "
+        "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
+    )
+    return ConfigError(DETACH, Shown(kind), todo)
 
 
 def _only_ranks() -> Ranks | None:
