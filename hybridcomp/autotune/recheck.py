@@ -127,9 +127,7 @@ class Recheck(StepClock):
         return self.first + REHEARSED + ROUNDS * CELLS - 1
 
     def coded(self, name: Dimension, step: int) -> bool | None:
-        """Return whether ``name`` is encoded in ``step``; None if the comparison does not
-        decide.
-        """
+        """Return whether ``name`` is encoded in ``step``; None if it does not decide."""
         if name not in self.names or not self.covers(step):
             return None
         turn = step - self.first

@@ -95,9 +95,7 @@ class TrafficProfile:
         self.counts[dimension][kind] += 1
 
     def is_due(self) -> bool:
-        """Return whether to plan after this step: ever less often, since there may be no
-        messages.
-        """
+        """Return whether to plan after this step: ever less often, as there may be none."""
         self._steps += 1
         return self._steps & (self._steps - 1) == 0
 

@@ -218,9 +218,7 @@ class _Pass:
 
 
 def simulate(trace: Trace, knobs: Knobs, passes: int = 1) -> Moves:
-    """Return what ``passes`` micro-batches of a step gather, starting with nothing on the
-    device.
-    """
+    """Return what ``passes`` micro-batches of a step gather, from an empty device on."""
     there, gathered, peak = set(trace.persistent), 0, 0
     for _ in range(passes):
         one = _Pass(trace, knobs, there)

@@ -80,9 +80,7 @@ class Engine(Protocol):
         """Write all weights into the engine; ``weights`` are read-only."""
 
     def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
-        """Return a function that writes the changed values; the engine holds the previous
-        others.
-        """
+        """Return a function that writes the changed values into the engine, leaving all others."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return all tensors of the engine that loading writes, by the engine's names."""

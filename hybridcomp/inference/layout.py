@@ -32,7 +32,7 @@ class Strided:
     strides: tuple[int, ...]
 
     def of(self, like: Tensor, positions: list[Tensor]) -> Tensor:
-        """Return the storage offsets of positions in the block; one tensor like ``like`` per
+        """Return storage offsets of block positions, given one tensor like ``like`` per
         dimension.
         """
         found = torch.full_like(like, self.offset)
@@ -72,9 +72,7 @@ class Block:
         return inside, found[inside]
 
     def some(self) -> tuple[Tensor, Tensor]:
-        """Return offsets of a few values, including first and last: in the tensor, in the
-        storage.
-        """
+        """Return offsets of a few values, first and last included: in tensor and in storage."""
         numel = torch.Size(self.sizes).numel()
         flat = torch.linspace(0, numel - 1, min(SAMPLES, numel), dtype=torch.float64).long()
         positions = list(torch.unravel_index(flat, self.sizes)) if self.sizes else []

@@ -20,9 +20,7 @@ class Shares:
     """
 
     def __init__(self, dtype: str, rank: int, count: int) -> None:
-        """Set up share ``rank`` of ``count``. Raises ConfigError for a dtype that is not
-        published.
-        """
+        """Set up share ``rank`` of ``count``. Raises ConfigError for an unpublished dtype."""
         if dtype not in DTYPES:
             raise ConfigError("publish.dtype", dtype, f"expected one of {', '.join(DTYPES)}")
         self._dtype, self._rank, self._count = DTYPES[dtype], rank, count

@@ -124,9 +124,7 @@ class StretchTable:
 
     @cached_property
     def near(self) -> bytes | None:
-        """Return a ``NearTable`` of ``cuda/table.h`` with the rows inside; None for more than
-        NEAR.
-        """
+        """Return a ``NearTable`` of ``cuda/table.h`` holding the rows; None for more than NEAR."""
         if len(self) > NEAR:
             return None
         words = self.rows.tobytes()

@@ -110,8 +110,8 @@ class CudaPieces(CudaFunctions):
         self, source: str, kernel: str, pieces: Sequence[PayloadPiece], step: int, *words: int,
         ranks: int, looks: bool = False, threads: int = THREADS,
     ) -> None:  # fmt: skip
-        """Launch a decoder for all pieces; ``looks``: it looks back, which needs a word per block
-        and rank.
+        """Launch a decoder for all pieces; ``looks``: it needs a word per block and rank to look
+        back.
         """
         for laid in lay_out(self._launcher, pieces, step, ranks=ranks):
             work = self._launcher.zeros(1 + laid.blocks * ranks) if looks else None

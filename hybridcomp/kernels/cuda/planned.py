@@ -25,9 +25,7 @@ class PlannedBlockInt:
         self._captured: set[StretchTable] = set()
 
     def table(self, stretches: Sequence[PlannedStretch], *, sums: bool = False) -> StretchTable:
-        """Number the tiles of all rows consecutively; for sums, rows start at whole thread
-        blocks.
-        """
+        """Number the tiles of all rows consecutively; for sums, rows start at thread blocks."""
         if not sums:
             return StretchTable.of(stretches)
         for one in stretches:
@@ -85,9 +83,7 @@ class PlannedBlockInt:
     def _launch_near(
         self, kernel: str, like: Tensor, table: StretchTable, ranks: int, *words: int
     ) -> None:
-        """Launch with the rows passed by value, if they are few, so that nothing is copied
-        ahead.
-        """
+        """Launch with the rows passed by value, if few, so that nothing is copied ahead."""
         if not table.tiles:
             return
         near = table.near or table.far(self._words(table, like.device))

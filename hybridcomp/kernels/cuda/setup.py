@@ -155,9 +155,7 @@ def _version_of(text: str | None) -> Version | None:
 
 
 def _driver() -> Version | None:
-    """Read the driver's version from libcuda itself, since torch would initialize a device
-    first.
-    """
+    """Read the driver's version from libcuda itself, as torch would initialize a device."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
