@@ -103,7 +103,7 @@ class Message(ABC, Generic[R]):
 
 
 class Handling(NamedTuple):
-    """How sums with one codec treat the parameters in a tensor.
+    """Describe how sums with one codec treat the parameters in a tensor.
 
     Attributes:
         by_parameter: whether the sum has to know which parameters the tensor holds.

@@ -95,10 +95,10 @@ class Factoring:
 def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[Tensor]:
     """Sum ``values`` over a group: matrices by low-rank factors, everything else exactly.
 
-    1 add the values to the residual, which then holds what is to be summed 2 all-reduce the left
-    factors and, behind them, the values outside of matrices 3 all-reduce the right factors;
-    subtract this rank's part of the product from the residual 4 multiply the factors of matrices
-    that are needed; keep the right factors for the next step
+    1 add the values to the residual, which then holds what is to be summed
+    2 all-reduce the left factors and, behind them, the values outside of matrices
+    3 all-reduce the right factors; subtract this rank's part of the product from the residual
+    4 multiply the factors of matrices that are needed; keep the right factors for the next step
 
     A NaN or Inf makes its whole matrix NaN on every rank.
 

@@ -240,8 +240,10 @@ class IslandConfig(_Declared):
 
 
 def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the written keys into a preset's; a written codec replaces the preset's codec together
-    with its settings. A lossless codec drops error feedback.
+    """Merge the written keys into a preset's.
+
+    A written codec replaces the preset's codec together with its settings. A lossless codec drops
+    error feedback.
     """
     found = dict(preset)
     if "codec" in written or "error_bound" in written:

@@ -144,10 +144,11 @@ class Follower:
     def follow(self, wanted: int | None = None) -> tuple[str, ...]:
         """Bring the engine to version ``wanted``; None: to the newest one.
 
-        1 check that the engine is as it was left 2 receive and check versions, which only changes
-        the mirror 3 check that the engine can use them, and find the places of changed values 4
-        load changed values, or everything if the engine's version is unknown 5 compute fingerprints
-        of the engine's tensors
+        1 check that the engine is as it was left
+        2 receive and check versions, which only changes the mirror
+        3 check that the engine can use them, and find the places of changed values
+        4 load changed values, or everything if the engine's version is unknown
+        5 compute fingerprints of the engine's tensors
 
         Returns the names of the parameters that were written. Raises PublishError.
         """

@@ -28,8 +28,9 @@ LOOKS = 6400
 class StatementRound:
     """One exchange of statements among ``speakers``, in their order, as ``rank`` sees it.
 
-    1 ``state``: set this rank's statement, and count it 2 the rank that is counted last stores all
-    statements as one value 3 every rank waits for that value (``is_told``) and reads it (``read``)
+    1 ``state``: set this rank's statement, and count it
+    2 the rank that is counted last stores all statements as one value
+    3 every rank waits for that value (``is_told``) and reads it (``read``)
     4 once the next round is complete, ``forget`` deletes the keys of this one
 
     Args:

@@ -44,9 +44,9 @@ def exchange(
 
     The caller returns their ``buffers`` to the pool after use.
 
-    1 encode every job once, into slots that follow each other by destination 2 variable-size
-    codecs: exchange the sizes, unless these precede the payloads in the message 3 exchange the
-    bytes; on a CPU decode this rank's jobs and settle residuals meanwhile
+    1 encode every job once, into slots that follow each other by destination
+    2 variable-size codecs: exchange the sizes, unless these precede the payloads in the message
+    3 exchange the bytes; on a CPU decode this rank's jobs and settle residuals meanwhile
     """
     clock = meter.clock
     # 1
