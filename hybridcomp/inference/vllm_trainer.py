@@ -138,18 +138,24 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
 
 class ServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's client of a server, which resets the prefix cache of the server too."""
+    """vLLM's client of a server, which resets what the server has cached of a version too."""
 
     def reset_prefix_cache(self) -> None:
-        """Drop keys and values of the version before; requests that run compute theirs anew.
+        """Drop what was computed with the version before; running requests compute theirs anew.
+
+        Outputs of encoders, of images for example, go first: keys and values are computed from
+        them. With keys and values go those that a connector of vLLM keeps elsewhere.
 
         Raises PublishError where the server has not done it.
         """
-        answer = requests.post(
-            f"{self.base_url}/reset_prefix_cache",
-            params={"reset_running_requests": "true"},
-            timeout=self.timeout,
-        )
-        answer.raise_for_status()
+        self._reset("reset_encoder_cache")
+        answer = self._reset("reset_prefix_cache", reset_running_requests="true",
+                             reset_external="true")  # fmt: skip
         if not answer.json().get("success"):
             raise PublishError(f"{self.base_url} answers {one_line(answer.text)}")
+
+    def _reset(self, path: str, **asked: str) -> requests.Response:
+        url = f"{self.base_url}/{path}"
+        answer = requests.post(url, params=asked, timeout=self.timeout)
+        answer.raise_for_status()
+        return answer
