@@ -17,7 +17,7 @@ from hybridcomp.tools.progress import LINE_S
 
 #: seconds that a launcher and its ranks get to end: torch's gives its ranks 30
 FAREWELL_S = 40.0
-#: seconds between two looks at whether they have ended
+#: seconds for a launcher and its ranks to exit; torch's launcher gives its ranks 30
 LOOK_S = 0.05
 
 

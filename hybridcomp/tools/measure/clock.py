@@ -167,6 +167,6 @@ def times_over(clock: CallClock, run: Run, seconds: float) -> int:
     """Return how many calls of ``run`` last for ``seconds``, at least 1."""
     count = 1
     while (took := clock.seconds(run, count) * count) < seconds:
-        # at most ten times as often: a few calls may all have been in one grant
+        # grow at most tenfold: a few calls may all have run within one grant of CPU time
         count = min(10 * count, max(count + 1, math.ceil(1.1 * count * seconds / max(took, 1e-9))))
     return count

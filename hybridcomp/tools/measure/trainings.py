@@ -68,7 +68,7 @@ class _Job:
         """Run one optimizer step, as a training loop does, and append its seconds to ``steps``."""
         begin, ends, losses = time.perf_counter(), [], []
         for number in range(MICRO_BATCHES):
-            # as behind an embedding: the first block computes a gradient of its input, too
+            # the input requires a gradient, as the output of an embedding does
             loss = self.engine(self.values.detach().requires_grad_()).float().square().mean()
             self.engine.backward(loss)
             self.engine.step()
