@@ -40,7 +40,7 @@ def post(
 
 
 def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.ProcessGroup | None:
-    """Return the group whose ranks hold equal tensors and send a part each; None: each sends all."""
+    """Return the group whose ranks hold equal tensors and send a part each; None: no such group."""
     block = channels.config
     if not block.pp.scatter_gather or getattr(config, "sequence_parallel", True):
         return None

@@ -72,9 +72,7 @@ class DeepSpeedJob:
 
     @property
     def dtype(self) -> str | None:
-        """Return the dtype of parameters, "bf16", "fp16" or "fp32"; None if "auto" leaves it
-        open.
-        """
+        """Return the parameters' dtype, "bf16", "fp16" or "fp32"; None if "auto" leaves it open."""
         if self.bf16 or self.fp16:
             return "bf16" if self.bf16 else "fp16"
         written = (self.ds_json.get(name) for name in ("bf16", "bfloat16", "fp16"))
