@@ -25,7 +25,7 @@ from hybridcomp.log import say
 from hybridcomp.patches.generating import stage_of
 
 KEY = "train_draft"
-#: tokens that are drafted at a time
+#: tokens that a draft proposes at a time
 GAMMA = 5
 
 
@@ -101,7 +101,7 @@ def _line(stage: GeneratingStage) -> list[int]:
 
 @contextmanager
 def _averaging(stage: GeneratingStage) -> Iterator[Callable[[list[Tensor]], None]]:
-    """Yield what averages gradients over the last stages of all replicas; a collective."""
+    """Yield a function that averages gradients over all last stages; a collective."""
     said = tell({"line": _line(stage)}, what=KEY)
     last = sorted({one["line"][-1] for one in said})
     made = dist.new_group(last) if len(last) > 1 else None

@@ -92,7 +92,8 @@ class FreezeSchedule:
             inside = (n == one or n.startswith(f"{one}.") for one in given for n in everywhere)
             if any(held[name].requires_grad for name in own):
                 return count
-            if not own and given != [ELSEWHERE] and not any(inside):  # of another stage
+            # the block belongs to another stage
+            if not own and given != [ELSEWHERE] and not any(inside):
                 return count
         return len(self._blocks)
 
@@ -121,7 +122,7 @@ class FreezeSchedule:
         return target(len(self._blocks), before, self.alpha, norms)
 
     def _listen(self) -> None:
-        """Sum the squares of the gradients of the next step, by block."""
+        """Sum the squared gradients of the next step, by block."""
         self._squares = [torch.zeros((), device=default_device()) for _ in self._blocks]
         held = frozen.adapter_of(self._engine, KEY).named
         owner = {
@@ -136,7 +137,7 @@ class FreezeSchedule:
             self._squares[block] += squared.to(self._squares[block].device)
 
         if "deepspeed" in packages_of(self._engine):
-            for parameter in held.values():  # DeepSpeed takes gradients away as they come
+            for parameter in held.values():  # DeepSpeed frees gradients as they arrive
                 block = owner.get(id(parameter))
                 if block is not None and parameter.requires_grad:
                     hook: Any = parameter.register_hook
@@ -162,7 +163,7 @@ class FreezeSchedule:
         return [float(value) ** 0.5 for value in total.tolist()]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the steps so far; what is frozen is in the engine's checkpoint."""
+        """Return the number of steps so far; the engine's checkpoint has what is frozen."""
         return {"taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -86,7 +86,7 @@ def _change(engine: Any, what: What | None, trains: bool) -> tuple[str, ...]:
     undo = ExitStack()
     with together(key, undo.close, ranks=adapter.ranks):
         names, said = _agreed(adapter, frozen, what, trains)
-        undo.callback(adapter.apply, frozen)  # the last one, when all else is put back
+        undo.callback(adapter.apply, frozen)  # undone last, when all else is restored
         undo.callback(vars(frozen).update, copy.deepcopy(vars(frozen)))
         every = dict.fromkeys(name for one in said for name in one["names"])
         frozen.change(every, trains, adapter.steps())
@@ -111,7 +111,7 @@ def _change(engine: Any, what: What | None, trains: bool) -> tuple[str, ...]:
 
 
 def _drop_residuals(adapter: Adapter, names: Iterable[str]) -> float:
-    """Free what error feedback holds back of frozen parameters; return its norm over all ranks."""
+    """Drop the residuals of frozen parameters; return their norm over all ranks."""
     assert adapter.channels is not None, "attached"
     own = {getattr(adapter.named[name], NAME, name) for name in names}
     lost = adapter.channels.residuals.forget(lambda name: name.removeprefix(_BETWEEN) in own)
@@ -129,7 +129,7 @@ def _told(count: int, trains: bool, lost: float) -> str:
 def _agreed(
     adapter: Adapter, frozen: Frozen, what: What | None, trains: bool
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the parameters of this rank that are meant, and what all ranks have said of theirs.
+    """Return this rank's parameters that ``what`` names, and what all ranks named.
 
     Raises the same error on all ranks, ConfigError or AgreementError, where it cannot be done.
     """
@@ -138,7 +138,7 @@ def _agreed(
     names, unknown = chosen(given, named)
     if trains:
         names = [name for name in names if name in frozen.everywhere]
-    else:  # what never trained, as below adapters, is passed over
+    else:  # skip what never trained, such as the weights under adapters
         names = [n for n in names if named[n].requires_grad or n in frozen.everywhere]
     meant = set(names)
     left = sum(trains if n in meant else p.requires_grad for n, p in named.items())
@@ -189,7 +189,7 @@ def _check(said: Sequence[Mapping[str, Any]], frozen: Frozen, key: str, trains: 
 
 
 def unwrapped(engine: Any) -> Any:
-    """Return the engine that a call is about: without what torch.compile has put around it."""
+    """Return the engine without the wrapper of torch.compile."""
     from hybridcomp.patches.torch.attach import unwrapped as found
 
     return found(engine)

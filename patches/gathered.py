@@ -21,7 +21,7 @@ MEGATRON = (
 
 
 def gathered(engine: Any) -> AbstractContextManager[nn.Module]:
-    """See ``hybridcomp.gathered``. Raises ConfigError on an engine without shares."""
+    """Implement ``hybridcomp.gathered``. Raises ConfigError on an engine without shards."""
     engine = unwrapped(engine)
     first = engine[0] if isinstance(engine, (list, tuple)) and engine else engine
     kinds = packages_of(first)

@@ -1,4 +1,4 @@
-"""Find the stage by which a rank of an engine generates."""
+"""Find the stage with which a rank of an engine generates."""
 
 from __future__ import annotations
 

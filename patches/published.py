@@ -28,7 +28,7 @@ def publish(
     lora: str | None,
     **options: Any,
 ) -> Publisher:
-    """See ``hybridcomp.publish``, which names the ``options``.
+    """Implement ``hybridcomp.publish``, which describes the ``options``.
 
     A destination that this rank alone refuses is told to all ranks, which raise its error.
     """
@@ -48,7 +48,7 @@ def publish(
 
 
 def _session_of(engine: Any) -> EngineSession | None:
-    """Return the session of an attached engine, or that of the process, where it has begun."""
+    """Return the session of an attached engine, else the process's if it has begun."""
     attached = getattr(engine, ATTRIBUTE, None)
     if attached is not None:
         found: EngineSession = attached.session
@@ -58,7 +58,7 @@ def _session_of(engine: Any) -> EngineSession | None:
 
 
 def weights_of(engine: Any) -> EngineWeights:
-    """Return what this rank holds of an engine's weights. Raises ConfigError."""
+    """Return this rank's part of an engine's weights. Raises ConfigError."""
     if "deepspeed" in packages_of(engine):
         from hybridcomp.patches.ds import weights as of_deepspeed
 

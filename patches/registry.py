@@ -61,7 +61,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "torch.context_parallel",
     ),
 }
-#: packages whose name another upstream has, too -> whether this process has the right one
+#: packages whose name another upstream shares -> whether this process has the right one
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
 
 #: packages that a job may have and not need: where their patches do not fit, UNFIT keeps the reason
@@ -108,7 +108,7 @@ def compressed() -> list[tuple[str, str, str]]:
     its docstring names these messages.
     """
     from hybridcomp import nn
-    from hybridcomp.patches.torch import attach, torch_versions  # DTensor takes its time to import
+    from hybridcomp.patches.torch import attach, torch_versions  # importing DTensor takes long
 
     found = []
     for package in MODULES:
@@ -117,7 +117,8 @@ def compressed() -> list[tuple[str, str, str]]:
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
     found += attach.rows()  # torch's own engines have slots, and no seams
-    found += nn.rows(torch_versions.TORCH)  # and what no upstream has is called by its name
+    # messages of hybridcomp.nn, which no upstream has, go by its name
+    found += nn.rows(torch_versions.TORCH)
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
     return found

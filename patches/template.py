@@ -22,14 +22,14 @@ from hybridcomp.patches.common.collective_wrappers import flat
 from hybridcomp.patches.common.routes import Layers
 from hybridcomp.seams.patching import Seam
 
-#: the symbol, the versions of the package that are known, and the parameters that it has in them
+#: the symbol, the supported versions of the package, and the parameters of the symbol in them
 AVERAGE = Seam(
     requirement="toytrain >= 1.0, < 2.0",
     module="toytrain.gradients",
     qualname="average",
     parameters=("gradient", "group"),
 )
-#: whose messages these are: the channel of a dimension, for a group
+#: the layers whose messages are sent: the dimension of their groups
 LAYERS = Layers(lambda group: "dp")
 
 

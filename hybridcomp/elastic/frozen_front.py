@@ -174,7 +174,7 @@ class FrozenFront:
         return out.view(kept.shape)
 
     def _drop_changed(self, front: Sequence[nn.Module], depth: int) -> None:
-        """Free what does not hold any more: weights have changed, or train again."""
+        """Free all kept samples if weights of the front have changed or train again."""
         marks = [_mark(block) for block in front]
         shared = min(len(marks), len(self._marks))
         if marks[:shared] != self._marks[:shared] or depth < len(self._marks):

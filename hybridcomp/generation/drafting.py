@@ -29,7 +29,7 @@ TRIED = 24
 
 @dataclass
 class DraftFigures:
-    """What drafts have saved, on the last stage: add up over calls of ``generate``.
+    """Passes and tokens of drafting on the last stage, added up over calls of ``generate``.
 
     Attributes:
         passes: of sequences through all stages, behind those of prompts.

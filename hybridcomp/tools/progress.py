@@ -1,4 +1,4 @@
-"""Tell how far a long command is and how long it still takes: a bar in a terminal, else lines."""
+"""Show how far a long command is and how long it still takes: a bar in a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-#: seconds between two looks at what is under way, for a bar and for lines
+#: seconds between two updates, for a bar and for lines
 BAR_S, LINE_S = 1.0, 30.0
 
 
@@ -26,7 +26,7 @@ def left_of(seconds: float) -> str:
 
 
 class ProgressDisplay:
-    """Shows a number of parts that are done, and the time left by those that were worked on."""
+    """Shows how many parts are done, and the time left as estimated from the parts worked on."""
 
     def __init__(
         self, parts: float, say: Callable[[str], object] = _say, least_s: float = 0.0
@@ -46,11 +46,11 @@ class ProgressDisplay:
 
     @property
     def every(self) -> float:
-        """Interval of ``show`` calls during a part, in seconds."""
+        """Return the interval of ``show`` calls during a part, in seconds."""
         return LINE_S if self._bar is None else BAR_S
 
     def __enter__(self) -> ProgressDisplay:
-        """Start the bar, where standard error is a terminal and rich is installed."""
+        """Start the bar, if standard error is a terminal and rich is installed."""
         if sys.stderr.isatty() and find_spec("rich") is not None:
             from rich import progress
             from rich.console import Console
@@ -85,18 +85,18 @@ class ProgressDisplay:
             self._bar.update(self._task, completed=done, description=told)
 
     def say(self, text: str) -> None:
-        """Print a line that stays, above the bar where there is one."""
+        """Print a line that stays, above the bar if there is one."""
         if self._bar is None:
             self._say(text)
         else:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def skip(self, parts: float = 1.0) -> None:
-        """Take parts out of the speed: they were there already."""
+        """Leave parts out of the speed, since they were done before."""
         self._skipped += parts
 
     def left(self, done: float) -> float | None:
-        """Return the seconds left by the speed so far; None before any part was worked on."""
+        """Return the seconds left at the speed so far; None before any part was worked on."""
         worked = done - self._skipped
         spent = time.monotonic() - self._start
         return None if worked <= 0 else spent * max(0.0, self._parts - done) / worked

@@ -1,4 +1,4 @@
-"""Replace the collectives that layers call in torch.distributed by ones that encode.
+"""Wrap the collectives of torch.distributed that layers call, so that their messages are encoded.
 
 Layers of megatron-core, GPT-NeoX and DeepSpeed call the same functions of torch.distributed, or
 functions of the same names in other modules; each seam module has a ``routes.Layers`` that gives
@@ -35,7 +35,7 @@ ANY_NUMEL = sys.maxsize // 8
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the values of ``tensor``, 1-D and contiguous: a view where that is possible."""
+    """Return the values of ``tensor``, 1-D and contiguous: as a view if possible."""
     return tensor.detach().contiguous().view(-1)
 
 
@@ -57,7 +57,7 @@ class AllReduceInPlace(AllReduce):
         return self.values
 
     def finish(self, handle: Handle) -> Handle | None:
-        """Return the handle that also writes the sum back; None: nothing is under way."""
+        """Return the handle that also writes the sum back; None if no collective was started."""
         values, tensor = self.values, self.tensor
         if values is not None and values.data_ptr() != tensor.data_ptr():
             handle.then(lambda: put(values, tensor))
@@ -65,7 +65,7 @@ class AllReduceInPlace(AllReduce):
 
 
 def make_all_reduce(layers: Layers) -> Maker:
-    """Wrap ``torch.distributed.all_reduce``; every call reads dimension and direction again."""
+    """Wrap ``torch.distributed.all_reduce``; each call looks dimension and direction up again."""
 
     def make(original: Collective) -> Collective:
         @functools.wraps(original)

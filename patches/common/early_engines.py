@@ -55,12 +55,12 @@ _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def register(built: Any, *, attached: bool) -> None:
-    """Note that a patched constructor builds ``built``; ``attached``: there is a block for it."""
+    """Record an engine that is being built; ``attached``: whether a block applies to it."""
     _seen[built] = attached
 
 
 def check(armed: frozenset[str], block: CompressionConfig | None, *, new: bool) -> None:
-    """Raise ConfigError where an existing object has a block and was built too early.
+    """Raise ConfigError if an existing engine that has a block was built before the patches.
 
     Args:
         armed: packages whose patches are in place already, so that their objects were seen.
@@ -77,7 +77,7 @@ def check(armed: frozenset[str], block: CompressionConfig | None, *, new: bool) 
 
 
 def too_late(kind: TrackedClass, name: str) -> ConfigError:
-    """Return the error for an object of ``kind``, of class ``name``, that was built too early."""
+    """Return the error for an object of class ``name`` that was built before ``install``."""
     return ConfigError(
         "hybridcomp.install",
         Shown(f"a {name} that was built before it"),

@@ -1,4 +1,4 @@
-"""Tell by which upstream an engine was made, without importing that upstream."""
+"""Find out which upstream made an engine, without importing that upstream."""
 
 from __future__ import annotations
 

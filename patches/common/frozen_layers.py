@@ -1,4 +1,4 @@
-"""Note what is frozen of an engine, and define the adapter that each engine needs."""
+"""Record the frozen parameters of an engine, and define the adapter that each engine needs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 
-#: attribute of an engine: its ``Frozen``
+#: attribute of an engine that holds its ``Frozen``
 ATTRIBUTE = "_hybridcomp_frozen_layers"
 
 
 class Frozen:
-    """The parameters of an engine that are frozen.
+    """The frozen parameters of an engine.
 
     Attributes:
         everywhere: their names, of all parts of the model, and the steps that the engine had taken
@@ -29,12 +29,12 @@ class Frozen:
         self.wholly: list[bool] = []
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, equal on all ranks; {} where nothing is frozen."""
+        """Return the state for a checkpoint, equal on all ranks; {} if nothing was ever frozen."""
         found = {"since": dict(self.everywhere), "missed": dict(self.missed)}
         return found if any(found.values()) else {}
 
     def change(self, names: Iterable[str], trains: bool, now: int) -> None:
-        """Note, after ``now`` steps, that parameters train from now on, or are frozen."""
+        """Record that the parameters ``names`` train, or are frozen, from step ``now`` on."""
         for name in names:
             if trains:
                 self.missed[name] = self.missed.get(name, 0) + now - self.everywhere.pop(name)
@@ -43,7 +43,7 @@ class Frozen:
 
 
 class Adapter(Protocol):
-    """What freezing needs to know of an engine, and has it do.
+    """Interface through which ``freeze`` reads and changes an engine.
 
     Attributes:
         named: the parameters of this rank, by name.
@@ -61,24 +61,24 @@ class Adapter(Protocol):
         """Return the optimizer steps that were taken and not skipped."""
 
     def refused(self) -> tuple[str, str] | None:
-        """Return why this engine cannot freeze: what was found, and what to do; None: it can."""
+        """Return why this engine cannot freeze, and what to do; None if it can."""
 
     def is_open(self) -> bool:
         """Return whether a step has begun and not ended."""
 
     def apply(self, frozen: Frozen) -> None:
-        """Have the engine leave alone what is frozen; ``requires_grad`` says so already.
+        """Make the engine skip the frozen parameters, whose ``requires_grad`` is set already.
 
         No collective. Called once more, after all is as it was, where another rank has failed.
         """
 
 
 def frozen_of(engine: Any) -> Frozen | None:
-    """Return what is frozen of an engine, None where ``freeze`` was never called."""
+    """Return the ``Frozen`` of an engine; None if ``freeze`` was never called."""
     found: Frozen | None = vars(engine).get(ATTRIBUTE)
     return found
 
 
 def give(engine: Any, frozen: Frozen) -> None:
-    """Keep ``frozen`` with its engine."""
+    """Store ``frozen`` on its engine."""
     vars(engine)[ATTRIBUTE] = frozen

@@ -1,4 +1,4 @@
-"""Have the islands of the block's key ``sync`` meet after the optimizer steps of a session."""
+"""Start the meetings of islands (key ``sync``) after the optimizer steps of a session."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ KEY = "compression.sync"
 
 
 def islands_in(block: CompressionConfig) -> Islands | None:
-    """Return the islands into which a block cuts the job; None: none. A collective of the job."""
+    """Return the islands into which a block splits the job, or None. A collective of the job."""
     if not block.sync.acts or isinstance(block.sync.islands, RendezvousConfig):
         return None
     return islands_of(block.sync.islands)
 
 
 def ranks_in(block: CompressionConfig) -> Ranks:
-    """Return the ranks of this rank's island; of the job, where the block does not cut it."""
+    """Return the ranks of this rank's island; all ranks if the block does not split the job."""
     islands = islands_in(block)
     return tuple(range(dist.get_world_size())) if islands is None else islands.ranks
 
 
 def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, todo: str) -> None:
-    """Hold meetings after the steps of ``session``, where its block says so.
+    """Start meetings after the steps of ``session``, if its block asks for them.
 
     Args:
         session: of the engine.

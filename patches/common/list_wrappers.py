@@ -31,7 +31,7 @@ class AllGatherParts(Message[None]):
     parts: MutableSequence[Tensor]
 
     def native_nbytes(self, size: int) -> int:
-        """Return the bytes of this rank's shard, for each other rank."""
+        """Return the bytes of this rank's shard, sent to each other rank."""
         return native_nbytes.all_gather_nbytes(self.tensor.numel(), self.dtype, size)
 
     def send(self, channel: Channel, codec: Codec) -> None:
@@ -50,7 +50,8 @@ class AllGatherParts(Message[None]):
         for index, (part, place) in enumerate(zip(parts, places, strict=True)):
             values = place[: part.numel()]
             if part.data_ptr() == tensor.data_ptr():
-                # GPT-NeoX puts the input there: other code may read it, so keep its values
+                # GPT-NeoX puts its input into this part: other code may read it, so its values are
+                # kept
                 parts[index] = values.view(part.shape)
             else:
                 put(values, part)
@@ -58,7 +59,7 @@ class AllGatherParts(Message[None]):
 
 @dataclass(eq=False, kw_only=True)
 class _Padded(AllGather):
-    """All-gather of shards of which native would send the first ``native_numel`` elements."""
+    """All-gather of padded shards, of which native sends the first ``native_numel`` elements."""
 
     native_numel: int
 

@@ -1,4 +1,4 @@
-"""Publish a model of PEFT: its adapters alone, or what it computes with, under the base's names."""
+"""Publish a PEFT model: its adapters alone, or the merged weights under the base model's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = "publish.lora"
 ALONE, MERGED = "adapters", "merged"
 WAYS = (ALONE, MERGED)
 PREFIX = "base_model.model."
-#: a tensor of an adapter: what stands before, which one of the pair, and the adapter's name
+#: a tensor of an adapter: its prefix, which matrix of the pair it is, and the adapter's name
 ADAPTER = re.compile(r"(.*\.lora_(?:A|B|embedding_A|embedding_B))\.([^.]+)(\.weight)?")
 BASE = ".base_layer."
 
@@ -98,7 +98,7 @@ def _numel(weights: EngineWeights, name: str) -> int:
 
 @torch.no_grad()
 def _with_adapter(read: Callable[[], Tensor], layer: Any, adapter: str) -> Tensor:
-    """Return a matrix with its adapter, as PEFT's ``merge_adapter`` leaves it."""
+    """Return a matrix with its adapter merged, as PEFT's ``merge_adapter`` computes it."""
     base: Tensor = read().detach()
     if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
         return base

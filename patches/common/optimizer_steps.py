@@ -1,4 +1,4 @@
-"""Hear of the steps of torch's optimizers, by its public hooks, and of backward passes around them.
+"""Call functions around the steps of torch's optimizers, by public hooks; number backward passes.
 
 Hooks of all optimizers of the process: one that was built earlier calls them, too.
 """
@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-#: the number of no backward pass
+#: number that means that no backward pass is running
 NO_PASS: Final = -1
 #: the code around the step of every optimizer of torch, which calls the hooks
 _STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__
@@ -26,11 +26,11 @@ Hook = Callable[[Optimizer, Any, Any], None]
 
 
 def register(before: Hook | None, after: Hook) -> list[Any]:
-    """Have ``before`` and ``after`` called around the steps of all optimizers, compiled ones too.
+    """Call ``before`` and ``after`` around the steps of all optimizers, compiled steps too.
 
     Returns handles, whose ``remove`` ends that.
     """
-    disable: Any = torch.compiler.disable  # they are no part of a step that is compiled
+    disable: Any = torch.compiler.disable  # the hooks are no part of a compiled step
     hooks = [register_optimizer_step_post_hook(disable(after))]
     if before is not None:
         hooks.append(register_optimizer_step_pre_hook(disable(before)))
@@ -38,7 +38,7 @@ def register(before: Hook | None, after: Hook) -> list[Any]:
 
 
 def is_inside_another() -> bool:
-    """Return whether the step that calls this hook was called by the step of another optimizer.
+    """Return whether the running step was called by the step of another optimizer.
 
     As by that of ``ZeroRedundancyOptimizer``, which sends the new weights afterwards. By the stack,
     as a step that raises an error calls no hook at its end.
@@ -52,12 +52,12 @@ def is_inside_another() -> bool:
 
 
 def backward_pass() -> int:
-    """Return the number of the backward pass that this thread is in, or ``NO_PASS``."""
+    """Return the number of the backward pass that this thread runs, or ``NO_PASS``."""
     return int(torch._C._current_graph_task_id())
 
 
 def at_the_end_of_the_pass(call: Callable[[], None]) -> None:
-    """Call ``call`` once, at the end of the backward pass that this thread is in.
+    """Call ``call`` once, at the end of the backward pass that this thread runs.
 
     Behind callbacks that are there already, as FSDP2's, which may reduce the last gradients.
     """

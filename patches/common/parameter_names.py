@@ -1,4 +1,4 @@
-"""Names of parameters as the model has them, without what wrappers put into them."""
+"""Names of parameters as the model defines them, without the prefixes that wrappers add."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` without the parts of wrappers."""
+    """Return ``name`` without the prefixes that wrappers add."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def named_once(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """Return every parameter under its first name, and its further names with that first one."""
+    """Return every parameter under its first name, and map its other names to the first."""
     found: dict[str, nn.Parameter] = {}
     first: dict[int, str] = {}
     aliases = {}

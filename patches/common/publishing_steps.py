@@ -1,4 +1,4 @@
-"""Start what the block's key ``publish`` asks for, and find the destination that ``to`` names."""
+"""Start the publishing that the key ``publish`` asks for, and find the destination of ``to``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hybridcomp.sync.claimed_folders import first_in
 
 #: key of errors about an engine whose weights cannot be published
 KEY = "publish"
-#: by which an island claims a folder, with the start of the job for ``*``
+#: pattern of the files by which an island claims a folder; ``*``: the start of the job
 FILES = "hybridcomp_publisher_*.json"
 
 
@@ -48,7 +48,8 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
     if settings is None:
         return
     islands = island_steps.islands_in(block)
-    if islands is not None and islands.index:  # their weights have the same names and places
+    # the weights of all islands have the same names and places
+    if islands is not None and islands.index:
         return
 
     def make() -> Publisher | None:
@@ -99,7 +100,7 @@ def destination_of(
 
 
 def _claim(ranks: Ranks, known: weakref.ref[EngineSession] | None, folder: Path) -> str | None:
-    """Keep other islands of the job, or of the run, from publishing into ``folder``.
+    """Keep other islands, of this job or of the run, from publishing into ``folder``.
 
     ``ranks``: of the island, a job or a part of one. Returns who else of this job does; raises
     CheckpointError where another one of the run does.
@@ -117,7 +118,7 @@ def _claim(ranks: Ranks, known: weakref.ref[EngineSession] | None, folder: Path)
 
 
 def _of_group(group: dist.ProcessGroup, weights: EngineWeights) -> Destination:
-    """Return ``group`` as destination. Raises ConfigError where other ranks of the job are in it.
+    """Return ``group`` as a destination. Raises ConfigError if it has further ranks of the job.
 
     Members other than the first rank of the job receive; one that sends as well would wait for
     itself.

@@ -1,4 +1,4 @@
-"""Resume sampler and learning rate and say so, alike under every engine."""
+"""Resume the sampler and the learning rate, and print so, in the same way under every engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WHAT = "resuming a checkpoint"
 
 
 def say_skipped(skipped: Iterable[str]) -> None:
-    """Name the checkpoints that are not whole."""
+    """Print the names of the checkpoints that were skipped because they are incomplete."""
     say(*(f"resume: skipped {text}" for text in skipped))
 
 
 def check_sampler(sampler: Any, job: SavedJob, samples: int | None = None) -> None:
-    """Raise ConfigError where ``sampler`` cannot go on; ``samples``: of a step of the engine."""
+    """Raise ConfigError if ``sampler`` cannot resume; ``samples``: those of a step."""
     if sampler is None:
         return
     if samples not in (None, sampler.samples):
@@ -36,7 +36,7 @@ def check_sampler(sampler: Any, job: SavedJob, samples: int | None = None) -> No
 
 
 def scale(optimizer: Any, scheduler: Any, factor: float) -> None:
-    """Multiply the learning rates that were loaded, and those that a scheduler begins from."""
+    """Multiply the loaded learning rates, and the initial ones of a scheduler, by ``factor``."""
     if factor == 1:
         return
     for group in optimizer.param_groups:

@@ -24,7 +24,7 @@ from hybridcomp.session.process import current
 
 @dataclass(frozen=True)
 class Sender:
-    """Owner of the collectives that are called now, and the direction of their messages.
+    """The owner of the collectives that are being called, and the direction of their messages.
 
     ``channels``: of the layer's engine; None: it has no block, or the layer knows no engine.
     """
@@ -33,9 +33,9 @@ class Sender:
     direction: Direction
 
 
-#: None outside of functions that a maker has wrapped
+#: None outside of the functions that a maker has wrapped
 SENDER: Scope[Sender | None] = Scope("sender", None)
-#: attribute of an autograd context: the channels of the layer that it served
+#: attribute of an autograd context: the channels of its layer
 OWNER = "_hybridcomp_owner"
 
 
@@ -50,7 +50,7 @@ def direction() -> Direction:
 
 
 def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark messages sent inside as backward, of the layer that the autograd context served."""
+    """Mark the messages of a backward method as ``backward``, and as its layer's."""
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ Makers = Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 def make_stand_in(makers: Makers) -> Callable[[Any], Any]:
-    """Return a maker of a stand-in for a module of collectives, some of which ``makers`` wrap."""
+    """Return a function that replaces a module of collectives; ``makers`` wrap some of them."""
 
     def make(original: Any) -> Any:
         wrapped = {name: make_one(getattr(original, name)) for name, make_one in makers.items()}
@@ -110,12 +110,12 @@ def make_stand_in(makers: Makers) -> Callable[[Any], Any]:
 
 
 def torch_seam(module: str, requirement: str, source: Callable[[], str] | None = None) -> Seam:
-    """Return the seam of the global ``torch`` of an upstream module."""
+    """Return the seam that replaces the global ``torch`` of an upstream module."""
     return Seam(requirement, module, "torch", None, source)
 
 
 def make_torch(makers: Makers) -> Callable[[Any], Any]:
-    """Return a maker of a stand-in for ``torch``; ``makers`` wrap functions of ``distributed``."""
+    """Return a function that replaces ``torch``; ``makers`` wrap functions of ``distributed``."""
 
     stand_in = make_stand_in(makers)
 

@@ -1,4 +1,4 @@
-"""Hand a value from a seam to the seams that upstream calls inside it.
+"""Pass a value from a seam to the seams that upstream calls inside it.
 
 Upstream passes no argument of ours along. Backward passes run in threads of autograd, so a value
 holds in the thread that set it and in no other.
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Scope(Generic[T]):
-    """A value that holds for the calls inside ``with scope.inside(value)``, and for nobody else."""
+    """A value that is visible only to calls inside ``with scope.inside(value)``."""
 
     def __init__(self, name: str, default: T) -> None:
-        """Name the scope for debuggers; ``default`` holds outside of all calls."""
+        """Name the scope for debuggers; ``default`` is its value outside."""
         self._value: ContextVar[T] = ContextVar(f"hybridcomp_{name}", default=default)
         self.get = self._value.get
 
@@ -27,7 +27,7 @@ class Scope(Generic[T]):
         return _Inside(self._value, value)
 
     def marks(self, value: T) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a maker that wraps a function, so that ``value`` holds while it runs."""
+        """Return a decorator under which ``get`` returns ``value`` while the function runs."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -41,7 +41,7 @@ class Scope(Generic[T]):
 
 
 class _Inside(Generic[T]):
-    """Set a value on entering and put the one before back on leaving; once."""
+    """Set a value on entering, and restore the one before on leaving; usable once."""
 
     def __init__(self, variable: ContextVar[T], value: T) -> None:
         self._variable, self._value = variable, value

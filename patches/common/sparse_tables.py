@@ -1,4 +1,4 @@
-"""Find tables with sparse gradients, and tell an id out of range to all ranks in the next sum.
+"""Find tables with sparse gradients, and report an id out of range to all ranks in the next sum.
 
 torch raises IndexError on the rank that has such an id, and the others would wait for its
 gradients. So while a table trains, the id is noted and replaced by 0, and the next exchange raises
@@ -34,13 +34,13 @@ class SparseTables:
             self._hooks.append(hook)
 
     def _look(self, table: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Note an id that the table has not, and look up row 0 in its place."""
+        """Record an id that is out of range, and look up row 0 instead."""
         if not (table.training and torch.is_grad_enabled() and table.weight.requires_grad):
             return None
         key, rows = id(table.weight), table.num_embeddings
         ids = args[0] if args else kwargs.get("input")
         if not isinstance(ids, Tensor) or not ids.numel() or ids.is_floating_point():
-            return None  # torch says what is wrong
+            return None  # torch raises its own error
         low, high = (int(one) for one in torch.aminmax(ids.detach()))
         if low >= 0 and high < rows:
             return None
@@ -49,17 +49,17 @@ class SparseTables:
         return ((ids, *args[1:]), kwargs) if args else (args, {**kwargs, "input": ids})
 
     def leave(self) -> None:
-        """Look at no ids any more."""
+        """Remove the hooks that check ids."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def wrong(self, weight: Tensor) -> int | None:
-        """Return, once, an id out of range that the batches of this rank had."""
+        """Return, once, an out-of-range id that a batch of this rank contained."""
         return self._wrong.pop(id(weight), None)
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield names and modules of torch's embeddings whose gradients are sparse."""
+    """Yield the name and module of each torch embedding whose gradients are sparse."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield plain_name(name), module

@@ -1,4 +1,4 @@
-"""Have an optimizer step parts of the flat tensors that DeepSpeed gives it.
+"""Make an optimizer step only parts of the flat tensors that DeepSpeed gives it.
 
 DeepSpeed's optimizers hold flat copies of the parameters and step all of them, frozen ones with
 gradients of zero, which momentum and weight decay go on moving. Around each step the flat tensor is
@@ -20,7 +20,7 @@ STEP = "step"
 
 
 class FlatFragment(NamedTuple):
-    """Elements ``[start, start + numel)`` of ``flat``, which are of the parameter ``name``."""
+    """Elements ``[start, start + numel)`` of ``flat``, which belong to the parameter ``name``."""
 
     flat: Tensor
     name: str
@@ -29,7 +29,7 @@ class FlatFragment(NamedTuple):
 
 
 class SteppedParts:
-    """The trained parts of the flat tensors of some optimizers.
+    """The trained parts of the flat tensors of some optimizers; only these are stepped.
 
     Attributes:
         frozen: names of parameters that no step touches.
@@ -38,7 +38,7 @@ class SteppedParts:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], fragments: Iterable[FlatFragment]) -> None:
-        """Have the optimizers call this object around their steps until ``close``."""
+        """Register hooks around the steps of the optimizers, which ``close`` removes."""
         self.frozen: set[str] = set()
         self.missed: dict[str, int] = {}
         self._flats: dict[int, list[FlatFragment]] = {}
@@ -46,22 +46,23 @@ class SteppedParts:
             self._flats.setdefault(id(one.flat), []).append(one)
         for held in self._flats.values():
             held.sort(key=lambda one: one.start)
-        self._lent: list[tuple[dict[str, Any], list[Any]]] = []  # groups and their tensors
+        # parameter groups, and the tensors that they had
+        self._lent: list[tuple[dict[str, Any], list[Any]]] = []
         self._parts: list[tuple[Tensor, list[Tensor]]] = []
-        self._kept: list[tuple[Tensor, Tensor]] = []  # views of a first step, and their values
+        self._kept: list[tuple[Tensor, Tensor]] = []  # views used in a first step, and their values
         self._hooks: list[Any] = []
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
 
     def close(self) -> None:
-        """Leave the optimizers to themselves."""
+        """Remove the hooks from the optimizers."""
         while self._hooks:
             self._hooks.pop().remove()
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._put_back(optimizer)  # of a step that raised an error
+        self._put_back(optimizer)  # left by a step that raised an error
         for group in optimizer.param_groups:
             params = group["params"]
             parts = [part for flat in params for part in self._parts_of(optimizer, flat)]
@@ -89,14 +90,14 @@ class SteppedParts:
             left.clear()
 
     def _parts_of(self, optimizer: Optimizer, flat: Tensor) -> list[Tensor]:
-        """Return the views of ``flat`` to step in its place; itself where all of it trains."""
+        """Return the views to step in place of ``flat``; ``flat`` itself if all of it trains."""
         held = self._flats.get(id(flat), [])
         touched = any(one.name in self.frozen or one.name in self.missed for one in held)
         if not touched or flat.grad is None:
             return [flat]
         values, gradients = flat.data.view(-1), flat.grad.view(-1)
         state = optimizer.state.get(flat)
-        if not state:  # the first step makes the state, all of it
+        if not state:  # the first step creates the state of all elements
             for one in held:
                 if one.name in self.frozen:
                     view = values[one.start : one.start + one.numel]
@@ -115,7 +116,7 @@ class SteppedParts:
         return parts
 
     def _runs(self, held: list[FlatFragment], numel: int) -> Iterator[tuple[int, int, int]]:
-        """Yield stretches of trained elements that have missed as many steps, and how many."""
+        """Yield ranges of trained elements that missed equally many steps, and how many."""
         run: tuple[int, int, int] | None = None
         for one in held:
             missed = self.missed.get(one.name, 0)
@@ -132,7 +133,7 @@ class SteppedParts:
 
 
 def _cut(value: Any, numel: int, start: int, stop: int, missed: int) -> Any:
-    """Return the part of a value of an optimizer's state for some elements."""
+    """Return the values of an optimizer's state for a range of elements."""
     if isinstance(value, Tensor) and value.numel() == numel and value.dim():
         return value.view(-1)[start:stop]
     if isinstance(value, Tensor):
@@ -141,7 +142,7 @@ def _cut(value: Any, numel: int, start: int, stop: int, missed: int) -> Any:
 
 
 def unfit(optimizer: Optimizer, flats: Iterable[Tensor]) -> str:
-    """Return the key of a state that is neither one value nor one for each element, else ""."""
+    """Return the key of a state that is neither a scalar nor one value per element, else ""."""
     for flat in flats:
         for name, value in optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.numel() not in (1, flat.numel()):

@@ -15,7 +15,7 @@ from hybridcomp.publishing import EngineWeights, Held, WeightRange
 
 
 def with_tables(found: EngineWeights, *models: nn.Module) -> EngineWeights:
-    """Return ``found`` with the tables of ``models`` as weights, each in place of its anchor.
+    """Return ``found`` with the tables of ``models`` in place of their anchors.
 
     The rows of rank r of n are rows r, r + n, ... of the weight: an even stretch.
     """

@@ -1,4 +1,4 @@
-"""Have the first rank work for all, which wait with the watch of peers, however long it takes."""
+"""Run work on the first rank while the others wait, watching for lost peers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell
 
 T = TypeVar("T")
-#: called by the work at intervals, so that waiting ranks do not time out
+#: called by the work at intervals, so that the waiting ranks do not time out
 Beat = Callable[[], object]
 
 
 def on_first(work: Callable[[Beat], T], what: str) -> T:
-    """Return on every rank what ``work`` returns on rank 0; every rank calls it.
+    """Return on every rank what ``work`` returns on rank 0; every rank calls this.
 
     Raises CheckpointError on every rank where it fails, PeerError where a rank is gone.
     """

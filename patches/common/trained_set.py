@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hybridcomp import log
 
-#: names in a message
+#: most names in a message
 SHOWN = 3
 
 
 class TrainedSet:
-    """The parameters of a model, and which of them required gradients at the last look.
+    """The parameters of a model, with a record of which required gradients at the last look.
 
     Attributes:
         first: the names of those that required gradients at the first look.
@@ -31,7 +31,7 @@ class TrainedSet:
         self._told: set[str] = set()
 
     def _hold(self) -> None:
-        """Keep which parameters require gradients now, and which do not."""
+        """Store which parameters require gradients now."""
         self._held = [
             (wanted, [one for one in self._parameters if one.requires_grad is wanted])
             for wanted in (True, False)
@@ -45,7 +45,7 @@ class TrainedSet:
         return True
 
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Return the parameters that have stopped requiring gradients since, and that have begun.
+        """Return the parameters that stopped, and those that began, to require gradients since.
 
         None where nothing has changed: about 50 nanoseconds a parameter, the price of asking it.
         """
@@ -62,14 +62,14 @@ class TrainedSet:
         return stopped, {name: one for name, one in changed if one.requires_grad}
 
     def accept(self) -> None:
-        """Take the parameters that require gradients now for those of the first look as well."""
+        """Add the parameters that require gradients now to those of the first look."""
         self._hold()
         self.first |= {
             n for n, one in zip(self._names, self._parameters, strict=True) if one.requires_grad
         }
 
     def tell(self, names: Iterable[str], verb: str, rest: str) -> None:
-        """Say on this rank that parameters ``verb`` requiring gradients; each name once."""
+        """Print on this rank that parameters ``verb`` requiring gradients; each name once."""
         fresh = [name for name in names if name not in self._told]
         if not fresh:
             return
@@ -80,16 +80,16 @@ class TrainedSet:
 
 
 class TrainedFollower:
-    """A follower of a session that looks at its model's ``TrainedSet`` before every step."""
+    """Follower of a session that checks its model's ``TrainedSet`` before every step."""
 
     name = "trained set"
 
     def before_step(self) -> None:
-        """Look, and say what has changed."""
+        """Check which parameters train, and print what has changed."""
         raise NotImplementedError
 
     def accept(self) -> None:
-        """Say nothing of what has changed until now: ``hybridcomp.freeze`` has seen to it."""
+        """Accept the changes so far without a message: ``hybridcomp.freeze`` has made them."""
         raise NotImplementedError
 
     def after_step(self, step: int) -> None:
@@ -107,7 +107,7 @@ class TrainedFollower:
 
 
 def accept(followers: Iterable[object]) -> None:
-    """Have the followers of a session take what trains as it is now."""
+    """Make the followers of a session accept the parameters that train now."""
     for one in followers:
         if isinstance(one, TrainedFollower):
             one.accept()

@@ -1,4 +1,4 @@
-"""See whether a model still has the parameters that it had: the same objects, shapes and dtypes."""
+"""Check whether a model still has the same parameters: objects, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hybridcomp.patches.common.parameter_names import named_once
 
 
 class KnownParameters:
-    """The parameters of a model as they are now, held weakly; a call compares them with today's.
+    """The parameters of a model at one time, held weakly; a call compares them with today's.
 
     ``half()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)`` and
     quantizers put others in their place, which nobody would publish.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Note the parameters of ``model``, and which of them are tied."""
+        """Record the parameters of ``model``, and which of them are tied."""
         found, self._aliases = named_once(model)
         self._model = weakref.ref(model)
         self._known = {name: (weakref.ref(one), _facts(one)) for name, one in found.items()}
 
     def __call__(self) -> None:
-        """Raise PublishError where the model has other parameters by now."""
+        """Raise PublishError if the model has other parameters now."""
         model = self._model()
         assert model is not None, "the engine of a publisher is alive"
         found, aliases = named_once(model)
@@ -44,7 +44,7 @@ class KnownParameters:
 
 
 def changed(name: str, what: str) -> PublishError:
-    """Make the error about a parameter that is no longer what is published."""
+    """Return the error about a parameter that differs from the published one."""
     return PublishError(
         f"{name}: {what}; make a new publisher with hybridcomp.publish, for another dtype or other "
         "parameters to an empty folder"
@@ -52,7 +52,7 @@ def changed(name: str, what: str) -> PublishError:
 
 
 def _facts(parameter: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the whole shape, and the dtype of what the model computes with (ZeRO 3: its part)."""
+    """Return the whole shape, and the dtype that the model computes with."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     return shape, getattr(parameter, "ds_tensor", parameter).dtype
 

@@ -47,7 +47,7 @@ STEPS = tuple(
 
 
 def _of_optimizers(method: str, *parameters: str) -> tuple[Seam, ...]:
-    """Return the seams of a method that several of Megatron's optimizers define."""
+    """Return the seams of a method that several Megatron optimizers define."""
     return tuple(
         Seam(
             requirement=REQUIREMENT,
@@ -76,16 +76,16 @@ LACKS_STATE = (
 
 @dataclass
 class _Progress:
-    """State of the process: inside an optimizer step or not."""
+    """State of the process: whether an optimizer step is running."""
 
-    stepping: bool = False  # inside the outermost one, or its zero_grad
+    stepping: bool = False  # inside the outermost step, or its zero_grad
 
 
 _progress = _Progress()
 
 
 def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
-    """Start the session once the groups exist, before they carry a message."""
+    """Start the session once the process groups exist and before they carry a message."""
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
@@ -105,7 +105,7 @@ def _start() -> None:
     hold_to_plan(session.channels.config, groups.layout())
     device = session.device
     hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
-    if not islands.cuts(session):  # else their groups are made later
+    if not islands.cuts(session):  # otherwise the groups are made later
         session.place(groups.data_parallel())
         # gradients are fp32 or bf16, not known yet: what pays for bf16 pays for fp32
         session.measure(groups.replicas(), torch.bfloat16)
@@ -122,7 +122,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         torch_steps.leave(session)
         channels = session.channels
         feedback = any(channel.error_feedback for channel in channels)
-        if feedback:  # else no residual depends on it, and reading it may wait for a GPU
+        if feedback:  # otherwise no residual depends on it, and reading it may wait for a GPU
             session.loss_scale = loss_scale(self)
         has_islands = islands.stepping(session, self)
         session.before_step()
@@ -143,7 +143,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loss_scale(optimizer: Any) -> float:
-    """Return what an optimizer multiplies the loss by.
+    """Return the factor by which an optimizer scales the loss.
 
     Without a scaler it is 1 and not read: Megatron keeps it on the GPU, for which the host would
     wait before it could launch the step.
@@ -155,7 +155,7 @@ def loss_scale(optimizer: Any) -> float:
 
 
 def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
-    """Let islands begin before the first forward pass, with the weights of the first."""
+    """Start islands before the first forward pass, from the first island's weights."""
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +174,7 @@ def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note that a checkpoint was loaded: hybridcomp's state beside it must be loaded, too."""
+    """Record that a checkpoint was loaded: hybridcomp's state beside it must be loaded, too."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:

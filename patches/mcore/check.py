@@ -66,7 +66,7 @@ def check(
 
 
 def _homes(model: Any) -> Iterator[str]:
-    """Yield the packages of the classes that the model's modules inherit from."""
+    """Yield the packages of the model's layer classes and their bases."""
     for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
         yield kind.__module__.partition(".")[0]
 

@@ -63,7 +63,7 @@ def _check(layer: Any) -> None:
 
 
 def make_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Allow context parallelism in the constructor, where there is a block."""
+    """Permit context parallelism in the constructor if there is a block."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

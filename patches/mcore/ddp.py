@@ -91,14 +91,14 @@ CHAINED_INIT = Seam(
     parameters=("self", "chained_optimizers"),
 )
 
-#: the bucket group that reduces now, which knows the parameters in a buffer
+#: the bucket group that is reducing, which knows the parameters in a buffer
 _GROUP: Scope[Any] = Scope("mcore_bucket_group", None)
-#: the collectives that are being collected
+#: the collectives collected so far
 _BATCH: Scope[BucketBatch | None] = Scope("mcore_batch", None)
 
 
 def make_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Check the job before the buffers exist; name the parameters after."""
+    """Check the job before the buffers exist, and name the parameters afterwards."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -125,13 +125,13 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _name(chunk: int, name: str, parameter: Tensor) -> str:
     """Return a name unique in the job, equal on all ranks that reduce this gradient together."""
-    shared = getattr(parameter, "allreduce", True)  # False: an expert's
+    shared = getattr(parameter, "allreduce", True)  # False for the parameters of an expert
     where = coordinates()
     return f"{where.rpartition('.')[0] if shared else where}.chunk{chunk}.{name}"
 
 
 def _common(named: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the names of vectors that tensor ranks have in common and each reduces separately.
+    """Return the names of vectors that all tensor ranks hold and each reduces separately.
 
     Not norms under sequence parallelism, whose gradients upstream sums over the tensor ranks later.
     """
@@ -155,7 +155,7 @@ def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
         if not first or first[0]() is None:
             first[:] = [weakref.ref(self)]
         if first[0]() is self and backward_pass() == NO_PASS and (found := current()) is not None:
-            found.note_pass()  # all gradients are reduced behind the passes of a step
+            found.note_pass()  # all gradients are reduced after the passes of a step
         with _GROUP.inside(self):
             original(self, *args, **kwargs)
 
@@ -183,7 +183,7 @@ def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _collect(call: CollectedCall) -> BucketBatch | None:
-    """Add a call to the open batch, which is its handle; None: no batch is open."""
+    """Add a call to the open batch and return the batch, its handle; None if none is open."""
     batch = _BATCH.get()
     if batch is not None:
         batch.calls.append(call)
@@ -191,7 +191,7 @@ def _collect(call: CollectedCall) -> BucketBatch | None:
 
 
 def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Collect all-reduces of gradients: no distributed optimizer, or between its instances."""
+    """Collect gradient all-reduces: without a distributed optimizer, or between its instances."""
 
     @functools.wraps(original)
     def all_reduce(
@@ -232,7 +232,7 @@ def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., A
         native = functools.partial(
             original, output_tensor, input_tensor, group=group, async_op=async_op
         )
-        sum_op = dist.ReduceOp.SUM  # a gather has none
+        sum_op = dist.ReduceOp.SUM  # a gather has no reduction
         batch = _collect(CollectedCall("all_gather", native, output_tensor, input_tensor, sum_op))
         return native() if batch is None else batch
 
@@ -240,7 +240,7 @@ def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., A
 
 
 def make_chained_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Check the block against a layer-wise optimizer, which gathers weights itself, and count it.
+    """Check the block against a layer-wise optimizer, which gathers weights itself; count that.
 
     It derives from ChainedOptimizer. From 0.18 on it may gather whole buffers, which are encoded.
     """

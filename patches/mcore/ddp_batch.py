@@ -26,7 +26,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 @dataclass
 class CollectedCall:
-    """One collective that upstream has called; ``op``: its sum, average or other reduction."""
+    """A collective that upstream has called; ``op``: its sum, average or other reduction."""
 
     kind: Kind
     native: Callable[[], Any]
@@ -37,7 +37,7 @@ class CollectedCall:
 
 @dataclass
 class BucketBatch:
-    """Collectives of one coalescing manager, and their handle.
+    """The collectives of one coalescing manager; the batch is their handle.
 
     ``bucket_group``: the upstream object that called, if known: it has the parameters of buffers.
     """
@@ -64,7 +64,7 @@ class BucketBatch:
                 self.waits.append(coalesced.wait)
 
     def _start(self, call: CollectedCall, native: list[Callable[[], Any]]) -> None:
-        """Start ``call`` encoded, or add what starts it to ``native``."""
+        """Start ``call`` encoded, or add its native start to ``native``."""
         channels = current()
         assert channels is not None, "calls are collected for a block"
         if dist.get_world_size(self.group) < 2 or call.op not in (SUM, AVERAGE):
@@ -122,7 +122,7 @@ class _Reduce(AllReduce):
         return _pieces_of(self.call.values, self.batch.bucket_group)
 
     def deliver(self, handle: Handle) -> None:
-        """Divide the sum where upstream averages."""
+        """Divide the sum if upstream averages."""
         if self.call.op == AVERAGE:
             handle.then(partial(_divide, self.call.values, dist.get_world_size(self.group)))
         self.batch.waits.append(handle.wait)
@@ -144,7 +144,7 @@ class _Scatter(ReduceScatter):
         return [cut(pieces, r * numel, (r + 1) * numel) for r in range(len(self.shards))]
 
     def deliver(self, handle: ReduceScatterHandle) -> None:
-        """Write this rank's sum, divided where upstream averages, into upstream's output."""
+        """Write this rank's sum into upstream's output, divided if upstream averages."""
         call, world_size = self.call, len(self.shards)
 
         def write() -> None:

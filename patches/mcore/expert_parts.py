@@ -22,7 +22,7 @@ STEMS = ("mlp.router", "mlp.experts.", "mlp.shared_experts")
 
 
 def names_of(config: Any) -> ExpertNames | None:
-    """Return the names of a model's experts; None where it has none.
+    """Return the names of a model's experts; None if it has none.
 
     Raises ConfigError where no family with known names has such experts.
     """
@@ -52,7 +52,7 @@ def names_of(config: Any) -> ExpertNames | None:
 def translate(
     names: ExpertNames, part: WeightPart, before: str, inside: str, kind: str
 ) -> Iterator[WeightPart]:
-    """Yield the parts that a part of a layer of experts is under Hugging Face's names.
+    """Yield, under Hugging Face's names, the parts of one part of a layer of experts.
 
     Args:
         before: Hugging Face's prefix of the layer.

@@ -1,4 +1,4 @@
-"""Give parts of megatron-core's parameters the names, shapes and cuts that Hugging Face has.
+"""Translate parts of megatron-core's parameters into Hugging Face's names, shapes and shards.
 
 Megatron fuses what Hugging Face keeps apart: `linear_qkv` has, for each group of heads, the rows of
 its queries, of its key and of its value; `linear_fc1` of a gated MLP has all rows of the gate, then
@@ -122,7 +122,7 @@ class HuggingFaceNames:
         return cls(family, heads, groups, width, expert_parts.names_of(config))
 
     def translate(self, part: WeightPart) -> Iterator[WeightPart]:
-        """Yield the parts that ``part`` is under Hugging Face's names. Raises ConfigError."""
+        """Yield ``part`` under Hugging Face's names, maybe as several parts. Raises ConfigError."""
         stem, _, kind = part.name.rpartition(".")
         if kind.startswith("layer_norm_"):  # of a fused layer of Transformer Engine
             stem, kind = f"{stem}.layer_norm", kind.removeprefix("layer_norm_")
@@ -152,7 +152,7 @@ class HuggingFaceNames:
     def _queries_keys_values(
         self, part: WeightPart, before: str, kind: str
     ) -> Iterator[WeightPart]:
-        """Yield what each group of heads has here: rows of its queries, its key and its value."""
+        """Yield this part's rows of queries, key and value, for each group of heads."""
         each = self.heads // self.groups
         unit = (each + 2) * self.width  # rows of a group
         low, high = part.offset[0], part.offset[0] + part.local[0]

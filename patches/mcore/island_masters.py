@@ -88,14 +88,14 @@ class CommonPieces:
     pieces: Sequence[MasterPiece]
 
     def check(self) -> None:
-        """Raise ConfigError, on every rank of the group, where these hold different shards."""
+        """Raise ConfigError, on every rank of the group, if the ranks hold different shards."""
         own = [(piece.name.partition(".chunk")[2], piece.values.numel()) for piece in self.pieces]
         if any(other != own for other in small_messages.gather_objects(own, self.group)):
             shown = Shown(f"other shards on each of the tensor ranks {list(ranks_of(self.group))}")
             raise ConfigError(KEY, shown, "they have weights in common; make their buffers alike")
 
     def level(self) -> None:
-        """Give all ranks the values of the first; a collective of the group."""
+        """Copy the first rank's values to all ranks of the group; a collective."""
         if not self.pieces:
             return
         whole = torch.cat([piece.values.detach().view(-1) for piece in self.pieces])
@@ -147,7 +147,7 @@ def _device(wrapper: Any) -> torch.device:
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers of a chain that have parameters on this rank."""
+    """Yield those optimizers of a chain that have parameters on this rank."""
     if type(optimizer).__name__ == "ChainedOptimizer":
         for one in optimizer.chained_optimizers:
             yield from _leaves(one)
@@ -188,7 +188,7 @@ def _pieces(leaf: Any) -> Iterator[MasterPiece]:
 
 
 def _check_experts(pieces: Sequence[MasterPiece], wrapper: Any, sharded: bool) -> None:
-    """Refuse experts that fewer ranks hold than the other weights, where all send parts alike."""
+    """Refuse experts held by fewer ranks than other weights, if all ranks send equal parts."""
     if sharded or ranks_of(wrapper.expt_dp_group) == ranks_of(wrapper.dp_cp_group):
         return
     if any(piece.is_expert for piece in pieces):
@@ -197,7 +197,7 @@ def _check_experts(pieces: Sequence[MasterPiece], wrapper: Any, sharded: bool) -
 
 
 def _common(pieces: Sequence[MasterPiece]) -> tuple[list[CommonPieces], frozenset[int]]:
-    """Return what tensor ranks have in common, and the ids of pieces that another rank sends."""
+    """Return the pieces that tensor ranks share, and the ids of those that another rank sends."""
     found, left = [], set()
     for expert, group in enumerate(_tensor_groups()):
         if group is None or dist.get_world_size(group) < 2:

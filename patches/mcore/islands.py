@@ -46,7 +46,7 @@ WHOLE = {
 
 @dataclass
 class _Job:
-    """Knowledge of a session about its Megatron job.
+    """What a session knows about its Megatron job.
 
     Attributes:
         source: parallel_state's data-parallel group from which ``collection`` was cut.
@@ -100,7 +100,7 @@ def _source() -> dist.ProcessGroup | None:
 
 
 def _made(session: EngineSession) -> Any:
-    """Make the groups of all islands on all ranks, and tell the session; a collective."""
+    """Make the groups of all islands, on all ranks, and store them in the session; a collective."""
     try:
         from megatron.core.process_groups_config import ProcessGroupCollection
     except ImportError:
@@ -108,7 +108,7 @@ def _made(session: EngineSession) -> Any:
         raise ConfigError(KEY, Shown("an older megatron-core"), todo) from None
     collection = ProcessGroupCollection.use_mpu_process_groups()
     islands = island_steps.islands_in(session.channels.config)
-    if islands is None:  # of other jobs
+    if islands is None:  # islands are jobs of their own
         return collection
     held = {name: _ranks(getattr(collection, name, None)) for name in (*CUT, *WHOLE)}
     every = small_messages.gather_objects(held)
@@ -128,7 +128,7 @@ def _made(session: EngineSession) -> Any:
 
 
 def _ranks(group: Any) -> Ranks:
-    """Return the ranks of a group, or of all in a list; empty where there is none."""
+    """Return the ranks of a group, or of all groups in a list; empty if there is none."""
     found = group if isinstance(group, (list, tuple)) else [group]
     return tuple(sorted({r for one in found if one is not None for r in ranks_of(one)}))
 
@@ -138,7 +138,7 @@ def _inside(ranks: Ranks, island: Ranks) -> Ranks:
 
 
 def _cut_groups(islands: Islands, every: list[dict[str, Ranks]]) -> list[Ranks]:
-    """Return the groups to be made, in one order; those of whole islands exist."""
+    """Return the groups to be made, in one order; groups of a whole island exist already."""
     found: set[Ranks] = set()
     for row in islands.rows:
         found |= {_inside(every[rank][name], row) for rank in row for name in CUT}
@@ -175,7 +175,8 @@ def follow(session: EngineSession, wrapper: Any) -> None:
     right = ranks if source is None else _inside(ranks_of(source), island)
     spread = island if ranks == right and set(ranks) <= set(island) else ranks
     job = _jobs.setdefault(session, _Job())
-    if job.wrapper is not None and spread == island:  # a further chunk, or the model made anew
+    # a further chunk, or a model that was built again
+    if job.wrapper is not None and spread == island:
         if job.wrapper() is None:
             job.wrapper = weakref.ref(wrapper)
         return

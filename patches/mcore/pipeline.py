@@ -57,14 +57,14 @@ OPERATIONS = tuple(
     for name in ("_batched_p2p_ops", "_p2p_ops")
 )  # fmt: skip
 SLOTS: tuple[tuple[str, str, Direction], ...] = (
-    # upstream's order in a batch, its key in a dict, direction
+    # upstream's key in order of a batch, its key in a dict, direction
     ("tensor_send_prev", "send_prev", "backward"),
     ("tensor_recv_prev", "recv_prev", "forward"),
     ("tensor_send_next", "send_next", "forward"),
     ("tensor_recv_next", "recv_next", "backward"),
 )
 
-#: upstream's configuration of the operations that are called now
+#: upstream's configuration of the operations that are running
 _CONFIG: Scope[Any] = Scope("mcore_pipeline", None)
 
 

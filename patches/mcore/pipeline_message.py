@@ -40,7 +40,7 @@ def post(
 
 
 def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the same tensor and each send a part; None: each sends all."""
+    """Return the group whose ranks hold equal tensors and send a part each; None: no such group."""
     block = channels.config
     if not block.pp.scatter_gather or getattr(config, "sequence_parallel", True):
         return None
@@ -51,7 +51,7 @@ def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.Proce
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return None  # the check has announced it
+        return None  # ``check`` has printed it
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     size = dist.get_world_size(group)
     if size > 1 and tensor.numel() % size:

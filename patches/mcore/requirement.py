@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 REQUIREMENT = "megatron-core >= 0.13, < 0.20"
-#: of the layers that megatron-core builds of it
+#: Transformer Engine releases whose layers in megatron-core are supported
 TRANSFORMER_ENGINE = "transformer-engine >= 2.0, < 2.21"

@@ -1,4 +1,4 @@
-"""Predict the messages of gradients and parameters in Megatron's steps, and what they take."""
+"""Predict the gradient and parameter messages of Megatron's steps, and the memory they take."""
 
 from __future__ import annotations
 

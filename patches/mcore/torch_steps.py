@@ -1,4 +1,4 @@
-"""Count the steps of torch's own optimizers in a Megatron job, which may not use Megatron's.
+"""Count steps of torch's own optimizers in a Megatron job, which need not use Megatron's.
 
 By torch's hooks, as for FSDP2 and DDP. A step counts where a backward pass has reached a parameter
 of any optimizer since the last one, so several optimizers behind one pass are one step. Hooks of
@@ -27,7 +27,7 @@ from hybridcomp.patches.common import optimizer_steps
 from hybridcomp.patches.common.optimizer_steps import NO_PASS, backward_pass
 from hybridcomp.session.engine_session import EngineSession
 
-#: attributes that Megatron's layers, or hybridcomp, give to parameters
+#: attributes that Megatron's layers, or hybridcomp, set on parameters
 MARKS = (NAME, "tensor_model_parallel", "allreduce")
 #: passes without a step where an optimizer exists that may take one: the job accumulates gradients
 PATIENT = 1024
@@ -47,7 +47,7 @@ def follow(session: EngineSession) -> None:
 
 
 def leave(session: EngineSession) -> None:
-    """Note that an optimizer of Megatron's steps: only its steps count from now on."""
+    """Record that an optimizer of Megatron's steps: from now on only its steps count."""
     found = _of(session)
     if found is not None:
         found.is_left = True
@@ -58,7 +58,7 @@ def _of(session: EngineSession) -> TorchSteps | None:
 
 
 class TorchSteps:
-    """A follower of a session that calls its ``end_step`` after the steps of torch's optimizers.
+    """Follower of a session that calls ``end_step`` after the steps of torch's optimizers.
 
     Attributes:
         is_left: whether the job has an optimizer of Megatron's, whose steps count alone.
@@ -92,7 +92,7 @@ class TorchSteps:
         return None
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         for handles in self._watched.values():
@@ -102,7 +102,7 @@ class TorchSteps:
     # steps
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Call the followers while the weights are those before the step; look around first."""
+        """Call the followers before the weights change; look for new optimizers first."""
         session = self._session()
         if session is None or self.is_left:
             return
@@ -143,16 +143,16 @@ class TorchSteps:
                 self.is_left = True
                 return
             self._watch(optimizer)
-        self._has_gradients = True  # gradients of the pass before this step
+        self._has_gradients = True  # left by the pass before this step
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` has Megatron's parameters, as far as any other has some."""
+        """Return whether ``optimizer`` has Megatron's parameters, or no optimizer has any."""
         marked = any(hasattr(p, mark) for p in _parameters(optimizer) for mark in MARKS)
         self._is_marked |= marked
         return marked or not self._is_marked
 
     def _watch(self, optimizer: Optimizer) -> None:
-        """Note from now on when a parameter of ``optimizer`` gets a gradient."""
+        """Watch for gradients of the parameters of ``optimizer``."""
         hooks = self._watched.get(optimizer)
         trained: list[Any] = [p for p in _parameters(optimizer) if p.requires_grad]
         if hooks is not None and len(hooks) == len(trained):
@@ -178,7 +178,7 @@ class TorchSteps:
             session.say(idle(f"{BLOCK}.publish", shown, UNWRAPPED, block.on_unsupported))
 
     def _heard(self, passes: int) -> None:
-        """Say once that no step came, ``passes`` backward passes after the last one."""
+        """Print once that no step came within ``passes`` backward passes."""
         session = self._session()
         if session is None or passes not in (UNCOUNTED, PATIENT):
             return
@@ -188,7 +188,7 @@ class TorchSteps:
 
 def _living() -> Iterator[Any]:
     """Yield the optimizers of this process, Megatron's first, that may step."""
-    gc.collect()  # one that was deleted may hang in a reference cycle
+    gc.collect()  # a deleted one may remain in a reference cycle
     module = sys.modules.get("megatron.core.optimizer.optimizer")
     megatrons = () if module is None else (module.MegatronOptimizer,)
     every = gc.get_objects()

@@ -85,7 +85,7 @@ BATCHED = (
 
 #: direction of the running layer; None outside of one
 _WAY: Scope[Direction | None] = Scope("te_layer", None)
-#: whether gathers are of gradients
+#: whether the tensors being gathered are gradients
 _GRADIENT: Scope[bool] = Scope("te_gradient", False)
 
 

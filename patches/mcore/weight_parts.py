@@ -1,4 +1,4 @@
-"""Blocks of parameters of megatron-core in checkpoint coordinates, and how they are cut further."""
+"""Blocks of megatron-core's parameters in checkpoint coordinates, and how to split them further."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "publish.names"
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A block of a parameter: its name, whole shape, where the block begins, and its values."""
+    """A block of a parameter: name, shape of the whole, offset, own shape, and values."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class WeightPart:
                 yield self.rows(name, first - low, last - low, first - which * half, half)
 
     def expert(self) -> tuple[int, WeightPart]:
-        """Return the number of the one expert that this block of all experts is, and its block."""
+        """Return the number of the one expert in this block, and the block of that expert alone."""
         if self.local[0] != 1:
             raise self.refused("expected one expert in each part")
         values = self.values.squeeze(0) if self.values.dim() == len(self.local) else self.values

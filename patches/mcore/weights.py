@@ -60,7 +60,7 @@ def weights_of(engine: Any) -> EngineWeights:
 
 
 def _ranks() -> Ranks:
-    """Return the ranks that hold the model together: of the island, where the job has some."""
+    """Return the ranks that hold the model together: the island's if the job is split."""
     session = process.own_session()
     if session is None:
         return tuple(range(dist.get_world_size()))
@@ -112,7 +112,7 @@ def _as_they_are(
 
 
 def _unchanged(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> Callable[[], None]:
-    """Return what raises PublishError once the model computes with other memory than ``parts``."""
+    """Return a function that raises PublishError once the model's parameters use other memory."""
     known = [KnownParameters(chunk.module) for chunk in chunks]
 
     def check() -> None:
@@ -130,7 +130,7 @@ def _unchanged(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> Callable[[
 
 
 def note(session: EngineSession, wrapper: Any) -> None:
-    """Have ``wrapper``, whose parameters the session has named, published if its block says so."""
+    """Publish ``wrapper``, whose parameters the session has named, if its block says so."""
     known = _wrapped.setdefault(session, [])
     if not known:
         publishing_steps.start(session, functools.partial(_of_living, known))
@@ -193,7 +193,7 @@ def _overlaps(chunk: Any) -> bool:
 
 
 def _check(chunks: Sequence[Any]) -> None:
-    """Refuse deltas that another gather would add to once more, which changes the training."""
+    """Refuse deltas that a repeated gather would add twice, which changes the training."""
     channels = process.known()
     if channels is not None and channels["zero"].delta and any(map(_overlaps, chunks)):
         todo = (

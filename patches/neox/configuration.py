@@ -1,4 +1,4 @@
-"""Check GPT-NeoX's YAML files before the launch, for errors that it does not notice or explain."""
+"""Check GPT-NeoX's YAML files before the launch for errors that it misses or does not explain."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def _compile_nothing() -> None:
-    """Keep DeepSpeed from building kernels at run time, which a CPU does not need: minutes."""
+    """Keep DeepSpeed from building kernels for minutes, which a CPU does not need."""
     import deepspeed.ops
     import deepspeed.ops.adam
 

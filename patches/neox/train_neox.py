@@ -71,7 +71,7 @@ def prepare(checkout: Path) -> None:
 
 
 def on_cpu() -> bool:
-    """Return whether this is a trial on CPUs."""
+    """Return whether this run is a trial on CPUs."""
     return os.environ.get("HYBRIDCOMP_NEOX_CPU") == "1"
 
 
@@ -114,7 +114,8 @@ def told_what_is_missing(checkout: Path, tell: Callable[[str], object]) -> Itera
         yield
     except ModuleNotFoundError as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        own = [file for file in files if not file.startswith("<frozen ")]  # the import machinery
+        # frames of the import machinery
+        own = [file for file in files if not file.startswith("<frozen ")]
         missing = (error.name or "").partition(".")[0]
         if not missing or checkout not in Path(own[-1]).parents or is_of(missing, checkout):
             raise
@@ -128,7 +129,7 @@ def is_of(module: str, checkout: Path) -> bool:
 
 
 def needs(module: str, checkout: Path) -> str:
-    """Say what to install for a module, and which file of the checkout's requirements names it."""
+    """Return what to install for a module, and which requirements file of the checkout names it."""
     package = PACKAGES.get(module, module)
     name = re.split("[<>=]", package)[0].replace("_", "-")
     listed = [

@@ -69,7 +69,7 @@ def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precision(whole: Mapping[str, Any]) -> str | None:
-    """Return the key ``mixed_precision``, or what the old form of it says; None: not written."""
+    """Return ``mixed_precision``, or the value of its old form; None if neither is written."""
     found = whole.get("mixed_precision", "fp16" if whole.get("fp16") else None)
     if found is False:  # YAML reads an unquoted `no` as false
         found = "no"
@@ -107,7 +107,7 @@ def _stage(found: Any) -> int:
 
 
 def _with_precision(settings: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Switch on the section of ``precision``, and fill in "auto" of the others."""
+    """Switch the section of ``precision`` on, and replace "auto" in the others."""
     on = {"fp16": precision == "fp16", "bf16": precision in ("bf16", "fp8")}
     for name, enabled in on.items():
         written = settings.get(name, {"enabled": enabled})

@@ -41,7 +41,7 @@ class DeepSpeedJob:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The settings as DeepSpeed reads them. Raises ConfigError for what it refuses."""
+        """Return the settings as DeepSpeed reads them. Raises ConfigError for what it refuses."""
         return parsed(self.ds_json)
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -57,7 +57,7 @@ class DeepSpeedJob:
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage."""
+        """Return the ZeRO stage."""
         return int(self.zero("stage"))
 
     @property
@@ -72,7 +72,7 @@ class DeepSpeedJob:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of parameters, "bf16", "fp16" or "fp32"; None where "auto" leaves it open."""
+        """Return the parameters' dtype, "bf16", "fp16" or "fp32"; None if "auto" leaves it open."""
         if self.bf16 or self.fp16:
             return "bf16" if self.bf16 else "fp16"
         written = (self.ds_json.get(name) for name in ("bf16", "bfloat16", "fp16"))
@@ -81,13 +81,14 @@ class DeepSpeedJob:
 
     @property
     def summed_dtype(self) -> str | None:
-        """The dtype in which gradients are summed natively; None: that of the parameters."""
+        """Return the dtype in which gradients are summed natively; None: that of the parameters."""
         autocast = {"bfloat16": "bf16", "float16": "fp16"}.get(self.get("torch_autocast.dtype"))
         if self.sequence_parallel > 1:
             found: str | None = self.get(SUMMED_IN_SEQUENCE, "fp32")
             return "fp32" if self.buckets else found
         if self.stage and self.get("torch_autocast.enabled") and autocast:
-            return autocast  # of the layers that it casts, which are nearly all parameters
+            # the dtype of the layers that it casts, which hold nearly all parameters
+            return autocast
         written: str | None = self.get(SUMMED_IN)
         return written
 
@@ -122,15 +123,15 @@ class DeepSpeedJob:
 
     @property
     def optimizer(self) -> str:
-        """Type of the optimizer, in lower case."""
+        """Return the optimizer's type, in lower case."""
         return str(self.get("optimizer.type", "")).lower()
 
     @property
     def tensor_parallel(self) -> int:
-        """Size of AutoTP's groups."""
+        """Return the size of AutoTP's groups."""
         return max(1, int(self.get("tensor_parallel.autotp_size")))
 
     @property
     def sequence_parallel(self) -> int:
-        """Size of the groups that share a sequence, as far as the file has it."""
+        """Return the size of the groups that share a sequence, if the file has it."""
         return int(self.get("sequence_parallel_size", 1))

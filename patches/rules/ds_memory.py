@@ -1,4 +1,4 @@
-"""Check the block's key ``memory`` against what a ds_config says of ZeRO."""
+"""Check the block's key ``memory`` against the ZeRO settings of a ds_config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 
 
 def check(settings: MemoryPolicy, job: DeepSpeedJob) -> None:
-    """Raise ConfigError for a job whose gathers are not those that a plan is made for."""
+    """Raise ConfigError for a job that gathers otherwise than a plan assumes."""
     if not settings.planned:
         return
     offload = job.zero("offload_optimizer.device", "none")

@@ -30,7 +30,7 @@ class Stages:
 
 
 def check(settings: AsyncPipelineConfig, job: DeepSpeedJob, stages: Stages | None = None) -> None:
-    """Raise ConfigError for a job whose file shows that it cannot go on without a flush.
+    """Raise ConfigError for a job whose file shows that its pipeline needs a flush.
 
     ``stages``: of its pipeline, where the file has them.
     """
@@ -54,7 +54,7 @@ def check_precision(settings: AsyncPipelineConfig, *, fp16: bool, bf16: bool, st
 
 
 def check_stages(settings: AsyncPipelineConfig, stages: Stages) -> None:
-    """Raise ConfigError for stages that cannot go on without a flush, naming the key."""
+    """Raise ConfigError for stages that need a flush, and name the key."""
     found = None
     if stages.count < 2:
         found, todo = "one stage", "there is no pipeline; remove it"

@@ -143,7 +143,7 @@ class _TensorParallel(_Section):
     @field_validator("autotp_size")
     @classmethod
     def _is_count(cls, found: int) -> int:
-        """Refuse numbers below 0, which DeepSpeed takes for 0 without a word."""
+        """Refuse negative numbers, which DeepSpeed silently takes for 0."""
         if found < 0:
             raise problem("", found, "expected the number of ranks that share a layer, or 0")
         return found
@@ -200,7 +200,7 @@ def removed(ds_json: Mapping[str, Any]) -> list[str]:
 
 
 def _written(found: Mapping[str, Any], name: str) -> Any:
-    """Return what DeepSpeed parses as section ``name``: old forms written as the new one."""
+    """Return section ``name`` as DeepSpeed parses it, with old keys replaced by new ones."""
     section = found.get(name, {})
     if name == ZERO and isinstance(section, bool):
         old = {"allgather_bucket_size": found.get("allgather_size", 5e8)} if section else {}

@@ -22,7 +22,7 @@ J = TypeVar("J")
 #: note     acts, with a remark for the user
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
-#: of every engine: the rows of a process without tables
+#: of every engine: the key of a job without tables
 NO_TABLES = "a job without tables: CachedEmbedding of hybridcomp.nn, or Embedding(sparse=True)"
 NO_ROWS, TABLES_TODO = "no rows of tables are sent", "make the tables before the engine"
 
@@ -91,7 +91,7 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
 
 
 def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ...]:
-    """Make a rule for each dimension that has no seam under ``engine``, by its row.
+    """Return a rule for each dimension that has no seam under ``engine``, from its row.
 
     ``table``: the engine's rules; a dimension that one of them calls absent has its words there.
     """
@@ -108,7 +108,7 @@ def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ..
 
 
 def ungathered(block: CompressionConfig, why: str) -> list[str]:
-    """Say that the key ``gathered`` cannot act, where it is written, and ``why``.
+    """Return the message that ``gathered`` cannot act because of ``why``; [] if it is not written.
 
     Raises ConfigError unless ``on_unsupported`` is "native".
     """
@@ -119,7 +119,7 @@ def ungathered(block: CompressionConfig, why: str) -> list[str]:
 
 
 def no_generation(block: CompressionConfig, found: Shown) -> str:
-    """Return a sentence for a job whose stages cannot generate. Raises ConfigError by the block."""
+    """Return a message that a job's stages cannot generate. Raises ConfigError by the block."""
     todo = "hybridcomp.generate takes DeepSpeed's pipelines and token slices; remove it"
     return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
 

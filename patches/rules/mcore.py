@@ -49,11 +49,11 @@ class MegatronJob:
 
     @property
     def graph_of_a_step(self) -> bool:
-        """Return whether a CUDA graph holds the whole step, with its reductions and sends."""
+        """Return whether one CUDA graph holds the whole step, its reductions and sends included."""
         scope = self.get("cuda_graph_scope") or ()
         scopes = [scope] if isinstance(scope, str) else scope
         names = {getattr(one, "name", str(one)) for one in scopes}
-        names.add(str(self.get("cuda_graph_impl")))  # where it is said from 0.19 on
+        names.add(str(self.get("cuda_graph_impl")))  # where the scope is stated from 0.19 on
         return self.graphs and "full_iteration" in names
 
     @property
@@ -78,7 +78,7 @@ FULL_GRAPH_TODO = 'set another scope and cuda_graph_impl "none"'
 
 
 def _grouped() -> list[tuple[Dimension, DimensionRow]]:
-    """Return the dimensions that have process groups, those of cut models first."""
+    """Return the dimensions that have process groups; those that split the model come first."""
     found = [(name, row) for name, row in ROWS.items() if row.group]
     return sorted(found, key=lambda each: each[1].group == ROWS["dp"].group)
 
@@ -141,7 +141,7 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         "Transformer Engine sums activations in symmetric memory, where no seam reaches; only the "
         "sums of the backward pass are encoded", "remove symmetric_ar_type",
         lambda job: job.transformer_engine and bool(job.get("symmetric_ar_type"))
-        and not job.get("sequence_parallel", False),  # which sums by reduce-scatters instead
+        and not job.get("sequence_parallel", False),  # it uses reduce-scatters instead
     ),
     Rule(
         "bypass", ("tp", "ep", "cp"), "layers in CUDA graphs (cuda_graph_impl)",

@@ -107,7 +107,7 @@ def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
-    """Return an integer of a configuration. Raises ConfigError if it is none.
+    """Return an integer of a configuration. Raises ConfigError for another type.
 
     GPT-NeoX compares types: a number with a dot, or in quotes, is none.
     """
@@ -120,7 +120,7 @@ def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _switch(whole: Mapping[str, Any], key: str) -> bool:
-    """Return a switch of a configuration. Raises ConfigError if it is none."""
+    """Return a boolean of a configuration. Raises ConfigError for another type."""
     found = whole.get(key)
     if found is not None and not isinstance(found, bool):
         raise ConfigError(key, show(found), "expected true or false, which GPT-NeoX insists on")

@@ -15,7 +15,7 @@ from hybridcomp.errors import ConfigError
 
 
 def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> None:
-    """Raise ConfigError where the job's ``facts`` are not those of the plan of ``block``.
+    """Raise ConfigError if the job's ``facts`` differ from those of the block's plan.
 
     ``facts``: by names of ``planned.FACTS`` and ``planned.LATER``; None and missing names: not
     known.
@@ -39,7 +39,7 @@ def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> N
 def hold_to_machines(
     block: CompressionConfig, found: Callable[[], Sequence[tuple[int, str]]]
 ) -> None:
-    """Raise ConfigError where the ranks are not those on which the plan of ``block`` was measured.
+    """Raise ConfigError if the plan of ``block`` was measured on other machines.
 
     ``found`` returns the node and the device of every rank of the job. It may be a collective, and
     is called only where the plan has machines. The number of threads of a CPU is ignored.

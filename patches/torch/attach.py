@@ -39,7 +39,7 @@ _UNSEEN = object()
 DETACH = "hybridcomp.detach"
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
-#: modules whose weights are loaded -> what is attached to them, which holds the module
+#: modules that load weights -> their ``Attached``, which holds the module
 _loads: weakref.WeakKeyDictionary[Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
 #: models that were detached: only the user attaches them again; held weakly
 detached: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -50,7 +50,7 @@ REPLICATE = (
 
 
 def attach(model: Module, source: Source | None = None) -> Attached | None:
-    """See ``hybridcomp.attach``."""
+    """Implement ``hybridcomp.attach``."""
     model = unwrapped(model)
     known: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
     if known is not _UNSEEN and (source is None or known is not None):
@@ -92,7 +92,7 @@ def _ranks(model: Module) -> Ranks | None:
 
 
 def _start(model: Module, attached: Attached) -> None:
-    """Start the features of the block that are not messages."""
+    """Start those features of the block that are no messages."""
     attached.on_detach(functools.partial(_forget, model))
     in_layers = (name for name, row in ROWS.items() if row.in_layers)
     if any(attached.channels[name].active for name in in_layers):
@@ -105,7 +105,7 @@ def _start(model: Module, attached: Attached) -> None:
 
 
 def _follow_loads(model: Module, attached: Attached) -> None:
-    """Have ``attached`` know when weights are loaded: every reader ends in ``load_state_dict``."""
+    """Notify ``attached`` when weights are loaded: every loader calls ``load_state_dict``."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     _loads[inner] = weakref.ref(attached)
     attached.on_detach(inner.register_load_state_dict_post_hook(_loaded).remove)
@@ -119,7 +119,7 @@ def _loaded(module: Module, keys: object) -> None:
 
 
 def _say_native_axes(model: Module) -> None:
-    """Say which messages of transformers' ``DistributedConfig`` have no seam."""
+    """Print which messages of transformers' ``DistributedConfig`` have no seam."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     names = {"tp_size": "tensor", "ep_size": "expert", "pp_size": "pipeline"}
     found = [name for name in names if int(getattr(config, name, None) or 1) > 1]
@@ -129,7 +129,7 @@ def _say_native_axes(model: Module) -> None:
 
 
 def _meet(model: Module, attached: Attached) -> None:
-    """Have the islands of the block meet. Raises ConfigError where they cannot."""
+    """Start the meetings of the block's islands. Raises ConfigError if they cannot meet."""
     ranks, known = island_masters.ranks_of_model(model), weakref.ref(model)
 
     def masters() -> Masters:
@@ -150,7 +150,7 @@ def _weights(model: weakref.ref[Module]) -> EngineWeights:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what torch.compile, or a module around it, has wrapped: the model that is attached.
+    """Return the model to attach, without the wrapper of torch.compile or a module around it.
 
     A module around the only DistributedDataParallel, or around the root of ``fully_shard`` that
     has all of its parameters, is taken for what it has inside.
@@ -164,7 +164,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _roots(model: Module) -> list[Module]:
-    """Return the outermost modules under ``fully_shard``; none where they leave a parameter out."""
+    """Return the outermost modules under ``fully_shard``; none if they leave a parameter out."""
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Module] = []
@@ -225,7 +225,7 @@ def _not_attached(kind: str) -> ConfigError:
 
 
 def _only_ranks() -> Ranks | None:
-    """Return the ranks of the model that this rank has attached; None: all, as it has several."""
+    """Return the ranks of the only model attached on this rank; None if it has several."""
     alive = [attached for known in _loads.values() if (attached := known()) is not None]
     ranks = {attached.ranks for attached in alive if not attached.is_detached}
     return ranks.pop() if len(ranks) == 1 else None
@@ -343,7 +343,7 @@ def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
 
 
 def rows() -> Iterable[tuple[str, str, str]]:
-    """Rows of the support matrix: dimension, what of it, which versions."""
+    """Return the rows of the support matrix: dimension, messages, versions."""
     from hybridcomp.patches.torch import ddp
 
     modules: list[Any] = [ddp]

@@ -106,11 +106,11 @@ class Attached:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a pass with gradients has begun and its optimizer step not come."""
+        """Return whether a pass with gradients has begun and its optimizer step has not run."""
         return self._is_open
 
     def on_detach(self, undo: Callable[[], object]) -> None:
-        """Have ``undo`` called when the model is detached; this object keeps a reference to it."""
+        """Call ``undo`` when the model is detached; this object keeps a reference to it."""
         self._undo.append(undo)
 
     def detach(self) -> None:
@@ -144,7 +144,7 @@ class Attached:
         return self.session.take_events()
 
     def entered(self, trains: bool = True) -> None:
-        """Note that a forward pass with gradients begins, of training or of a validation.
+        """Record that a forward pass with gradients begins, for training or for validation.
 
         ``trains``: whether the module is in training mode. Steps are counted alike in both modes;
         only the clock of a step starts anew with training where a validation came before.
@@ -171,7 +171,7 @@ class Attached:
         self._is_open = True
 
     def _say_if_forgetful(self) -> None:
-        """Report the state that restarts because weights were loaded without it."""
+        """Print which state restarts because weights were loaded without it."""
         kept = saved_state.has_feedback(self.channels) or self.channels.config.measured()
         if self.session.forgetful and kept:
             lost = saved_state.anew(self.channels)
@@ -179,7 +179,7 @@ class Attached:
         self.session.restored = self.session.loaded = False
 
     def reduced(self) -> None:
-        """Note that gradients are being reduced, before a message of them takes residuals."""
+        """Record that gradients are being reduced, before a message takes their residuals."""
         if not self._has_reduced:
             self.loss_scale.before_messages()
             self._alone.clear()
@@ -212,7 +212,7 @@ class Attached:
         self.stepped()
 
     def called(self, optimizer: Any) -> None:
-        """Note that the ``step`` of an optimizer ends that holds parameters of the model.
+        """Record that ``step`` of an optimizer with parameters of the model ends.
 
         ``stepped`` counts it, after the outermost of optimizers that call each other.
         """

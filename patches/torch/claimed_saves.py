@@ -50,7 +50,7 @@ def claim(where: Path | str, models: Iterable[WithState]) -> None:
 
 
 def make_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Claim the writer's folder before it writes there."""
+    """Claim the writer's folder before it writes a file."""
 
     @functools.wraps(original)
     def prepare_local_plan(self: Any, plan: Any) -> Any:

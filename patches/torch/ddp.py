@@ -34,7 +34,7 @@ COVERS = ("dp", "sync", "embed")
 def attach(
     model: DistributedDataParallel, source: Source | None, undo: ExitStack
 ) -> Attached | None:
-    """Register the hook; None where there is no block. Raises ConfigError, AgreementError.
+    """Register the hook; return None if there is no block. Raises ConfigError, AgreementError.
 
     ``undo``: gets what detaches the model.
     """
@@ -52,7 +52,7 @@ def attach(
     size = dist.get_world_size(group)
     numels = _buckets(parameters, model)
     sent: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "sum", together=True)}
-    dtypes = [parameter.dtype.to_real() for parameter in parameters]  # the dtypes of buckets
+    dtypes = [parameter.dtype.to_real() for parameter in parameters]  # the dtypes of the buckets
     encoded = next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), dtypes[0])
     session.measure(group, encoded, sum(numels), sent)
     tables = _buckets(parameters, model, lambda numel: size * chunk_of(numel, size))
@@ -87,7 +87,7 @@ def _enter(model: Any, attached: Attached) -> None:
 def _buckets(
     parameters: list[Any], model: Any, padded: Callable[[int], int] = int
 ) -> tuple[int, ...]:
-    """Return the elements of each bucket, which DDP fills from the last parameter on.
+    """Return the elements of each bucket; DDP fills buckets from the last parameter on.
 
     ``padded``: elements that are sent of a parameter, from its own.
     """

@@ -102,7 +102,7 @@ class _BucketSum(AllReduce):
         return [Piece(getattr(p, NAME), 0, real_numel(p)) for p in self.bucket.parameters()]
 
     def taken(self) -> dict[str, Tensor]:
-        """Return which of the sums DDP takes."""
+        """Return which parameters' sums DDP uses."""
         return self.reducer.taken(self.bucket)
 
     def started(self, handle: Handle) -> _Pending:
@@ -136,7 +136,7 @@ class Reducer:
         self._stream: Any = None
 
     def _note_used(self) -> None:
-        """Note of each parameter that trains when it gets a gradient."""
+        """Record each trained parameter when it gets a gradient."""
         for parameter in self._model._module_parameters:
             name = getattr(parameter, NAME)
             if self._used is None or not parameter.requires_grad or name in self._noted:
@@ -146,7 +146,7 @@ class Reducer:
             self._attached.on_detach(note.remove)
 
     def renew(self) -> None:
-        """Follow a reducer of torch that was made anew, for other parameters."""
+        """Follow torch's reducer, which was made anew for other parameters."""
         self._is_rebuilt = False
         self._layouts.clear()
         residuals = self._attached.channels.residuals
@@ -158,7 +158,7 @@ class Reducer:
         self._attached.reduced()
         gradients: Tensor = bucket.buffer()
         if bucket.index() == 0:
-            self._pending.clear()  # left from a pass that an exception ended
+            self._pending.clear()  # left by a pass that an exception ended
             self._follow_rebuilt()
         if gradients.is_sparse and self._rows.active:
             with self._beside(gradients):
@@ -202,7 +202,7 @@ class Reducer:
         return future
 
     def _start(self, message: _BucketSum) -> _Pending | None:
-        """Send the first message of a bucket and finish those before it; None: native sends it."""
+        """Send a bucket's first message, then finish earlier buckets; None: native sends it."""
         if message.gradients.is_sparse:
             self._channel.run_native(message, lambda: None)
             return None

@@ -39,12 +39,12 @@ class Slot:
         return self._model() is model
 
     def leave(self, reducer: Reduce) -> None:
-        """Let torch.distributed sum from now on, if ``reducer`` is the current one."""
+        """Let torch.distributed sum from now on, if ``reducer`` is the current reducer."""
         if self.reducer is not None and self.reducer() is reducer:
             self.reducer = None
 
     def reduce(self, bucket: Any) -> Bucket:
-        """Average a bucket over the ranks: by the reducer, natively where there is none.
+        """Average a bucket over the ranks: with the reducer, or natively if there is none.
 
         Raises ConfigError with ``join(divide_by_initial_world_size=False)``: a hook does not know
         that divisor.

@@ -49,7 +49,7 @@ class ModelLayers:
         return 0
 
     def refused(self) -> tuple[str, str] | None:
-        """Return what this model has that cannot be frozen."""
+        """Return why this model cannot be frozen; None if it can."""
         if self.channels is not None and self.channels.config.sync.acts:
             return "islands", "they meet with the parameters that trained when they began"
         if not self._is_ddp:
@@ -64,11 +64,11 @@ class ModelLayers:
         return None
 
     def is_open(self) -> bool:
-        """Return whether a pass with gradients has come, and its step has not."""
+        """Return whether a pass with gradients has run and its step has not."""
         return self._attached is not None and self._attached.is_open
 
     def apply(self, frozen: Frozen) -> None:
-        """Make DDP's reducer anew; the guard of the trained parameters knows of the change."""
+        """Make DDP's reducer anew, and tell the check of trained parameters about the change."""
         if self._is_ddp:
             _renew(self._model)
         if self._attached is not None:

@@ -71,7 +71,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached | None:
-    """Fill the slots of all groups; None where there is no block.
+    """Fill the slots of all groups; return None if there is no block.
 
     ``undo``: gets what detaches the model. Raises ConfigError, AgreementError.
     """
@@ -153,7 +153,7 @@ class _Enter:
 
 
 def _check_whole(module: Any) -> None:
-    """Raise ConfigError where some groups of the model are not attached and would stay native.
+    """Raise ConfigError if some groups of the model are not attached and would stay native.
 
     FSDP determines in the first pass, before the hooks of ``attach``, which groups belong together.
     """

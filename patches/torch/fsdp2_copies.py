@@ -1,4 +1,4 @@
-"""Gather the parameters of an FSDP2 group from a copy that each node keeps of them.
+"""Gather the parameters of an FSDP2 group from a copy of them on each node.
 
 The copy of ``channels/node_copies.py``: what crosses between nodes is what an optimizer step
 changed, once, whether a forward or a backward pass gathers first; all other gathers stay inside the
@@ -31,7 +31,7 @@ from hybridcomp.patches.torch.fsdp2_members import Members
 
 
 def groups_of(channels: Channels) -> CopyGroups | None:
-    """Return the ranks by node where the block asks for copies; a collective then.
+    """Return the ranks by node if the block asks for copies; then a collective.
 
     Raises ConfigError, on all ranks, where nodes are not alike or have one rank.
     """
@@ -43,7 +43,7 @@ def groups_of(channels: Channels) -> CopyGroups | None:
 
 
 class NodeCopyGather:
-    """Gathers of one group from the copy of this rank's node."""
+    """Gathers of one group, from the copy on this rank's node."""
 
     def __init__(self, members: Members, channel: Channel, groups: CopyGroups) -> None:
         self._members, self._channel, self._groups = members, channel, groups
@@ -54,7 +54,7 @@ class NodeCopyGather:
         )
 
     def serves(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
-        """Return whether a gather over ``group`` is one from the copy."""
+        """Return whether a gather over ``group`` reads the copy."""
         return group.size() == self._groups.size and dtype in STEP_DTYPES
 
     @torch.no_grad()
@@ -69,11 +69,11 @@ class NodeCopyGather:
             self._decode(rows, output.view(len(rows), -1))
 
     def _sent(self, share: Tensor) -> Tensor:
-        """Return what is sent of this rank's share: its values, or their encoded bytes."""
+        """Return the values or encoded bytes that represent this rank's share."""
         return self._bytes_of(share) if self._codec is not None else share
 
     def _parts(self, ranks: int) -> Iterator[tuple[slice, bool]]:
-        """Yield the stretch of a share that each parameter has, and whether it is encoded."""
+        """Yield the range of a share that each parameter occupies, and whether it is encoded."""
         start = 0
         for member in self._members.members:
             stop = start + member.chunk(ranks)

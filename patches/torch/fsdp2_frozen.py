@@ -1,4 +1,4 @@
-"""Weights of an FSDP2 group that are not trained, gathered once and kept encoded on every rank.
+"""Gather the frozen weights of an FSDP2 group once, and keep them encoded on every rank.
 
 As ``patches/ds/frozen`` does at ZeRO 3. A gather of the group then sends the shards of its trained
 parameters only; the others are decoded. Before each gather the ranks of the group tell each other,
@@ -28,11 +28,11 @@ WHAT = "zero: gathering frozen weights to keep them"
 
 
 class FrozenGather:
-    """Gathers of one group of which some parameters may be frozen."""
+    """Gathers of one group, some of whose parameters may be frozen."""
 
     def __init__(self, members: Members, channel: Channel, settings: FrozenConfig) -> None:
         self._members, self._channel, self._settings = members, channel, settings
-        #: by place in the group: what is kept, and the hash of this rank's shard of it
+        #: by place in the group: the kept weights, and the hash of this rank's shard of them
         self._kept: dict[int, tuple[KeptWeights, int]] = {}
 
     @property
@@ -41,7 +41,7 @@ class FrozenGather:
         return sum(kept.nbytes for kept, _ in self._kept.values())
 
     def serves(self, group: dist.ProcessGroup) -> bool:
-        """Return whether a gather over ``group`` has frozen parameters, or had some."""
+        """Return whether ``group`` has frozen parameters, or had some at the last gather."""
         whole = self._members.shards
         if whole is None or group.size() != whole.size():
             return False
@@ -56,7 +56,7 @@ class FrozenGather:
         trained: Callable[[Tensor, Tensor, Sequence[int]], object],
         native: Callable[[Tensor, Tensor, dist.ProcessGroup, bool], Any],
     ) -> None:
-        """Fill ``output``, the shards of all ranks, from what is kept and what is gathered.
+        """Fill ``output``, the shards of all ranks, from kept weights and a gather of the rest.
 
         Args:
             share: this rank's shards of all parameters.
@@ -99,14 +99,14 @@ class FrozenGather:
     def _take(
         self, found: Tensor, rows: Tensor, places: Sequence[int], stretches: Sequence[slice]
     ) -> None:
-        """Write what was gathered of some parameters into ``rows``."""
+        """Write the gathered values of some parameters into ``rows``."""
         for place, values in self._apart(found, rows, places, stretches):
             rows[:, stretches[place]].copy_(values)
 
     def _apart(
         self, found: Tensor, rows: Tensor, places: Sequence[int], stretches: Sequence[slice]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the values of each parameter in what was gathered of some, (ranks, chunk)."""
+        """Yield the gathered values of each parameter, (ranks, chunk)."""
         lengths = [stretches[place].stop - stretches[place].start for place in places]
         yield from zip(places, torch.split(found.view(len(rows), -1), lengths, 1), strict=True)
 
@@ -117,7 +117,7 @@ class FrozenGather:
         lacking: Sequence[int],
         group: dist.ProcessGroup,
     ) -> None:
-        """Decode what is kept into ``rows``; count what was not gathered."""
+        """Decode the kept weights into ``rows``; count the bytes that were not gathered."""
         spared = 0
         for place, (kept, _) in self._kept.items():
             stretch = stretches[place]
@@ -153,7 +153,7 @@ class FrozenGather:
     def _drop_changed(
         self, shards: Callable[[], list[Tensor]], device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        """Drop stale entries; ``shards``: returns this rank's, by place."""
+        """Drop outdated entries; ``shards``: returns this rank's, by place."""
         if not self._kept:
             return
         trained, places = set(self._members.trained), sorted(self._kept)
@@ -172,7 +172,7 @@ class FrozenGather:
                 del self._kept[place]
 
     def _stretches(self, ranks: int) -> list[slice]:
-        """Return where each parameter lies in a share."""
+        """Return the range of each parameter in a share."""
         edges = [0]
         for member in self._members.members:
             edges.append(edges[-1] + member.chunk(ranks))

@@ -50,7 +50,7 @@ class _ParameterGather(channels.AllGather):
     places: Sequence[int] | None = None
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
-        """Return whether the gather must be exact and the codec is not, or has no reference."""
+        """Return whether the gather must be exact but its codec is lossy, or has no reference."""
         if self.copies is not None:
             assert self.group is not None, "FSDP2 names its groups"
             if self.copies.serves(self.group, self.dtype):
@@ -62,7 +62,7 @@ class _ParameterGather(channels.AllGather):
         return not codec.lossless and self.stays_exact()
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
-        """Gather encoded shards, or steps from what was gathered last."""
+        """Gather encoded shards, or their changes since the last gather."""
         if self.copies is not None:
             self.copies.gather(self.out, self.shard)
             return Handle(given(None), channel.meter(self.shard.device), False)
@@ -116,7 +116,7 @@ class EncodedAllGather(EncodedSlot[AllGather], AllGather):
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        """Gather the shards of the parameters ``places``, None for all, as the block says."""
+        """Gather the shards of the parameters ``places`` (None: all), as the block says."""
         message = _ParameterGather(
             numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
             shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,

@@ -1,4 +1,4 @@
-"""Read of an FSDP2 group how it reduces gradients: dtype, divisors, ranges that a rank encodes."""
+"""Read how an FSDP2 group reduces gradients: dtype, divisors, and the ranges each rank encodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.patches.torch.stateful import BETWEEN
 
 
 def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
-    """Return, by name of a residual, the divisor between the sum of its message and the gradient.
+    """Return, by name of a residual, the sum of its message divided by the gradient.
 
     The divisor of all gradients, less the factors applied before the sum: fp16 is divided by a
     power of two before, and replicas sum gradients that the shard groups have averaged.
@@ -45,7 +45,7 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
 
 
 def sends(every: Iterable[Members], native_inside: bool) -> dict[str, Sends]:
-    """Return, by name of a residual, the ranges of its parameter that this rank encodes.
+    """Return, by name of a residual, the ranges of the parameter that this rank encodes.
 
     All of it in a reduce-scatter to shards; between replicas this rank's shard. Call it before
     ``fill`` replaces the group of the replicas.
@@ -71,7 +71,7 @@ def _edges(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
-    """Return the dtype FSDP will reduce in, which it only sets at the first forward pass."""
+    """Return the dtype in which FSDP will reduce; FSDP sets it at the first forward pass only."""
     every = group.fsdp_params
     trained = [p for p in every if p.sharded_param.requires_grad] or every
     return functools.reduce(torch.promote_types, map(_grad_dtype, trained))

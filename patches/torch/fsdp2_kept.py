@@ -24,7 +24,7 @@ def keeps(parameter: Any) -> bool:
 
 
 class KeptGather:
-    """Gathers of one group as steps from the storage that torch keeps of its parameters."""
+    """Gathers of one group as changes to the parameters that torch keeps."""
 
     def __init__(self, members: Members, channel: Channel) -> None:
         self._members, self._channel = members, channel
@@ -32,7 +32,7 @@ class KeptGather:
 
     @torch.no_grad()
     def prepare(self, output: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
-        """Write what the last gather left into the rows of ``output``, but not this rank's.
+        """Write the other ranks' values of the last gather into the rows of ``output``.
 
         Returns this rank's part of it, (n,). None: all ranks leave the gather to torch, which is
         exact. A collective.
@@ -62,7 +62,7 @@ class KeptGather:
         return torch.cat([table[rank] for table in held])
 
     def _held(self, rows: Tensor) -> list[Tensor] | None:
-        """Return what torch keeps of each parameter, (ranks, chunk); None where it lacks any."""
+        """Return torch's kept values of each parameter, (ranks, chunk); None if one is missing."""
         found = [_table(p, rows.shape[0], rows.dtype) for p in self._members.group.fsdp_params]
         whole = [table for table in found if table is not None]
         fits = sum(table.shape[1] for table in whole) == rows.shape[1]
@@ -70,7 +70,7 @@ class KeptGather:
 
 
 def _table(parameter: Any, world_size: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the kept chunks of all ranks, (ranks, chunk), None where there are none."""
+    """Return all ranks' kept chunks of a parameter, (ranks, chunk); None if there are none."""
     outputs = parameter.all_gather_outputs
     if not keeps(parameter) or len(outputs) != 1:
         return None

@@ -34,11 +34,11 @@ PREPARE = "_prepare_reduce_scatter_inputs"
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a group: name, shape, and the dimension at which it is cut."""
+    """A parameter of a group: its name, shape, and the dimension at which it is cut."""
 
     name: str
     numel: int
-    rows: int  # of the dimension that is cut
+    rows: int  # of the dimension at which it is cut
     dim: int
 
     def chunk(self, world_size: int) -> int:
@@ -73,12 +73,11 @@ class Members:
         #: called before the first message, until it raises nothing
         self.before_first: Callable[[], None] | None = None
         self._announced: tuple[int, ...] | None = None  # parameters of the next message
-        self._prepare: Any = None  # torch's own, while ours is in its place
-        self._ends: Any = None  # torch's end of a backward pass, while ours is in its place
+        self._prepare: Any = None  # torch's own method while ours replaces it
+        self._ends: Any = None  # torch's own end of a backward pass while ours replaces it
         self._touched: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
-        #: returns the pieces of a message with these parameters, by rank; the same tuple for those
-        #: that come again
+        #: returns, by rank, the pieces of a message with these parameters; cached
         self.pieces = functools.lru_cache(MOST_KNOWN)(self._pieces)
 
     @property
@@ -90,18 +89,18 @@ class Members:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the number of shards and which of them this rank has."""
+        """Return the number of shards, and the index of this rank's."""
         return (1, 0) if self.shards is None else (self.shards.size(), self.shards.rank())
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """Return the process group of the replicas; None: there is one only."""
+        """Return the process group of the replicas; None if there is only one replica."""
         found = getattr(self.group.mesh_info, "replicate_process_group", None)
         return None if found is None or found.size() < 2 else found
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Return the places of parameters that need gradients."""
+        """Return the places of the parameters that require gradients."""
         return tuple(
             place
             for place, parameter in enumerate(self.group.fsdp_params)
@@ -128,7 +127,7 @@ class Members:
         return hasattr(self.group, PREPARE)
 
     def follow_messages(self) -> None:
-        """Note the parameters of every message from now on, where torch passes them."""
+        """Record the parameters of every message from now on, if torch passes them."""
         if not self.hears_of_messages:
             return
         prepare = self._prepare = getattr(self.group, PREPARE)
@@ -141,7 +140,7 @@ class Members:
         setattr(self.group, PREPARE, noted)
 
     def watch(self) -> None:
-        """Hook the unsharded parameters, which exist now, to note which of them get a gradient."""
+        """Hook the unsharded parameters, which exist now, to record which get a gradient."""
         for place, parameter in enumerate(self.group.fsdp_params):
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is None or id(unsharded) in self._hooks or not unsharded.requires_grad:
@@ -152,7 +151,7 @@ class Members:
             )
 
     def reduce_unused(self, names: Callable[[], Collection[str]]) -> None:
-        """Have torch reduce zeros of the parameters ``names`` that a backward pass did not use.
+        """Make torch reduce zeros for those parameters ``names`` that a backward pass did not use.
 
         ``names`` is asked at the end of each backward pass of the group.
         """
@@ -172,7 +171,7 @@ class Members:
         self.group.post_backward = post_backward
 
     def unwatch(self) -> None:
-        """Take away what ``follow_messages``, ``watch`` and ``reduce_unused`` have put there."""
+        """Remove what ``follow_messages``, ``watch`` and ``reduce_unused`` have installed."""
         if self._ends is not None:
             del self.group.post_backward  # its class has torch's own
             self._ends = None
@@ -203,7 +202,7 @@ class Members:
         )
 
     def _pieces(self, places: tuple[int, ...], world_size: int) -> tuple[tuple[Piece, ...], ...]:
-        """Work out ``pieces``: those of each parameter behind those of the one before it."""
+        """Compute ``pieces``: those of each parameter follow those of the one before."""
         rows: list[list[Piece]] = [[] for _ in range(world_size)]
         for place in places:
             of_rank = self.members[place].pieces(world_size)
@@ -212,7 +211,7 @@ class Members:
         return tuple(map(tuple, rows))
 
     def cuts(self, world_size: int, places: Sequence[int] | None = None) -> list[int]:
-        """Return the borders of parameters in a rank's shard of these, None for all of them."""
+        """Return the borders of the parameters ``places`` (None: all) in a rank's shard."""
         chosen = range(len(self.members)) if places is None else places
         lengths = [self.members[place].chunk(world_size) for place in chosen]
         return [cut for cut in list(accumulate(lengths))[:-1] if cut]

@@ -36,7 +36,7 @@ class ShardedJob:
     shard_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     process_groups: tuple[dist.ProcessGroup, ...]
-    dtypes: frozenset[torch.dtype]  # of messages, so far as they are known before the first pass
+    dtypes: frozenset[torch.dtype]  # dtypes of messages, so far as known before the first pass
     tensor_parallel: bool
     comms: frozenset[str]  # classes in the slots
     ring: bool = False  # whether its layers cut sequences over ranks

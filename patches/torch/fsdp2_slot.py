@@ -1,4 +1,4 @@
-"""One slot of an FSDP2 group: what an encoded collective in it has in common with torch's own."""
+"""The common base of the encoded collectives that fill a slot of an FSDP2 group."""
 
 from __future__ import annotations
 

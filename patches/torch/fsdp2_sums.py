@@ -74,7 +74,7 @@ class EncodedReduceScatter(EncodedSlot[ReduceScatter], ReduceScatter):
             sums.drop({member.name for member, parameter in both if parameter.grad is None})
 
     def unused(self) -> set[str]:
-        """Return the parameters whose kept sums the last micro-batch of a step has to send."""
+        """Return the parameters whose kept sums must be sent in a step's last micro-batch."""
         if not self.members.group.all_reduce_grads:
             return set()
         self._forget_zeroed()
@@ -90,7 +90,7 @@ class _GradientScatter(channels.ReduceScatter):
     ranks: int
 
     def pieces(self) -> Sequence[Sequence[Piece]]:
-        """Return the parameters' parts in each rank's shard."""
+        """Return, for each rank's shard, the parts of parameters in it."""
         return self.members.pieces(self.places, self.ranks)
 
 
@@ -137,7 +137,7 @@ class EncodedReplicas(dist.ProcessGroup):
         """Return the pieces of this rank's shard of the last reduce-scatter."""
         members, places = self._scatter.members, self._scatter.places
         size, rank = members.place
-        if size == 1:  # no reduce-scatter came before
+        if size == 1:  # no reduce-scatter has run yet
             places = members.of_message(numel, 1)
         pieces = members.pieces(places, size)[rank]
         return [Piece(BETWEEN + p.name if p.name else "", p.offset, p.numel) for p in pieces]
@@ -155,10 +155,10 @@ class _ShardSum(channels.AllReduce):
 
 
 def divided(total: Tensor, op: Any, group: Any, world_size: int) -> Tensor:
-    """Divide the sum ``total`` as ``op`` would have done; in place."""
+    """Divide the sum ``total`` in place, as the native reduction ``op`` would have done."""
     if op == dist.ReduceOp.AVG:
         return total.div_(world_size)
-    if op == dist.ReduceOp.PREMUL_SUM:  # its factor cannot be read; it is the group's
+    if op == dist.ReduceOp.PREMUL_SUM:  # its factor cannot be read, but equals the group's
         return total.div_(group.gradient_divide_factor)
     assert op == dist.ReduceOp.SUM, f"FSDP2 reduces with {op}"
     return total

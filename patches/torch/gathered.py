@@ -63,7 +63,7 @@ def _shard_group(group: Any) -> dist.ProcessGroup:
 
 
 def _gather_of(model: nn.Module, whole_job: bool) -> WeightGather:
-    """Return what gathers the weights of ``model``. Raises ConfigError."""
+    """Return the object that gathers the weights of ``model``. Raises ConfigError."""
     names = names_of(model)
     weights = [_cut(group, one, names) for group, one in members_of(model)]
     found: WeightGather | None = vars(model).get(ATTRIBUTE)
@@ -81,7 +81,7 @@ def _gather_of(model: nn.Module, whole_job: bool) -> WeightGather:
 
 
 def _cut(group: Any, one: Any, names: dict[int, str]) -> CutWeight:
-    """Describe one of FSDP2's parameters. Raises ConfigError where DTensor cuts it, too."""
+    """Describe an FSDP2 parameter. Raises ConfigError if DTensor shards it, too."""
     name, sharded = places_of(one._module_info, names)[0], one.sharded_param
     if one.is_dtensor:
         todo = "its ranks compute with parts of each weight; sample from an engine that "
@@ -96,7 +96,7 @@ def _cut(group: Any, one: Any, names: dict[int, str]) -> CutWeight:
 
 
 def _put(model: nn.Module, found: Sequence[Tensor], undo: ExitStack) -> None:
-    """Give the modules parameters of whole weights, and take FSDP2's hooks away."""
+    """Replace the modules' parameters by whole weights, and remove FSDP2's hooks."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
@@ -104,7 +104,7 @@ def _put(model: nn.Module, found: Sequence[Tensor], undo: ExitStack) -> None:
             each = [one for handle in handles for one in getattr(handle, "handles", (handle,))]
             without_hooks(each, undo)
             for name, does in (("_pre_forward", _as_given), ("_post_forward", _as_computed)):
-                # what register_fsdp_forward_method wraps calls these itself
+                # methods wrapped by register_fsdp_forward_method call these themselves
                 undo.callback(vars(state).pop, name, None)
                 vars(state)[name] = does
     for (_, one), whole in zip(members_of(model), found, strict=True):

@@ -40,11 +40,11 @@ class IgnoredTables:
             for key, weight in found.items()
             if not isinstance(weight, DTensor)
         }
-        #: the averages that are in place, by weight: a second step averages nothing again
+        #: the averages already written, by weight: a second step averages nothing again
         self._done: dict[int, weakref.ref[Tensor]] = {}
 
     def exchange(self, optimizer: Any) -> None:
-        """Average the gradients of the tables that ``optimizer`` has; a collective."""
+        """Average the gradients of the tables that ``optimizer`` holds; a collective."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key, known in self._weights.items():
             weight = known()

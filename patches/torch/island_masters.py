@@ -18,7 +18,7 @@ from hybridcomp.sync.kept_gradients import KeptGradients, before_leaves
 from hybridcomp.sync.master_weights import in_memory, piece_of
 
 KEY = "compression.sync"
-#: how a user makes the engine's group the island
+#: what a user does to make the engine's group the island
 TODO = {
     "ddp": "build DistributedDataParallel with process_group=hybridcomp.island_group(block)",
     "fsdp2": "build the mesh of fully_shard by "
@@ -80,7 +80,7 @@ def _nothing() -> None:
 
 
 def _gather_again(model: nn.Module) -> None:
-    """Gather parameters again that are gathered now, as in a first forward pass."""
+    """Gather again those parameters that are gathered now."""
     from hybridcomp.patches.torch.fsdp2 import groups_of
 
     for group in groups_of(model):
@@ -103,13 +103,13 @@ def _mesh_ranks(one: Any) -> list[int]:
 
 
 def _whole(one: Any) -> Tensor:
-    """Return the leaf of the graph that stands for a parameter."""
+    """Return the leaf of the graph that represents a parameter."""
     found: Tensor = getattr(one, "_unsharded_param", one.sharded_param)
     return found
 
 
 def _gradients(one: Any) -> list[Tensor | None]:
-    """Return what a backward pass adds to: shards, and what was not reduced yet."""
+    """Return the tensors that a backward pass adds to: shards, and gradients not reduced yet."""
     whole = one.unsharded_accumulated_grad
     return [one.sharded_param.grad, _whole(one).grad, whole]
 

@@ -40,14 +40,15 @@ class LossScale:
         self._asks = self._is_resumed = False
 
     def follow(self, scaler: Any) -> None:
-        """Note that ``scaler`` steps an optimizer of the model."""
+        """Record that ``scaler`` steps an optimizer of the model."""
         self._scaler, self.is_known = weakref.ref(scaler), True
-        self._asks = not hasattr(type(scaler).update, "__wrapped__")  # else ``steps`` hears of it
+        # otherwise ``steps`` reports its changes
+        self._asks = not hasattr(type(scaler).update, "__wrapped__")
         if self._asks:
             self.value = float(scaler.get_scale())
 
     def change(self, before: float, after: float) -> None:
-        """Note that the scale was ``before`` and is ``after``; multiply the residuals."""
+        """Record that the scale changed from ``before`` to ``after``; multiply the residuals."""
         self.value = after
         if after != before:
             self._rescale(after / before)
@@ -67,7 +68,7 @@ class LossScale:
             self.is_known = True
 
     def before_messages(self) -> None:
-        """Follow the scaler, before the first message of a step takes residuals."""
+        """Read the scale from the scaler before the first message of a step takes residuals."""
         if self._is_resumed:
             self._is_resumed = False
             self._look()
@@ -75,7 +76,7 @@ class LossScale:
             self.change(self.value, float(scaler.get_scale()))
 
     def _look(self) -> None:
-        """Multiply loaded residuals for the loss scale of this process."""
+        """Multiply loaded residuals to match the loss scale of this process."""
         found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]
         scales = {float(one.get_scale()) for one in found if one.is_enabled()}
         if len(scales) > 1:

@@ -1,4 +1,4 @@
-"""Go on from a checkpoint of torch.distributed.checkpoint on any number of ranks."""
+"""Resume from a checkpoint of torch.distributed.checkpoint on any number of ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def find(place: Path) -> checkpoints.Picked:
     """
     if _is_one(place):
         return checkpoints.newest([place], read)
-    inside = place.iterdir() if place.is_dir() else ()  # a job's first start
+    # the folder does not exist at a job's first start
+    inside = place.iterdir() if place.is_dir() else ()
     found = [path for path in inside if path.is_dir() and _is_one(path)]
     found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
     done = [path for path in found if (path / INDEX).is_file()]

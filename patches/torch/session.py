@@ -31,12 +31,12 @@ from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
-#: the user's name for the engine of each kind
+#: the name of each engine that users know
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
-#: a block in any of the forms in which a user has it
+#: the forms in which a user may give a block
 Source = Mapping[str, Any] | str | Path | CompressionConfig
 
-#: number of models that write a ledger's file, by its path
+#: number of models that write to a ledger file, by its path
 _writers: Counter[str] = Counter()
 
 

@@ -55,35 +55,35 @@ class WithState(Protocol):
 
     @property
     def kind(self) -> str:
-        """The engine of torch, "ddp" or "fsdp2"."""
+        """Return the engine of torch, "ddp" or "fsdp2"."""
 
     @property
     def identity(self) -> str:
-        """Digest of the model's parameters (``identity``)."""
+        """Return the digest of the model's parameters (``identity``)."""
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Split of residuals over the ranks."""
+        """Return the split of residuals over the ranks."""
 
     @property
     def channels(self) -> Channels:
-        """Channels of the model."""
+        """Return the channels of the model."""
 
     @property
     def divisors(self) -> Callable[[], Mapping[str, float]]:
-        """Function that returns the units of residuals, by name."""
+        """Return the function that returns the units of residuals, by name."""
 
     @property
     def sends(self) -> Callable[[], Mapping[str, resharing.Sends]]:
-        """Function that returns the ranges that this rank encodes, by name of the residual."""
+        """Return the function that returns this rank's encoded ranges, by name of the residual."""
 
     @property
     def session(self) -> EngineSession:
-        """Session of the model."""
+        """Return the session of the model."""
 
     @property
     def loss_scale(self) -> LossScale:
-        """Loss scale in whose units residuals are."""
+        """Return the loss scale in whose units residuals are."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load entries of a checkpoint."""
@@ -151,7 +151,7 @@ def load(attached: WithState, entries: Mapping[str, Any], loss_scale: float | No
 
 @contextmanager
 def or_nothing(every: Iterable[WithState]) -> Iterator[None]:
-    """Have the body load into all of these models on all ranks, or change none."""
+    """Make the body load into all of these models on all ranks, or change none."""
     undo = ExitStack()
     with together(WHAT, undo.close, error=CheckpointError):
         for one in every:
@@ -204,11 +204,12 @@ def take_over(
         channels.residuals.clear()
         return []
     _check(attached, stated)
-    # whatever else this rank was handed is another one's
+    # further entries handed to this rank belong to other ranks
     states = [entries[entry(old)] for old in (share(of["world_size"]) if of else ())]
     first = next(rank["of"] for rank in stated if rank["of"] is not None)
     feedback = saved_state.has_feedback(channels)
-    here = json.loads(json.dumps({**attached.layout, "nodes": channels.layout}))  # as ``tell`` does
+    # in the form in which ``tell`` stores it
+    here = json.loads(json.dumps({**attached.layout, "nodes": channels.layout}))
     same = (first["world_size"], first["layout"]) == (dist.get_world_size(), here)
     part = resharing.ReadResiduals()
     plan = None
@@ -242,7 +243,7 @@ def take_over(
 
 
 def resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
-    """Hand followers their states, which were checked."""
+    """Give the followers their states, which were checked."""
     for follower, kept in _followed(attached, states):
         follower.resume(kept)
 

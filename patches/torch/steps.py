@@ -68,7 +68,7 @@ def _heeds_overflows(attached: Attached) -> bool:
 
 
 def forget_all() -> None:
-    """Remove the hook and revert the replacements."""
+    """Remove the hooks and revert the replacements."""
     while _handles:
         _handles.pop().remove()
     revert_all(_patches)
@@ -104,7 +104,7 @@ def _owners(optimizer: Any) -> list[Attached]:
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Drop residuals and begin the step again where the scaler skips it."""
+    """Drop the residuals and restart the step if the scaler skips it."""
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ NOT_HELD = ", but no optimizer that steps holds them, so they stay as they are; 
 
 
 def watch(attached: Attached, named: Iterable[tuple[str, Tensor]], *, averages_all: bool) -> None:
-    """Look at the parameters ``named`` before every step of ``attached``; for one of its ranks.
+    """Check the parameters ``named`` before every step of ``attached``.
 
     ``averages_all``: whether gradients of parameters that begin to require them are averaged.
     """
@@ -37,7 +37,7 @@ def watch(attached: Attached, named: Iterable[tuple[str, Tensor]], *, averages_a
 
 
 class _Model(TrainedFollower):
-    """A follower; what a step has to show is looked at before the next one."""
+    """Follower that checks the effects of a step before the next one."""
 
     def __init__(self, attached: Attached, trained: TrainedSet, averages_all: bool) -> None:
         self._attached = weakref.ref(attached)
@@ -46,7 +46,7 @@ class _Model(TrainedFollower):
         self._begun: dict[str, Tensor] = {}
 
     def before_step(self) -> None:
-        """Look, and say what has changed."""
+        """Check which parameters train, and print what has changed."""
         if self._stopped or self._begun:
             self._judge()
         changed = self._trained.look()
@@ -58,12 +58,12 @@ class _Model(TrainedFollower):
             self._trained.tell(later, "began", NOT_AVERAGED)
 
     def accept(self) -> None:
-        """Take all parameters as they are."""
+        """Accept all parameters as they are."""
         self._stopped, self._begun = {}, {}
         self._trained.accept()
 
     def _judge(self) -> None:
-        """Say what the step behind a change has left of its parameters."""
+        """Print what the step after a change did to the changed parameters."""
         stopped = [
             n for n, p in self._stopped.items() if not p.requires_grad and p.grad is not None
         ]

@@ -1,4 +1,4 @@
-"""State which stretches of the weights this rank holds under FSDP2 or DDP, for publishing.
+"""State which ranges of the weights this rank holds under FSDP2 or DDP, for publishing.
 
 Under FSDP2 the sharded parameters are read, whether a parameter is gathered at the moment or not.
 Where a mixed-precision policy names a 16-bit ``param_dtype``, the model computes with the rounded
@@ -105,7 +105,7 @@ def mesh_ranks(model: nn.Module) -> tuple[int, ...]:
 
 
 class _KnownShards:
-    """Compares the parameters of a sharded model with those of the beginning, as it is called.
+    """Check, when called, that a sharded model still has the parameters it began with.
 
     A module holds a parameter sharded or gathered: both are FSDP2's. Shards may be replaced by
     FSDP2 itself; what counts is their shape, and the dtype in which the model computes.
@@ -122,7 +122,7 @@ class _KnownShards:
         self._others = self._unmanaged(model)
 
     def _unmanaged(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters by name that FSDP2 does not manage."""
+        """Return, by name, the parameters that FSDP2 does not manage."""
         mine = {
             id(part)
             for _, one in members_of(model)

@@ -21,7 +21,7 @@ from hybridcomp.session.wandb_run import added
 
 
 class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
-    """torchtitan's metrics, with the ledger's figures among them."""
+    """torchtitan's metrics, with the ledger's figures added."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]

@@ -32,11 +32,12 @@ BAD_INPUT = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names that the terminal cannot encode
+        # replace characters that the terminal cannot encode
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     behind: list[str] = []
-    if words[:1] in (["plan"], ["replan"]):  # the user's command, with options, follows --
+    if words[:1] in (["plan"], ["replan"]):  # the user's command follows --, with its own options
         words, behind = split(words)
     options = _parser().parse_args(words)
     if behind:
@@ -44,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of `hybridcomp seams | head` has closed
+    except BrokenPipeError:  # the reader has closed the pipe, as `hybridcomp seams | head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except HybridcompError as error:
         print(f"hybridcomp: {message(error)}", file=sys.stderr)
         return BAD_INPUT
-    except OSError as error:  # of a command's file
+    except OSError as error:  # on a file that a command reads or writes
         where = one_line(error.filename or "a file")
         said = f"{where}: {error.strerror or error}; name another one"
         print(f"hybridcomp: {said}", file=sys.stderr)
@@ -151,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_pays(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments here: `commands.pays` needs torch, which takes seconds to import."""
+    """Declare the arguments of ``pays`` here: its module imports torch, which takes seconds."""
     add = parser.add_argument
     add("block", nargs="?", default="recommended", metavar="BLOCK",
         help="a preset, a JSON file with a block, or a ds_config.json (recommended)")  # fmt: skip
@@ -197,7 +198,7 @@ def _print_seams(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Say that something takes seconds, and keep upstream's warnings at its import away."""
+    """Print that loading takes seconds, and silence upstream's warnings at import."""
     print("hybridcomp: importing torch and what is installed ...", file=sys.stderr, flush=True)
     logging.disable(logging.WARNING)
     try:

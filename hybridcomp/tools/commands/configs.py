@@ -36,7 +36,7 @@ def names() -> list[str]:
 
 
 def purposes() -> dict[str, str]:
-    """Read the purpose of each configuration, by its name, from the page beside them."""
+    """Read the purpose of each configuration, by name, from the README beside them."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     return {name: purpose.replace("`", "") for name, purpose in ROW.findall(page)}
 

@@ -39,7 +39,7 @@ TELL_S = 5.0
 UPSTREAM = {"deepspeed": "deepspeed", "megatron.core": "megatron"}
 #: environment variable that names the block of jobs without a DeepSpeed file
 CONFIG = process.ENVIRONMENT
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # untyped in part
 
 
 def run(cluster: Path | None = None) -> int:
@@ -66,7 +66,7 @@ def findings(cluster: Path | None = None) -> Iterator[Finding]:
 
 
 def _stages(cluster: Path | None) -> dict[str, Callable[[], Iterable[Finding]]]:
-    """Return what is checked, by what it is of, in the order in which it is printed."""
+    """Return the stages of the check by topic, in the order in which they are printed."""
     return {
         "requirements": _requirements,
         "native kernels": lambda: [_kernels()],
@@ -82,7 +82,7 @@ def _stages(cluster: Path | None) -> dict[str, Callable[[], Iterable[Finding]]]:
 
 
 def _cluster(path: Path | None) -> Iterator[Finding]:
-    """Check the results of ``hybridcomp measure``, and whether they include such a machine."""
+    """Check the results of ``hybridcomp measure``, and whether they include a machine like this."""
     if path is None and not cluster_file.DEFAULT.is_file():
         yield INFO, "no cluster.json here (optional: hybridcomp measure writes one)"
         return
@@ -150,7 +150,7 @@ def _probe(device: torch.device) -> Finding:
             payload = torch.zeros(nbytes, dtype=torch.uint8, device=place)
             codec.encode(there, payload)
             payloads.append(payload.cpu())
-    except Exception as error:  # a driver, a context, a compiler: each fails in its own way
+    except Exception as error:  # a driver, a context and a compiler each fail in their own way
         return FAIL, f"codecs on {device}: {type(error).__name__}: {' '.join(str(error).split())}"
     if not torch.equal(*payloads):
         return FAIL, f"codecs on {device} encode other bytes than on the CPU: please report this"
@@ -168,7 +168,7 @@ def _requirements() -> Iterator[Finding]:
     for text in metadata.requires("hybridcomp") or ():
         requirement = Requirement(text)
         if requirement.marker is not None:
-            continue  # an extra
+            continue  # a requirement of an extra
         found = _version(requirement.name)
         if found is None:
             yield FAIL, f"{requirement.name} is not installed ({requirement.specifier} is needed)"
@@ -265,7 +265,7 @@ def _seams(package: str, extra: str) -> Iterator[Finding]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # upstream's warnings about missing optional parts
                 patch.check()
-        except Exception as error:  # ours, or what upstream raises when it is imported
+        except Exception as error:  # an error of ours, or one that upstream raises at import
             text = str(error) if isinstance(error, HybridcompError) else repr(error)
             reasons.setdefault(text.removeprefix(f"{patch.seam}: "), []).append(str(patch.seam))
     for reason, seams in reasons.items():

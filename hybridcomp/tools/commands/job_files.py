@@ -49,12 +49,12 @@ class JobFile:
 
     @cached_property
     def job(self) -> DeepSpeedJob:
-        """Settings in the form that rules read."""
+        """Return the settings in the form that rules read."""
         return DeepSpeedJob(self.settings)
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of messages: "bf16", "fp16", "fp32", or None where "auto" leaves it."""
+        """Return the messages' dtype: "bf16", "fp16", "fp32"; None if "auto" leaves it open."""
         sections = [self.whole.get(name) for name in ("bf16", "fp16")]
         filled_in = any(isinstance(one, dict) and one.get("enabled") == AUTO for one in sections)
         return None if filled_in and self.job.dtype == "fp32" else self.job.dtype
@@ -66,19 +66,19 @@ class JobFile:
 
     @property
     def accumulation(self) -> int | None:
-        """Micro-batches of a step; None where the file does not say."""
+        """Return the micro-batches of a step; None if the file does not say."""
         return self._count("gradient_accumulation_steps")
 
     @property
     def replicas(self) -> int | None:
-        """Copies of the model; None where the batch sizes do not say."""
+        """Return the number of copies of the model; None if the batch sizes do not say."""
         whole, own = self._count("train_batch_size"), self._count("train_micro_batch_size_per_gpu")
         if whole is None or own is None:
             return None
         return max(1, whole // (own * (self.accumulation or 1)))
 
     def traffic(self) -> JobTraffic:
-        """Return what its bits between nodes depend on; bf16 where the file leaves the dtype."""
+        """Return the facts that bits between nodes depend on; bf16 if the dtype is open."""
         job, dtype = self.job, DTYPES[self.dtype or "bf16"]
         return JobTraffic(
             job.stage, dtype, DTYPES.get(job.summed_dtype or "", dtype), self.accumulation or 1,
@@ -117,7 +117,7 @@ class JobFile:
 
 
 def read_job_file(path: str | Path) -> JobFile:
-    """Read a file. Raises ConfigError in one line for settings that would have no effect.
+    """Read a file. Raises ConfigError, in one line, for settings that would have no effect.
 
     Such are a block where its reader does not look for one, and a misspelt top-level key of
     DeepSpeed.
@@ -148,9 +148,9 @@ def read_job_file(path: str | Path) -> JobFile:
 
 
 def _of_owner(whose: Whose, whole: Mapping[str, Any], settings: Mapping[str, Any]) -> JobFile:
-    """Read ``settings`` as DeepSpeed does: by its own parser, or by the table where it lacks."""
+    """Read ``settings`` with DeepSpeed's own parser, or with our table where it is missing."""
     found = by_deepspeed.of_file(settings)
-    parsed(settings)  # what DeepSpeed takes in silence, and nothing makes sense of
+    parsed(settings)  # refuse what DeepSpeed silently accepts but cannot use
     if found is not None:
         return JobFile(whose, whole, found)
     notes = [f"DeepSpeed is not installed here: the file is read as {KNOWN} reads it"]
@@ -179,7 +179,7 @@ def _refuse_misspelt(source: Mapping[str, Any]) -> None:
 
 
 def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
-    """Raise ConfigError for a block inside a key where it is not read."""
+    """Raise ConfigError for a block inside a key where nobody reads it."""
     for key, value in source.items():
         if not isinstance(value, Mapping):
             continue

@@ -15,11 +15,11 @@ from hybridcomp.metric_names import SAVED_S, TIME, TOTALS, follower_line
 from hybridcomp.tools.compare.figures import named
 from hybridcomp.tools.compare.runs import short
 
-#: seconds between two renewals of the age of the last report
+#: seconds between updates of the age of the last report
 AGE_S = 10.0
-#: times the interval between reports after which a job is said to be late
+#: a job is called late after this many intervals between reports
 LATE = 5.0
-#: key of a record whose object is no row of a follower
+#: key of a record that holds dimensions, not the row of a follower
 OWN = "dimensions"
 #: figures of followers that add up over a run
 COUNTS = ("versions", "full_versions", "raw_versions", "meetings", "skipped", "drains")
@@ -30,20 +30,21 @@ HEAD = ["dimension", "codec", "ratio", "error", "Mb/s", "messages", "sent MB", "
 class Watched:
     """Accumulate the ledger records of one start of a job."""
 
-    table: list[list[str]] = field(default_factory=lambda: [HEAD])  # of the last report
-    sent: dict[str, tuple[float, float]] = field(default_factory=dict)  # MB so far, and natively
-    errors: dict[str, float] = field(default_factory=dict)  # the last samples
+    table: list[list[str]] = field(default_factory=lambda: [HEAD])  # table of the last report
+    # MB sent so far, and MB that native messages would have taken
+    sent: dict[str, tuple[float, float]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)  # the last sampled errors
     followers: dict[str, dict[str, float]] = field(default_factory=dict)
     step: int = 0
-    steps: int = 0  # of the interval before the last report
-    at: float | None = None  # seconds since 1970 of the last report
-    seconds: float | None = None  # between the last two
+    steps: int = 0  # steps between the last two reports
+    at: float | None = None  # time of the last report, in seconds since 1970
+    seconds: float | None = None  # seconds between the last two reports
     saved_s: float | None = None
-    totals: tuple[float, float] | None = None  # MB natively and as sent, since the run began
+    totals: tuple[float, float] | None = None  # native MB and sent MB since the run began
     ended: bool = False
 
     def after(self, record: Mapping[str, Any]) -> Watched:
-        """Return what is known with one more record.
+        """Return the state after one more record.
 
         Raises ValueError, TypeError, KeyError or AttributeError for what is no record.
         """
@@ -57,7 +58,7 @@ class Watched:
                 name = named(dimension, way)
                 before = sent.get(name, (0.0, 0.0))
                 sent[name] = before[0] + float(row["wire_MB"]), before[1] + float(row["raw_MB"])
-                if row.get("error") is not None:  # not every report has a sample
+                if row.get("error") is not None:  # not every report has sampled an error
                     errors[name] = float(row["error"])
                 table.append(_cells(name, row, seconds, sent[name], errors.get(name)))
         rows = {name: row for name, row in record.items()
@@ -72,7 +73,7 @@ class Watched:
         )  # fmt: skip
 
     def _with(self, name: str, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the row of a follower, with counts of all its rows so far."""
+        """Return the row of a follower; its counts are totals of all its rows so far."""
         before = self.followers.get(name, {})
         return {
             key: float(value) + (before.get(key, 0.0) if key in COUNTS else 0.0)
@@ -118,7 +119,7 @@ def _cells(
     name: str, row: Mapping[str, Any], seconds: float | None, sent: tuple[float, float],
     error: float | None,
 ) -> list[str]:  # fmt: skip
-    """Format a row of an interval of so many seconds; ``sent``: MB so far, and natively."""
+    """Format the row of one interval; ``sent``: MB so far, and the native MB."""
     ratio = _number(row.get("ratio"))
     return [
         name,
@@ -132,7 +133,7 @@ def _cells(
 
 
 def _messages(row: Mapping[str, Any]) -> str:
-    """Say whether the messages of a report went encoded or natively, and since when."""
+    """Return whether the messages of a report were encoded or native, and since when."""
     whole, native = int(row.get("messages") or 0), int(row.get("native_messages") or 0)
     told = (
         "encoded"
@@ -152,7 +153,7 @@ class LedgerReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.watched: Watched | None = None  # None until a first record
-        self.unreadable = 0  # lines
+        self.unreadable = 0  # unreadable lines
         self._file: BinaryIO | None = None
         self._rest = b""
         if str(path) == "-":
@@ -160,7 +161,7 @@ class LedgerReader:
             self._file = sys.stdin.buffer
 
     def read(self) -> bool:
-        """Read the records since the last call; returns whether there were any.
+        """Read the records since the last call; return whether there were any.
 
         A file that is absent is waited for; another one under the name, or a shorter one, is read
         from its beginning, as a job that is started again sets the old one aside.
@@ -177,7 +178,7 @@ class LedgerReader:
         try:
             there = self.path.stat()
         except FileNotFoundError:
-            return  # keep what was read: between two starts there is no file
+            return  # keep the figures read so far: between two starts there is no file
         if self._file is not None:
             mine = os.fstat(self._file.fileno())
             same = (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
@@ -187,7 +188,7 @@ class LedgerReader:
         self._file, self._rest, self.watched = self.path.open("rb"), b"", None
 
     def _take(self, text: bytes) -> None:
-        """Add a line to what is known; a lower step than before is another start of the job."""
+        """Add a line to the figures; a step lower than before marks another start of the job."""
         try:
             record = parsed_json(text.decode())
             summary, step = bool(record.get("summary")), int(record["step"])
@@ -206,6 +207,6 @@ class LedgerReader:
         return [one_line(line, SENTENCE) for line in lines]
 
     def table(self) -> list[list[str]]:
-        """Return head and rows of the table."""
+        """Return the head and rows of the table."""
         rows = [HEAD] if self.watched is None else self.watched.table
         return [[one_line(cell) for cell in row] for row in rows]

@@ -1,4 +1,4 @@
-"""Draw for ``hybridcomp validate --picture`` what a job sends inside its nodes and between them."""
+"""Draw, for ``hybridcomp validate --picture``, what a job sends inside and between its nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTION = "--picture"
 
 
 def write(path: Path, block: CompressionConfig, file: JobFile, job: JobSize | None) -> str:
-    """Write the SVG and return the line that says so. Raises ConfigError, HybridcompError.
+    """Write the SVG and return a line that says so. Raises ConfigError, HybridcompError.
 
     Drawn are gradients and parameters of one optimizer step, as the ranks of one node send them.
     """

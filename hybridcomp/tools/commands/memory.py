@@ -1,4 +1,4 @@
-"""Say for ``hybridcomp validate`` what a job takes on a rank, and refuse what does not fit."""
+"""Estimate for ``hybridcomp validate`` the memory of a job on a rank; refuse what does not fit."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from hybridcomp.tools.commands.job_files import JobFile
 BUCKET, PREFETCHED = 500_000_000, 50_000_000
 #: bytes of DDP's default bucket
 DDP_BUCKET = 25 << 20
-#: bytes of Adam's two fp32 moments of a value, and of its fp32 master beside 16-bit weights
+#: bytes per value of Adam's two fp32 moments, and of its fp32 master beside 16-bit weights
 MOMENTS, MASTER = 8, 4
-#: messages of a step by dimension, of each group
+#: messages of a step by dimension, for each group
 StepMessages = dict[Dimension, tuple[RankMessages, ...]]
 #: largest number on the command line, and most messages of a dimension in a step
 MOST, MOST_MESSAGES = 1e15, 10**6
-#: settings that fit are named in an error, at most so many
+#: most settings that fit to name in an error
 NEAREST = 2
 
 
 @dataclass(frozen=True)
 class JobSize:
-    """Figures of a job that its configuration does not have.
+    """Figures of a job that its configuration lacks.
 
     Attributes:
         parameters: of the whole model.
@@ -112,7 +112,7 @@ class JobSize:
 
 
 def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str]:
-    """Yield what hybridcomp takes on a rank of ``job``, and what its engine takes.
+    """Yield the memory that hybridcomp takes on a rank of ``job``, and the engine's.
 
     Raises ConfigError where both do not fit into the device's memory, with the nearest settings of
     the block that do.
@@ -120,9 +120,9 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     split = split_of(file, job)
     replicas, numel = job.world_size // split, -(-job.parameters // split)
     whole = replicas
-    if block.sync.acts:  # the island takes the place of all replicas
+    if block.sync.acts:  # the island replaces all replicas
         of_island = block.sync.islands
-        if isinstance(of_island, str | int):  # else the island is the whole job
+        if isinstance(of_island, str | int):  # otherwise the island is the whole job
             replicas = max(
                 1, (of_island if isinstance(of_island, int) else job.ranks_per_node) // split
             )
@@ -226,7 +226,7 @@ class RanksOfReplica:
         return messages
 
     def activations(self, split: int) -> StepMessages:
-        """Return the messages between ``split`` tensor and pipeline ranks, where they are known.
+        """Return the messages between ``split`` tensor and pipeline ranks, if they are known.
 
         Sums of ``tp`` take at least as much as its gathers. DeepSpeed's pipelines send one message
         after the other; Megatron's hold one that they send beside one that arrives.
@@ -243,7 +243,7 @@ class RanksOfReplica:
         return found
 
     def unknown(self, split: int) -> str:
-        """Return the dimensions, in words, that have a codec and messages of unknown lengths."""
+        """Return, in words, the dimensions that have a codec but messages of unknown length."""
         if split == 1 or self._activation() is not None:
             return ""
         names: tuple[Dimension, ...] = ("tp", "pp")
@@ -263,14 +263,14 @@ class RanksOfReplica:
         return self.job.tensor_ranks or _tensor_ranks(self.file)
 
     def _width(self) -> int:
-        """Return the ranks of a largest unit that sum before they encode; 1 in one level."""
+        """Return how many ranks of the largest unit sum before encoding; 1 in one level."""
         if self.block.hierarchy == "none":
             return 1
         found = self.block.widths
         first, *above = found if isinstance(found, list) else [found]
         units = [self.job.ranks_per_node if isinstance(first, str) else first]
         for width in above:
-            if isinstance(width, str):  # only the job's launcher tells
+            if isinstance(width, str):  # only the job's launcher knows it
                 break
             units.append(width * units[-1])
         for unit in reversed(units):
@@ -280,7 +280,7 @@ class RanksOfReplica:
         return 1
 
     def engine_nbytes(self) -> int:
-        """Return the bytes of weights, gradients and Adam's states on a device, as sharded."""
+        """Return the bytes of weights, gradients and Adam's states on a device, after sharding."""
         found, width = self.file.job, self.dtype.itemsize
         stage, own = found.stage, -(-self.numel // self.replicas)
         states = (MOMENTS + (MASTER if width == 2 else 0)) * (own if stage else self.numel)

@@ -1,4 +1,4 @@
-"""Run ``hybridcomp pays``: print the table, and the estimate of a step, from a job's file."""
+"""Run ``hybridcomp pays``: print the table and the estimate of a step for a job's file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MESSAGES = (0.25e6, 4e6, 64e6)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, and the estimate of a step where its options are given."""
+    """Print the table, and the estimate of a step if its options are given."""
     _check(options)
     config, file = _block(options.block)
     job, micro_batches = _job(options, file)
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options without an estimate, before anything is printed. Raises ConfigError."""
+    """Refuse options that need an estimate, before anything is printed. Raises ConfigError."""
     figures = {name: getattr(options, name) for name in ("parameters", "compute", "link")}
     for name, found in {**figures, "codec_gbs": options.codec_gbs}.items():
         if found is not None and not LEAST <= found <= MOST:
@@ -96,7 +96,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _device(options: argparse.Namespace, codecs: Iterable[Codec], dtype: torch.dtype) -> Coder:
-    """Return the speeds of the codecs: as given, as measured on a cluster, or as documented."""
+    """Return the codecs' speeds: given, else measured on a cluster, else documented ones."""
     if options.cluster is not None and options.codec_gbs is not None:
         todo = "--cluster has the measured speeds; give one of the two"
         raise ConfigError("--codec-gbs", options.codec_gbs, todo)
@@ -111,7 +111,7 @@ def _device(options: argparse.Namespace, codecs: Iterable[Codec], dtype: torch.d
 
 
 def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGroup, int]:
-    """Return messages and micro-batches of a step: from options, else the file, else defaults."""
+    """Return the messages and micro-batches of a step, from options, the file, or defaults."""
     said = MessageGroup(RANKS), 1
     if file is not None and file.whose != "block":
         ranks = file.replicas if file.replicas not in (None, 1) else RANKS
@@ -126,7 +126,7 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
 
 
 def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
-    """Return the block of a preset, of a file with a block, or of a job's file; and that file.
+    """Return the block of a preset, a file with a block, or a job's file; and that file.
 
     A job's file without a block is asked about with the one that a newcomer would begin with.
     Raises ConfigError.
@@ -148,7 +148,7 @@ def table(
     config: CompressionConfig, job: MessageGroup, device: Coder,
     there: Collection[Dimension] = BETWEEN_RANKS,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the table of link speeds below which each dimension pays, for several message sizes.
+    """Yield a table of the link speeds below which each dimension pays, for some message sizes.
 
     ``there``: the dimensions of which the job has messages.
     """

@@ -20,14 +20,14 @@ from hybridcomp.job.waits import NOTICE_S, Notices
 from hybridcomp.sync.rendezvous import BYE
 from hybridcomp.sync.roster import Roster
 
-#: seconds between two looks at the store, and those that one look may take
+#: seconds between two polls of the store, and most seconds of one poll
 LOOK_S, REQUEST_S = 0.5, 2.0
-#: meetings behind the last decision at which an island that leaves may say so
+#: most meetings after the last decision at which a leaving island may announce it
 AHEAD = 16
 
 
 def run(port: int) -> int:
-    """Serve on ``port``, 0 for any that is free, until SIGINT or SIGTERM; returns the exit status.
+    """Serve on ``port`` (0: any free one) until SIGINT or SIGTERM; return the exit status.
 
     Prints who comes, leaves, is left out and meets. Raises ConfigError where the port cannot be
     taken.
@@ -43,7 +43,7 @@ def run(port: int) -> int:
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     _print(f"hybridcomp rendezvous at tcp://{socket.gethostname()}:{store.port}")
     record = Record(store, _print)
-    while not ended.wait(LOOK_S):  # Python runs handlers of signals between two waits
+    while not ended.wait(LOOK_S):  # Python runs signal handlers between two waits
         record.look()
     del record, store
     return 0
@@ -64,13 +64,13 @@ class Record:
         self._unreadable = False
 
     def look(self) -> None:
-        """Tell what has happened since the last look; what islands write is quoted, never run."""
+        """Report what happened since the last poll; text from islands is quoted, never run."""
         if self._unreadable:
             return
         try:
             self._read()
         except dist.DistStoreError:
-            return  # a key was deleted just now: look again
+            return  # a key was deleted in between: poll again
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._unreadable = True
             found = one_line(f"{type(error).__name__}: {error}")
@@ -88,7 +88,7 @@ class Record:
             self._look_for_leave(island)
 
     def _decided(self, now: Roster) -> None:
-        """Tell of a decision: at once where islands come or go, else every NOTICE_S seconds."""
+        """Report a decision: at once if islands come or go, else every NOTICE_S seconds."""
         before, self._last = self._last, now
         self._untold += 1
         words = [f"{one} has left" for one in before.members

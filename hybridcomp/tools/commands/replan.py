@@ -119,7 +119,7 @@ def _settings(base: Path | None, job: SavedJob) -> Mapping[str, Any]:
 
 
 def _stages(options: argparse.Namespace, job: SavedJob) -> int:
-    """Return the number of pipeline stages. Raises ConfigError where it does not fit."""
+    """Return the number of pipeline stages. Raises ConfigError if it does not fit."""
     stages: int = options.stages or job.parts // job.tensor
     if stages < 1 or (stages > 1 and not job.is_pipeline):
         raise ConfigError("--stages", stages, "expected 1: the model is no PipelineModule")
@@ -132,7 +132,7 @@ def _stages(options: argparse.Namespace, job: SavedJob) -> int:
 def _planned(
     options: argparse.Namespace, job: SavedJob, samples: int, stages: int, base: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fastest layout for these ranks, with the block's codecs left out of account."""
+    """Return the fastest layout for these ranks, computed without the block's codecs."""
     from hybridcomp.tools.plan.answer.command import infeasible
     from hybridcomp.tools.plan.machines import cluster_file
     from hybridcomp.tools.plan.models.frozen import FrozenModel
@@ -149,7 +149,7 @@ def _planned(
     if options.frozen is not None:
         model = FrozenModel(model, options.frozen)
         if options.stages is None and job.is_pipeline:
-            del fixed["stages"]  # fewer of them may be faster now
+            del fixed["stages"]  # fewer stages may be faster now
     limits = SearchLimits(dtype=dtype, fixed=fixed, ranks=options.ranks, keep=1)
     budget = AllowedChoices.parse("recommended")
     batch = Batch(samples, options.length)
@@ -165,7 +165,7 @@ def _planned(
 def _ds_config(
     base: Mapping[str, Any], micro: int, accumulation: int, universal: bool
 ) -> dict[str, Any]:
-    """Return the DeepSpeed file: ``base`` with the new batch and kind of checkpoint."""
+    """Return ``base`` with the new batch sizes and kind of checkpoint, as a DeepSpeed file."""
     saving = base.get("checkpoint")
     kept = {key: value for key, value in base.items() if key != "train_batch_size"}
     return {

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _decode(folder: Path, rank: int, write: bool) -> int:
-    """Check the files of ``rank`` and decode them in memory, and on the disk with ``write``."""
+    """Check and decode the files of ``rank`` in memory; with ``write`` also on disk."""
     import torch
 
     from hybridcomp.channels.state_files import DTYPES, NEW, check, unpack
@@ -57,7 +57,7 @@ def _decode(folder: Path, rank: int, write: bool) -> int:
     for name, expected in footers.items():
         path = saved_states.folder_of(folder, rank) / name
         data = saved_states.contents(path)
-        if saved_states.is_plain(data, expected):  # by a call before this one
+        if saved_states.is_plain(data, expected):  # decoded by an earlier call
             continue
         footer = check(str(path), data, rank, expected)
         values = torch.empty(footer.numel, dtype=DTYPES[footer.dtype])

@@ -1,4 +1,4 @@
-"""Check a block for ``hybridcomp validate``: can it act, what it does, how to start the job."""
+"""Check a block for ``hybridcomp validate``; print its effect and how to start the job."""
 
 from __future__ import annotations
 
@@ -108,12 +108,13 @@ def lines(
     if checkpoint is not None:
         yield from _resumed(block, checkpoint, universal)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
-    text = json.dumps(str(file), ensure_ascii=False)  # escaped, two halves of a character stay two
+    # escaped, since two halves of a character must stay two
+    text = json.dumps(str(file), ensure_ascii=False)
     yield start.format(file=shlex.quote(str(file)), text=text, block=BLOCK, silent=SILENT)
 
 
 def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
-    """Say why the ledger's file cannot be written, as seen from here."""
+    """Return why the ledger's file cannot be written on this machine."""
     name = block.ledger.jsonl
     problem = None if name is None else unwritable(Path(name))
     if problem is not None:
@@ -124,7 +125,7 @@ def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
 
 
 def _facts(found: JobFile, told: Mapping[str, bool | None]) -> dict[str, Any]:
-    """Return facts of the model: as the user tells them, else as a file of GPT-NeoX has them."""
+    """Return facts of the model: those in ``told``, and for a GPT-NeoX file also what it says."""
     written = {name: value for name, value in told.items() if value is not None}
     if found.whose != "neox":
         return written
@@ -134,7 +135,8 @@ def _facts(found: JobFile, told: Mapping[str, bool | None]) -> dict[str, Any]:
 def _checked(block: CompressionConfig, found: JobFile, known: dict[str, Any]) -> list[str]:
     """Check the block against the rest of the file; return notes. Raises ConfigError.
 
-    A key for tensor or sequence parallelism needs it in the file, or the user's word for it.
+    A key for tensor or sequence parallelism is accepted only if the file or ``known`` shows that
+    the job has it.
     """
     neox = found.whole if found.whose == "neox" else None
     stages = None
@@ -155,14 +157,14 @@ def _checked(block: CompressionConfig, found: JobFile, known: dict[str, Any]) ->
 
 
 def _unseen(found: JobFile, known: Mapping[str, Any]) -> frozenset[Dimension]:
-    """Return the dimensions of which neither the file nor the user says that the job has them."""
+    """Return the dimensions that neither the file nor the user says the job has."""
     told: dict[str, Dimension] = {"pipeline": "pp", "moe": "ep", "tensor": "tp", "sequence": "cp"}
     return frozenset(name for fact, name in told.items() if not known.get(fact)) - found.shown
 
 
 #: option with a fact that the file lacks, by the key that needs it
 _OPTIONS = {f"{BLOCK}.tp": "tensor", f"{BLOCK}.cp": "sequence"}
-#: what is said where the user wrote a key that neither the file nor an option answers for
+#: message for a key that the user wrote although neither file nor option shows its dimension
 _NOT_SHOWN: Mapping[Dimension, str] = {
     "pp": "warning: pp is not in this file; a script whose model is no PipelineModule stops at its "
     "start (--pipeline or --no-pipeline says which it is)",
@@ -172,7 +174,7 @@ _NOT_SHOWN: Mapping[Dimension, str] = {
 
 
 def _written_layout(job: DeepSpeedJob, world_size: int | None) -> dict[str, int | None]:
-    """Return the layout in a ds_config, by the names of a plan; None where it is not given."""
+    """Return the layout in a ds_config, by the names of a plan; None if it has none."""
     return {
         "ranks": world_size,
         "zero_stage": job.stage,

@@ -1,4 +1,4 @@
-"""Show a running job's ledger as a table that follows: ``hybridcomp watch ledger.jsonl``.
+"""Show a running job's ledger as a table that updates: ``hybridcomp watch ledger.jsonl``.
 
 The file is all that is read, so that the job loses no time, and job and command may end and start
 again in any order. Imports no torch.
@@ -18,7 +18,7 @@ from hybridcomp.tools import pages
 from hybridcomp.tools.commands.ledger_reader import AGE_S, LedgerReader
 from hybridcomp.tools.compare import report
 
-#: seconds between two looks at the file
+#: seconds between two reads of the file
 LOOK_S = 2.0
 #: columns that are folded in a narrow terminal
 WRAPPED = ("codec", "messages")
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _follow(reader: LedgerReader, page: Path | None) -> None:
-    """Show the table at each report, and its age now and then, until an exception ends it."""
+    """Update the table at each report, and its age in between, until an exception ends it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -112,7 +112,7 @@ def _shown(reader: LedgerReader) -> Any:
 
 
 def _write(reader: LedgerReader, page: Path | None) -> None:
-    """Write the page, whole or not at all, so that no browser loads half of it."""
+    """Write the page completely or not at all, so that no browser loads half of it."""
     if page is None:
         return
     rows = reader.table()

@@ -16,7 +16,7 @@ from hybridcomp.tools.compare.statistics import running_mean, thin
 def log(
     result: Result, folder: Path, project: str, group: str, title: str, picture: Path | None
 ) -> str:
-    """Log charts, table and final figures; return where the run is, and how to see it.
+    """Log charts, table and final figures; return where the run is and how to view it.
 
     Without WANDB_MODE in the environment the run is written offline into ``folder/wandb``. Raises
     CompareError when W&B is not installed.

@@ -17,7 +17,7 @@ from hybridcomp.tools.progress import LINE_S
 
 #: seconds that a launcher and its ranks get to end: torch's gives its ranks 30
 FAREWELL_S = 40.0
-#: seconds between two looks at whether they have ended
+#: seconds for a launcher and its ranks to exit; torch's launcher gives its ranks 30
 LOOK_S = 0.05
 
 
@@ -57,7 +57,7 @@ def run_logged(
 
 
 def _status(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the status of ``process``, None where it still runs after ``seconds``."""
+    """Return the exit status of ``process``; None if it still runs after ``seconds``."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -71,14 +71,14 @@ def end(process: subprocess.Popen[bytes], farewell: float = FAREWELL_S) -> None:
         _signal(process, signal.SIGTERM)
         while _lives(process) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-    finally:  # also where a second signal comes
+    finally:  # also when a second signal arrives
         _signal(process, signal.SIGKILL)
         process.wait()
 
 
 def _lives(process: subprocess.Popen[bytes]) -> bool:
     """Return whether any process of the group still runs; a launcher may exit before its ranks."""
-    process.poll()  # else it stays as a zombie
+    process.poll()  # reap it, or it stays a zombie
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:
@@ -99,7 +99,7 @@ def _sigterm_raises() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread alone
+        yield  # Python handles signals in the main thread only
         return
     before = signal.signal(signal.SIGTERM, leave)
     try:

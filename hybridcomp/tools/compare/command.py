@@ -48,7 +48,7 @@ PAGE = "report.html"
 
 
 def no_picture() -> str:
-    """Say what a picture needs."""
+    """Return the message that a picture needs matplotlib."""
     return f"no picture: it needs matplotlib: {install_hint('plot')}"
 
 
@@ -57,14 +57,14 @@ class Wishes:
     """Options of a comparison."""
 
     out: Path = Path("runs/comparison")
-    last: int = 20  # points that the final loss averages
-    smooth: int = 0  # points of the drawn running mean; 0: a twentieth of the run
+    last: int = 20  # points averaged into the final loss
+    smooth: int = 0  # points of the drawn running mean; 0: 1/20 of the run
     title: str = "Training loss with and without compressed communication"
     ledger: str = "ledger.jsonl"
     need_ledger: bool = False
-    wandb: str | None = None  # project; "none" for no chart; None: of runs, or "hybridcomp"
+    wandb: str | None = None  # W&B project; "none": no chart; None: the runs' own, or "hybridcomp"
     group: str | None = None
-    command: Sequence[str] = field(default_factory=tuple)  # for the report
+    command: Sequence[str] = field(default_factory=tuple)  # the command line, for the report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare, print the table and the paths of all files. Raises CompareError."""
     try:
         return _run(options)
-    except OSError as error:  # of files that are read or written anywhere below
+    except OSError as error:  # on files that are read or written below
         where = error.filename or "a file"
         raise CompareError(f"{where}: {error.strerror or error}; name another one") from error
 
@@ -186,8 +186,8 @@ def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
 
 
 def _page(result: Result, wishes: Wishes) -> bool:
-    """Write the page; where a package is missing, print that and return False."""
-    (wishes.out / PAGE).unlink(missing_ok=True)  # of an earlier comparison
+    """Write the page; if a package is missing, print that and return False."""
+    (wishes.out / PAGE).unlink(missing_ok=True)  # remove the page of an earlier comparison
     if lacking := pages.missing():
         print(f"no {PAGE}: {lacking}", file=sys.stderr)
         return False
@@ -195,7 +195,7 @@ def _page(result: Result, wishes: Wishes) -> bool:
 
     try:
         text = page.page(result, wishes.title, wishes.smooth, shlex.join(wishes.command))
-    except Exception as error:  # of a package that is damaged, or another version
+    except Exception as error:  # a package may be damaged or of another version
         print(f"no {PAGE}: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
         return False
     (wishes.out / PAGE).write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -203,7 +203,7 @@ def _page(result: Result, wishes: Wishes) -> bool:
 
 
 def _picture(result: Result, wishes: Wishes) -> Path | None:
-    """Draw the picture; where matplotlib is absent or fails, print that and return None."""
+    """Draw the picture; if matplotlib is missing or fails, print that and return None."""
     if find_spec("matplotlib") is None:
         print(no_picture(), file=sys.stderr)
         return None
@@ -212,7 +212,7 @@ def _picture(result: Result, wishes: Wishes) -> Path | None:
     picture = wishes.out / "losses.png"
     try:
         draw(result, picture, wishes.smooth, wishes.title)
-    except Exception as error:  # fonts, caches, back ends: each fails in its own way
+    except Exception as error:  # fonts, caches and back ends each fail in their own way
         print(f"no picture: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
         return None
     return picture
@@ -259,7 +259,8 @@ def _chart(result: Result, wishes: Wishes, picture: Path | None) -> None:
     group = wishes.group or next((t.group for t in trainings if t.group), "")
     try:
         place = chart.log(result, wishes.out, project, group, wishes.title, picture)
-    except Exception as error:  # a server, a key, a disk: the report is written without
+    # the server, the key or the disk may fail; the report is written without the chart
+    except Exception as error:
         print(f"no W&B chart: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
         return
     print(f"W&B: {place}")

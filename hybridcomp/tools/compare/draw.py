@@ -17,11 +17,11 @@ from hybridcomp.tools.compare.statistics import gap_curves, running_mean
 #: distinct for colour-blind readers too (Okabe and Ito); the baseline is grey and wide, so that it
 #: can be seen below a curve that covers it
 COLOURS = ("#9A9A9A", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A6761D")
-#: of the runs behind those that took each colour once
+#: line styles of the runs that come after each colour was used once
 DASHES = ("-", "--", ":", "-.")
-#: start of the part of a run that scales the panel of gaps: before it gaps are noise
+#: fraction of a run that the scale of the gap panel ignores: early gaps are noise
 SETTLED = 1 / 3
-#: share of a run, at its start, whose high losses may leave the panel at the top
+#: fraction of a run, at its start, whose high losses may exceed the panel
 FALL = 0.05
 
 
@@ -65,7 +65,7 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
     _words(words, tokens, crowded=clock is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the font lacks it: a box stands there
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks a glyph and draws a box
         figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -102,7 +102,7 @@ def _legend(result: Result, number: int) -> str:
 
 
 def _words(axes: Any, curves: Any, crowded: bool) -> None:
-    """Draw the legend into a separate panel, smaller where it is long and the panel ``crowded``."""
+    """Draw the legend into a separate panel, smaller if it is long and the panel ``crowded``."""
     handles, labels = curves.get_legend_handles_labels()
     lines = sum(label.count("\n") + 1 for label in labels)
     two = crowded and lines > 17
@@ -113,7 +113,7 @@ def _words(axes: Any, curves: Any, crowded: bool) -> None:
         fontsize=7 if two else 8 if crowded and lines > 12 else 9, ncols=2 if two else 1,
         borderaxespad=0, handlelength=1.4, columnspacing=0.8,
     )  # fmt: skip
-    legend.set_in_layout(False)  # the curves keep their width
+    legend.set_in_layout(False)  # do not let the legend narrow the curves
 
 
 def _label(result: Result, tokens: Any, gaps: Any, window: int) -> None:

@@ -1,4 +1,4 @@
-"""Collect a run's ledger from figures that a log has among others."""
+"""Collect a run's ledger from figures in a log."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def errors_of(records: Iterable[tuple[float, Mapping[str, Any]]], prefix: str = 
 
 
 def named(dimension: str, way: str) -> str:
-    """Return a dimension with its direction, which those of one direction leave out."""
+    """Return a dimension with its direction, which is left out for forward."""
     return dimension if way == "forward" else f"{dimension} {way}"
 
 
 def sent_until(reports: Iterable[tuple[float, float]], at: Curve) -> Curve | None:
-    """Return what was sent until each place of ``at``, in MB; None where nothing was reported.
+    """Return the MB sent until each place of ``at``; None if nothing was reported.
 
     ``reports``: a place and the MB since the report before; between two they were sent evenly.
     """

@@ -35,13 +35,13 @@ CLOSING = "train_runtime"
 
 
 def read_training(path: Path, ledger: str) -> LoggedTraining:
-    """Read a log, and the file ``ledger`` beside it where there is one. Raises CompareError."""
+    """Read a log, and the file ``ledger`` beside it if it exists. Raises CompareError."""
     header: dict[str, Any] = {}
     valid_loss = None
     records = []
     for record in read_lines(path):
         if "run" in record:
-            header |= record["run"]  # the recorder knows more after some steps
+            header |= record["run"]  # after some steps the recorder knows more
         elif record.get("summary"):
             valid_loss = record.get(VALID_LOSS, valid_loss)
         elif {"step", LOSS} <= record.keys():
@@ -90,7 +90,7 @@ def identity_of(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_ledger(path: Path) -> Rows:
-    """Read a ledger's totals. Raises CompareError for files that are cut off or no ledger."""
+    """Read a ledger's totals. Raises CompareError for a truncated file or another one."""
     records = read_lines(path)
     if not records or "dimensions" not in records[-1]:
         raise CompareError(
@@ -149,7 +149,7 @@ def _is_number(value: object) -> bool:
 
 
 def _column(records: list[dict[str, Any]], name: str) -> Curve | None:
-    """Return the value ``name`` of all records, None where one lacks it."""
+    """Return the value ``name`` of all records; None if a record lacks it."""
     if not all(name in record for record in records):
         return None
     return np.array([record[name] for record in records], dtype=np.float64)

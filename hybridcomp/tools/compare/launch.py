@@ -22,7 +22,7 @@ from hybridcomp.tools.progress import ProgressDisplay
 
 BASELINE = "baseline"
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
-#: Hugging Face's Trainer takes a file behind it; DeepSpeed has the same flag without a value
+#: flag of Hugging Face's Trainer, followed by a file; DeepSpeed's own flag has no value
 TRAINER_FLAG = "--deepspeed"
 MODULE = "hybridcomp.run"
 #: lines of a failed training's output that are shown
@@ -33,17 +33,18 @@ TAIL = 20
 class LaunchedTraining:
     """One training: a process that is not started again after it has finished."""
 
-    name: str  # for messages
+    name: str  # name in messages
     folder: Path
     command: Sequence[str]
     #: identify the job: a change starts it again; kept in done.json
     settings: Any
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside that of this process
+    # variables added to those of this process
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(
         self, watch: Callable[[float, Path], object] | None = None, every: float | None = None
     ) -> float | None:
-        """Train; return the seconds, None when it had finished before. Raises CompareError.
+        """Train; return the seconds, or None if it had finished before. Raises CompareError.
 
         ``watch`` is called every ``every`` seconds with the seconds so far and the folder.
         """
@@ -66,7 +67,7 @@ class LaunchedTraining:
         return time.monotonic() - start
 
     def _has_finished(self, done: Path) -> bool:
-        """Say whether this very job wrote ``done``, and to its end."""
+        """Return whether this very job wrote ``done`` at its end."""
         try:
             return bool(parsed_json(done.read_text(encoding="utf-8")) == self.settings)
         except (FileNotFoundError, ValueError):
@@ -95,11 +96,11 @@ class RunPlan:
     blocks: Mapping[str, dict[str, Any] | None]  # name -> block; the baseline, None, comes first
     seeds: Sequence[int]
     out: Path
-    project: str | None = None  # of W&B: switched on in the DeepSpeed file
+    project: str | None = None  # W&B project, switched on in the DeepSpeed file
     group: str = ""
 
     def jobs(self) -> list[LaunchedTraining]:
-        """List the jobs seed by seed, so that a cut launch has whole seeds. Raises CompareError."""
+        """List the jobs seed by seed, so that an interrupted launch has whole seeds."""
         if len(self.seeds) > 1 and not any("{seed}" in word for word in self.command):
             raise CompareError(
                 f"--seeds: found {len(self.seeds)} seeds and a command without {{seed}}; write "
@@ -165,7 +166,7 @@ class RunPlan:
 
 
 def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Fill ``values`` into the places of ``command``; places inside of values stay as they are."""
+    """Replace the placeholders of ``command`` by ``values``; placeholders in values stay."""
     places = re.compile("|".join(map(re.escape, values)) or "$^")
     return [places.sub(lambda found: values[found[0]], word) for word in command]
 

@@ -30,7 +30,7 @@ LAYOUT: dict[str, Any] = {
     "hovermode": "x unified", "showlegend": False, "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)", "margin": {"l": 60, "r": 10, "t": 10, "b": 45},
     "font": {"family": "system-ui, sans-serif", "size": 13}, "barmode": "group",
-    "uirevision": "kept",  # the zoom, where a run is hidden
+    "uirevision": "kept",  # keep the zoom when a run is hidden
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def page(result: Result, title: str, smooth: int, command: str) -> str:
 def _table(
     rows: Sequence[Sequence[str]], text: bool = False
 ) -> tuple[list[list[str]], list[bool]] | None:
-    """Return the arguments of the macro ``table``: rows, and columns that stand right.
+    """Return the arguments of the macro ``table``: rows, and which columns are right-aligned.
 
     None for a head without rows; ``text``: no column is one of numbers.
     """
@@ -88,7 +88,7 @@ def _run(result: Result, number: int) -> dict[str, Any]:
 
 
 def _links(run: Run) -> str | None:
-    """Draw what the run's ledger says of the links; None where no encoded message left a node."""
+    """Draw the ledger's figures of links; None if no encoded message left a node."""
     rows = [row for ways in run.ledger().values() for row in ways.values()]
     native, sent = (
         sum(row.get(name) or 0.0 for row in rows) for name in ("inter_raw_MB", "inter_MB")
@@ -106,7 +106,7 @@ def _links(run: Run) -> str | None:
 
 
 def differences(result: Result) -> list[list[str]]:
-    """Return head and a row for each setting that not all runs share, the block's included."""
+    """Return a head, and a row for each setting that differs between runs, the block's included."""
     known = [flat(run.trainings[0].settings or {}) for run in result.runs]
     apart = tuple(f"{name}." for name in (*APART - {"compression"}, "compression.ledger"))
     keys = [key for key in dict.fromkeys(key for one in known for key in one)
@@ -152,7 +152,7 @@ def charts(result: Result, window: int) -> Iterator[dict[str, Any]]:
 
 
 def _gaps_at(places: Sequence[Curve], curves: Sequence[Curve]) -> list[Curve]:
-    """Return gaps in percent of mean losses at equal places, such as seconds: (1, points) each.
+    """Return gaps in percent of the mean losses at equal places, such as seconds: (1, points).
 
     Where the baseline had not come as far, the gap is NaN, and the line ends.
     """
@@ -165,7 +165,7 @@ def _gaps_at(places: Sequence[Curve], curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _ends(curves: Sequence[Curve], skipped: float) -> dict[str, list[float]]:
-    """Return an axis that has all of the curves (seeds, points) behind a skipped share of them."""
+    """Return an axis that contains all curves (seeds, points) after a skipped share of them."""
     parts = [one[:, int(one.shape[1] * skipped) :] for one in curves]
     values = np.concatenate([one[np.isfinite(one)] for one in parts])
     pad = max(0.1 * float(np.ptp(values)), 0.01)
@@ -175,7 +175,7 @@ def _ends(curves: Sequence[Curve], skipped: float) -> dict[str, list[float]]:
 def _line(
     result: Result, number: int, places: Sequence[Curve], curves: Curve
 ) -> list[dict[str, Any]]:
-    """Return the mean of curves (seeds, points) as a line, above a band of their range."""
+    """Return the mean of curves (seeds, points) as a line, over a band of their range."""
     style, x = style_of(number), _drawn(places[number])
     shared = {"x": x, "meta": number, "name": _name(result.runs[number].label)}
     line = {
@@ -197,7 +197,7 @@ def _line(
 
 
 def _drawn(curve: Curve) -> list[float | None]:
-    """Return the points to draw, to six digits; null, at which a line ends, for NaN."""
+    """Return the points to draw, to six digits; NaN becomes null, which ends a line."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in thin(curve)]
 
 
@@ -207,7 +207,7 @@ def _name(label: str) -> str:
 
 
 def _of_dimensions(result: Result) -> Iterator[dict[str, Any]]:
-    """Yield bars of bytes and seconds by dimension, and errors by step, where runs have them."""
+    """Yield bars of bytes and seconds by dimension, and errors by step, if runs have them."""
     if not any(run.ledger() for run in result.runs):
         return
     native = _bars(result, lambda row: row["raw_MB"], "native", faint=True)
@@ -237,7 +237,7 @@ def _seconds(row: Mapping[str, Any], *names: str) -> float:
 def _bars(
     result: Result, value: Callable[[Mapping[str, Any]], float], what: str, faint: bool = False
 ) -> list[dict[str, Any]]:
-    """Return bars of each run, one a dimension; ``faint`` ones stand behind others of their run."""
+    """Return a bar for each run and dimension; ``faint``: behind the run's other bars."""
     return [
         {"type": "bar", "meta": number, "offsetgroup": str(number),
          "x": [named(dimension, way) for dimension, ways in run.ledger().items() for way in ways],

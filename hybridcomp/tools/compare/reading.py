@@ -12,7 +12,7 @@ from hybridcomp.tools.compare import json_lines, trainer_state, wandb_files
 from hybridcomp.tools.compare.runs import CompareError, LoggedTraining, Run
 from hybridcomp.tools.compare.wandb_parts import by_run
 
-#: sections of DeepSpeed's settings in which runs of one comparison differ by design
+#: sections of DeepSpeed's settings that may differ between the runs of a comparison
 APART = frozenset(
     {"compression", "wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print"}
 )
@@ -22,7 +22,7 @@ EXPECTED = (
     f"hybridcomp.run), W&B's offline-run-* or the Trainer's {trainer_state.FILE}, or the folder of "
     "one"
 )
-#: exceptions of reading a file that has the form of a log and holds something else
+#: exceptions of reading a file that looks like a log and is none
 DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 
 
@@ -66,7 +66,7 @@ def read_run(label: str, paths: str, ledger: str) -> Run:
 
 
 def _split_paths(paths: str) -> list[Path]:
-    """Find the files and folders of ``paths``; names may have commas. Raises CompareError."""
+    """Return the files and folders of ``paths``; names may have commas. Raises CompareError."""
     parts = paths.split(",")
     found = _in_fewest_names(parts)
     if found is None:
@@ -76,7 +76,7 @@ def _split_paths(paths: str) -> list[Path]:
 
 
 def _in_fewest_names(parts: list[str]) -> list[Path] | None:
-    """Join ``parts`` to names, the first of as many parts as match, and return their matches.
+    """Join ``parts`` to the fewest names that match files, and return the matches.
 
     "4 bits, rotated" is then one run, beside a run "4 bits". None where some part matches nothing.
     """
@@ -95,7 +95,7 @@ def _matches(text: str) -> list[Path]:
 
 
 def _places(path: Path) -> list[Path]:
-    """Return the logs and W&B folders at a path. Raises CompareError where there are none."""
+    """Return the logs and W&B folders at a path. Raises CompareError if there are none."""
     if path.is_file():
         return [path]
     if (path / json_lines.LOG).is_file():
@@ -123,7 +123,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _read(parts: tuple[Path, ...], ledger: str) -> LoggedTraining:
-    """Read one training. Raises CompareError, also for files that are damaged or no log."""
+    """Read one training. Raises CompareError, also for a damaged file or one that is no log."""
     path = parts[0]
     try:
         if path.is_dir() or path.suffix == ".wandb":
@@ -144,7 +144,7 @@ def _read_as_named(path: Path, ledger: str) -> LoggedTraining:
 
 
 def check_comparable(baseline: Run, run: Run) -> list[str]:
-    """Say which settings differ; raise CompareError for another model, data order or seed."""
+    """Return which settings differ. Raises CompareError for another model, data order or seed."""
     notes: dict[str, None] = {}
     for own, other in zip(
         run.trainings, (baseline.trainings[i] for i in pair(baseline, run)), strict=True
@@ -187,7 +187,7 @@ def pair(baseline: Run, run: Run) -> list[int]:
 def differences(
     own: Mapping[str, Any] | None, other: Mapping[str, Any] | None, prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys of settings that differ with both values; {} where one is None."""
+    """Return the dotted keys whose values differ, with both values; {} if one is None."""
     if own is None or other is None:
         return {}
     found: dict[str, tuple[Any, Any]] = {}

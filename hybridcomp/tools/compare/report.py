@@ -12,7 +12,7 @@ from hybridcomp import foreign
 from hybridcomp.tools.compare.runs import Curve, Run, short
 from hybridcomp.tools.compare.statistics import LEAST, Aligned, Comparison, half_width
 
-#: what the report says of the gaps of several seeds
+#: words about the gaps of several seeds
 INTERVAL, RANGE = ", with the 95% interval of their mean", ", with the range over the two seeds"
 
 
@@ -23,7 +23,7 @@ class Result:
     runs: Sequence[Run]
     aligned: Aligned
     comparisons: Sequence[Comparison]
-    last: int  # points that the final loss averages
+    last: int  # points averaged into the final loss
     notes: Sequence[str]
 
 
@@ -63,7 +63,7 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
 
 
 def about(result: Result) -> str:
-    """Say where the losses are taken, over which seeds, and what the gaps are."""
+    """Return where losses are taken, over which seeds, and what a gap is."""
     seeds = [str(seed) for seed in result.runs[0].seeds if seed is not None]
     end = f"{result.aligned.axis[-1]:,.0f} {result.aligned.unit}"
     count = len(result.runs[0].trainings)
@@ -144,7 +144,7 @@ def bytes_of(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def mean_gap(gaps: Sequence[float] | Curve | None) -> str:
-    """Format the mean of gaps, one of each seed, in percent: ``+0.07 ± 0.15``.
+    """Format the mean of the seeds' gaps in percent: ``+0.07 ± 0.15``.
 
     Two seeds: their range, ``+0.07 (-0.02 to +0.16)``; one: the gap; none: ``-``.
     """
@@ -183,7 +183,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def numeric(rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Return for each column of a table with a head whether it has numbers, which stand right."""
+    """Return, for each column of a table with a head, whether it has numbers (right-aligned)."""
     return [any(_number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
 
 

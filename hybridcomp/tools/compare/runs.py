@@ -16,13 +16,13 @@ from hybridcomp.errors import HybridcompError
 Curve = NDArray[np.float64]
 #: dimension -> direction -> figures
 Rows = dict[str, dict[str, dict[str, Any]]]
-#: dimension -> steps of its reports, and the relative error that each has sampled
+#: dimension -> for each report, the step and the sampled relative error
 Errors = dict[str, list[tuple[float, float]]]
-#: steps at the start that the speed leaves out
+#: steps at the start that do not count for the speed
 WARM_UP = 3
 
 
-#: larger losses have no mean and no gap
+#: losses above this have no mean and no gap
 LARGEST_LOSS = 1e30
 
 
@@ -37,23 +37,23 @@ class LoggedTraining:
     source: Path
     steps: Curve  # optimizer steps, increasing
     losses: Curve
-    tokens: Curve | None  # trained on until then
-    seconds: Curve | None  # since the first step began, of training alone
-    speeds: Curve | None  # tokens a second
+    tokens: Curve | None  # tokens trained on until each step
+    seconds: Curve | None  # training seconds since the first step began
+    speeds: Curve | None  # tokens per second
     #: equal in compared runs: {"seed": .., "data": {..}, "model": {..}}, as far as known
     identity: Mapping[str, Any] = field(default_factory=dict)
     #: the DeepSpeed settings, as far as known
     settings: Mapping[str, Any] | None = None
     valid_loss: float | None = None
     ledger: Rows = field(default_factory=dict)  # totals; empty without compression
-    sent: Curve | None = None  # MB of all ranks until then; None without a ledger
+    sent: Curve | None = None  # MB sent by all ranks until each step; None without a ledger
     errors: Errors = field(default_factory=dict)
-    project: str = ""  # of W&B
+    project: str = ""  # W&B project
     group: str = ""
 
     @property
     def seed(self) -> int | None:
-        """The seed of weights and data order."""
+        """Return the seed of weights and data order."""
         found = self.identity.get("seed")
         return None if found is None else int(found)
 
@@ -67,11 +67,11 @@ class Run:
 
     @property
     def seeds(self) -> list[int | None]:
-        """Seeds, in the order of the trainings."""
+        """Return the seeds, in the order of the trainings."""
         return [training.seed for training in self.trainings]
 
     def speed(self) -> float | None:
-        """Return median tokens a second over all seeds, without warm-up; None where unknown."""
+        """Return the median tokens per second over all seeds, without warm-up; None if unknown."""
         found = [training.speeds for training in self.trainings if training.speeds is not None]
         if not found:
             return None
@@ -80,7 +80,7 @@ class Run:
         )
 
     def ledger(self) -> Rows:
-        """Return totals of the first seed; fixed-size codecs send the same bytes in all seeds."""
+        """Return the first seed's totals; fixed-size codecs send the same bytes in all seeds."""
         return self.trainings[0].ledger
 
     def bits(self) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 from hybridcomp.tools.compare.reading import pair
 from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, Run
 
-#: seeds from which an interval is told: over two, Student's t is 12.7 and says nothing
+#: fewest seeds with an interval: for two, Student's t is 12.7, which makes it useless
 LEAST = 3
 #: two-sided 95% quantiles of Student's t, by degrees of freedom; 1.96 beyond
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
-#: gap in percent that says nothing about one seed: seeds alone differ by more
+#: gap in percent that one seed cannot show: seeds alone differ by more
 SMALL = 0.1
 #: a run needs this many times the points of the final average before its gap is reported
 ENOUGH = 2
@@ -44,22 +44,22 @@ class Comparison:
     final_loss: float  # mean over seeds and the last points
     gap: float
     gap_interval: float | None  # half-width at 95% over paired seeds, None under LEAST seeds
-    gaps: list[float]  # of each seed, in the run's order
+    gaps: list[float]  # gap of each seed, in the run's order
     valid_loss: float | None
     valid_gap: float | None
-    seconds: float | None  # of training, to the end of the axis
+    seconds: float | None  # training seconds until the end of the axis
     #: the gap to the baseline after the time that the faster of the two took, None without clocks
     clock_gap: float | None
     clock_gap_interval: float | None
-    clock_gaps: list[float] | None  # of each seed
+    clock_gaps: list[float] | None  # gap of each seed
     #: the gap to the baseline after the bytes that the thriftier of the two sent, None without both
     byte_gap: float | None
     byte_gap_interval: float | None
-    byte_gaps: list[float] | None  # of each seed
+    byte_gaps: list[float] | None  # gap of each seed
 
 
 def align(runs: Sequence[Run], last: int) -> Aligned:
-    """Put runs on one axis: tokens where all know them, else optimizer steps.
+    """Put runs on one axis: tokens if all runs know them, else optimizer steps.
 
     The axis is that of the training with the fewest points, up to where the shortest one ends;
     other losses are interpolated, and a note says so. Raises CompareError for too few such points.
@@ -109,7 +109,7 @@ def _axis(training: LoggedTraining, unit: str) -> Curve:
 
 
 def _sent(run: Run, axis: Curve, unit: str) -> Curve | None:
-    """Return the MB of a run's seeds along the axis; None where a ledger is missing."""
+    """Return the MB sent by a run's seeds along the axis; None if a ledger is missing."""
     found = [np.interp(axis, _axis(t, unit), t.sent) for t in run.trainings if t.sent is not None]
     return np.stack(found) if len(found) == len(run.trainings) else None
 
@@ -211,7 +211,7 @@ def gaps_along(
     order: Sequence[int],
     last: int,
 ) -> Curve | None:
-    """Return gaps in percent at equal wall clock or equal bytes, of each seed: (seeds,).
+    """Return the gaps in percent at equal wall clock or bytes, one for each seed: (seeds,).
 
     Losses are taken where the run of a pair that spends less reaches the end of the axis; both are
     means of the ``last`` points before that. ``spent``: what the run and the baseline have spent
@@ -236,7 +236,7 @@ def gaps_along(
 
 
 def running_mean(curves: Curve, window: int) -> Curve:
-    """Average the last ``window`` points of each row, at its start as many as there are."""
+    """Average the last ``window`` points of each row; fewer at its start."""
     sums = np.cumsum(curves, axis=1)
     sums[:, window:] = sums[:, window:] - sums[:, :-window]
     counts = np.minimum(np.arange(1, curves.shape[1] + 1), window)

@@ -1,4 +1,4 @@
-"""Run trainings one after the other, and tell how far each is by the last record of its log."""
+"""Run trainings one after the other, and show the progress of each from its log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trainable(Protocol):
 
     @property
     def folder(self) -> Path:
-        """The folder of its files."""
+        """Return the folder of its files."""
 
     def run(
         self, watch: Callable[[float, Path], object] | None = None, every: float | None = None
@@ -31,11 +31,12 @@ class Trainable(Protocol):
 
 
 class TrainingProgress:
-    """Tells how far trainings of one command are, which all take equally many steps."""
+    """Shows how far the trainings of a command are; all take equally many steps."""
 
     def __init__(self, progress: ProgressDisplay) -> None:
         self._progress = progress
-        self._done, self._steps = 0, 0  # trainings; steps of each, 0 before one has finished
+        # finished trainings; steps of a training, 0 until one has finished
+        self._done, self._steps = 0, 0
 
     def run(self, job: Trainable, name: str) -> float | None:
         """Run the next training; return its seconds, None if it had finished before."""
@@ -56,7 +57,7 @@ class TrainingProgress:
 
 
 def last_line(folder: Path) -> str:
-    """Return the last step in a training's log, else the script's last line; "" for nothing."""
+    """Return the last step in a training's log, else the script's last line, else ""."""
     for line in _ends(folder / LOG):
         if found := _record(line):
             return f"step {found[0]}, loss {found[1]:.4g}"
@@ -64,12 +65,12 @@ def last_line(folder: Path) -> str:
 
 
 def last_step(folder: Path) -> int:
-    """Return the number of the last step in a training's log, 0 where there is none."""
+    """Return the number of the last step in a training's log, 0 if there is none."""
     return next((found[0] for line in _ends(folder / LOG) if (found := _record(line))), 0)
 
 
 def _ends(path: Path) -> list[str]:
-    """Return the last lines of a file, the last one first; none where there is no file."""
+    """Return the last lines of a file, the last one first; none if the file does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -80,7 +81,7 @@ def _ends(path: Path) -> list[str]:
 
 
 def _record(line: str) -> tuple[int, float] | None:
-    """Return step and loss of a record; None for another line."""
+    """Return step and loss of a record; None for any other line."""
     try:
         record = parsed_json(line)
         return int(record["step"]), float(record["loss"])

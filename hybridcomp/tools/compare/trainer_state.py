@@ -27,7 +27,7 @@ LOSS, EVALUATION, TOKENS = "loss", "eval_loss", "num_input_tokens_seen"
 
 
 def place_in(folder: Path) -> Path | None:
-    """Return the file of ``folder``, else that of its last checkpoint, else None."""
+    """Return the file of ``folder``, else of its last checkpoint, else None."""
     if (folder / FILE).is_file():
         return folder / FILE
     found = {
@@ -73,7 +73,7 @@ def read_training(path: Path, ledger: str) -> LoggedTraining:
 
 
 def _figures(history: list[dict[str, Any]], steps: Curve) -> dict[str, Any]:
-    """Return the fields of a training that the figures of ``HybridcompCallback`` have."""
+    """Return the fields of a training found in the figures of ``HybridcompCallback``."""
     reports = [(record["step"], wire_of(record, TRAINER_PREFIX)) for record in history]
     return {
         "ledger": ledger_of(history, {}, TRAINER_PREFIX),

@@ -76,7 +76,8 @@ def read_training(*folders: Path) -> LoggedTraining:
         )
     numbers = next(iter(rows.values()))
     counted = _series(history, TRAINER_STEP)
-    last = {counted.get(row, row): row for row in sorted(numbers)}  # of repeated steps the last
+    # of a repeated step the last record counts
+    last = {counted.get(row, row): row for row in sorted(numbers)}
     at = [last[step] for step in sorted(last)]
     losses = np.array([numbers[step] for step in at], dtype=np.float64)
     header = config.get(CONFIG_RUN) or {}
@@ -207,7 +208,7 @@ def _series(history: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, fl
 
 
 def _at(history: Mapping[int, Mapping[str, Any]], name: str, at: list[int]) -> Curve | None:
-    """Return the figure ``name`` at the steps ``at``, None where one lacks it."""
+    """Return the figure ``name`` at the steps ``at``; None if a step lacks it."""
     if not all(name in history[step] for step in at):
         return None
     return np.array([history[step][name] for step in at], dtype=np.float64)
@@ -223,7 +224,7 @@ def _last(history: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> f
 def _tokens(
     history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any], at: list[int]
 ) -> Curve | None:
-    """Return tokens as logged; else iterations times batch and length of the trainer's config."""
+    """Return the logged tokens, else iterations times the config's batch and length."""
     for name in (TOKENS, TRAINER_TOKENS):
         if (logged := _at(history, name, at)) is not None:
             return logged

@@ -40,7 +40,7 @@ def _started(place: Path) -> str:
 
 
 def joined(parts: Sequence[History]) -> History:
-    """Join the rows of a run's parts; where steps repeat, those of the later part are kept."""
+    """Join the rows of a run's parts; where steps repeat, the later part's rows are kept."""
     whole: History = dict(parts[0])
     for part in parts[1:]:
         if part:
@@ -49,14 +49,14 @@ def joined(parts: Sequence[History]) -> History:
 
 
 def _continued(whole: History, part: History) -> History:
-    """Return ``whole`` up to where ``part`` begins, and ``part`` behind it."""
+    """Return ``whole`` up to where ``part`` begins, followed by ``part``."""
     name = next((one for one in PLACES if _first(whole, one) and _first(part, one)), None)
     if name is not None:
         begin = part[_first(part, name)[0]][name]
         ends = [row for row in sorted(whole) if whole[row].get(name, -1) >= begin]
         kept = {row: values for row, values in whole.items() if not ends or row < ends[0]}
     elif min(part) == min(whole) == 0:
-        kept = whole  # W&B numbered both, and nothing says which steps repeat
+        kept = whole  # W&B numbered both parts, and nothing shows which steps repeat
     else:
         kept = {row: values for row, values in whole.items() if row < min(part)}
     if not kept:
@@ -72,7 +72,7 @@ def _first(history: History, name: str) -> list[int]:
 
 
 def _since(kept: History, part: History) -> float:
-    """Return the seconds to add to W&B's clock in ``part``; 0 where it goes on by itself."""
+    """Return the seconds to add to W&B's clock in ``part``; 0 if that clock continues."""
     before = max((float(values.get(RUNTIME, 0.0)) for values in kept.values()), default=0.0)
     clock = sorted(float(values[RUNTIME]) for values in part.values() if RUNTIME in values)
     if not clock or clock[0] > before:

@@ -40,12 +40,12 @@ class BlockSize:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the block's matrices."""
+        """Return the number of parameters in the block's matrices."""
         return 12 * self.width**2
 
     @property
     def flops(self) -> float:
-        """FLOP of forward, counted as torch's FlopCounter does: masked products in full."""
+        """Return the FLOP of a forward pass as FlopCounter counts: masked products in full."""
         tokens = self.batch * self.length
         return 24.0 * tokens * self.width**2 + 4.0 * tokens * self.length * self.width
 
@@ -57,7 +57,7 @@ class BlockSize:
 class TransformerBlock(nn.Module):
     """A transformer block: maps (B, T, C) to (B, T, C)."""
 
-    cos: Tensor  # (T, D / 2) of every position and frequency, of the weights' dtype
+    cos: Tensor  # (T, D / 2), for every position and frequency, in the weights' dtype
     sin: Tensor
 
     def __init__(self, size: BlockSize) -> None:
@@ -94,7 +94,7 @@ class TransformerBlock(nn.Module):
 def kept_nbytes(block: nn.Module, hidden: Tensor) -> int:
     """Return the bytes of storages saved for backward of ``block(hidden)``, without parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept: dict[int, Tensor] = {}  # holds tensors, so that no address is reused
+    kept: dict[int, Tensor] = {}  # keeps the tensors alive, so that no address is reused
 
     def note(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)

@@ -62,7 +62,7 @@ MESSAGES: tuple[tuple[Name, Operation], ...] = (
 )  # fmt: skip
 #: values of the two messages: as many as activations of a small model have, and of a large one
 NUMELS = {"cpu": (1 << 15, 1 << 20), "cuda": (1 << 15, 1 << 22)}
-#: the longer one is left out if all of its turns may take this many times the allowance
+#: the longer message is left out if all of its turns may take this many times the allowance
 PATIENCE = 6.0
 #: name of the run by torch.distributed, without a channel
 DIRECT = ""
@@ -91,10 +91,10 @@ def channel_rows(
     channels = {setting: channels_of(*block) for setting, block in blocks.items()}
     cases, rows = list(_cases(shapes, NUMELS[team.device.type])), []
     left_out: list[LeftOut] = []
-    timed: dict[tuple[object, ...], int] = {}  # values of the message that was timed
-    rates: dict[tuple[object, ...], float] = {}  # seconds a value of all turns
+    timed: dict[tuple[object, ...], int] = {}  # values of the longest message timed so far
+    rates: dict[tuple[object, ...], float] = {}  # seconds per value, over all turns
     for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
-        expected = rates.get(case.kind, 0.0) * case.numel  # of all turns
+        expected = rates.get(case.kind, 0.0) * case.numel  # seconds of all turns
         calls = least_calls(expected / len(blocks))
         if expected * calls > PATIENCE * allowance:
             left_out.append(_left_out(case, dtype, timed[case.kind]))
@@ -107,7 +107,7 @@ def channel_rows(
         taken = in_turns(team, clock, [DIRECT, *channels], runs, allowance)
         rates[case.kind] = sum(one.value for one in taken.values()) / case.numel
         timed[case.kind] = case.numel
-        half = 0.5 if case.name == "pp" else 1.0  # there and back
+        half = 0.5 if case.name == "pp" else 1.0  # the message goes there and back
         width = DTYPES[dtype].itemsize
         for setting in channels:
             nbytes = width * case.numel
@@ -121,12 +121,12 @@ def channel_rows(
                 beside="alone" if case.key.beside == "alone" else "groups",
             ))  # fmt: skip
     for one in channels.values():
-        one.close_step(False, team.device)  # checks headers that are still pending
+        one.close_step(False, team.device)  # check headers that are still pending
     return rows, left_out
 
 
 def _cases(shapes: list[GroupShape], numels: tuple[int, int]) -> Iterator[_Case]:
-    """Yield shorter messages first, since their seconds predict those of longer ones."""
+    """Yield shorter messages first, since their seconds predict those of longer messages."""
     for numel, (name, operation), shape in every(numels, MESSAGES, shapes):
         if operation == "send" and shape.ranks > 2:
             continue
@@ -192,7 +192,7 @@ def in_turns(
 
 
 def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team: Team) -> Run:
-    """Build a call that sends a message through ``channels``; None: by torch.distributed."""
+    """Build a call that sends a message through ``channels``, or (None) by torch.distributed."""
     if name == "pp":
         return _there_and_back(key.shape, values, channels, team)
     if name == "cp":
@@ -215,7 +215,7 @@ def _collective(name: Name, key: Key, values: Tensor, channels: Channels | None)
         reduce = wrapped(make_all_reduce, dist.all_reduce)
 
         def all_reduce() -> None:
-            out.copy_(values)  # sums of sums would overflow
+            out.copy_(values)  # repeated sums would overflow
             reduce(out, group=group)
 
         return all_reduce

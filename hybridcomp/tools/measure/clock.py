@@ -14,14 +14,14 @@ import torch
 from hybridcomp.tools.measure import throttle
 
 Run = Callable[[], object]
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # untyped in part
 #: shorter calls are repeated inside one timing
 SHORT_S = 5e-4
 MOST_INNER = 20
-#: timings of a case, and of one whose calls take long, which vary less from one to the next
+#: timings of a case: fewest and most; slow calls vary less and need fewer
 LEAST, MOST = 3, 25
 LEAST_LONG, LONG_S = 2, 0.25
-#: periods that a timing lasts where CPU time is limited by the period
+#: a timing lasts this many periods if CPU time is limited by the period
 PERIODS = 6
 
 
@@ -31,7 +31,7 @@ class CallClock(Protocol):
     period_s: float
 
     def seconds(self, run: Run, times: int = 1) -> float:
-        """Return mean seconds a call of ``times`` calls of ``run``, until the device is done."""
+        """Return the mean seconds of ``times`` calls of ``run``, until the device is done."""
         ...
 
     def beside(
@@ -138,12 +138,12 @@ def is_long(seconds: float) -> bool:
 
 
 def least_timings(seconds: float) -> int:
-    """Return how many timings of a case count at least where a call takes ``seconds``."""
+    """Return the fewest timings that a case with calls of ``seconds`` needs."""
     return LEAST_LONG if is_long(seconds) else LEAST
 
 
 def least_calls(seconds: float) -> int:
-    """Return how many calls of ``seconds`` each a case takes at least: warm-up and timings."""
+    """Return the fewest calls of a case with calls of ``seconds``: warm-up and timings."""
     return (1 if is_long(seconds) else 2) + least_timings(seconds)
 
 
@@ -167,6 +167,6 @@ def times_over(clock: CallClock, run: Run, seconds: float) -> int:
     """Return how many calls of ``run`` last for ``seconds``, at least 1."""
     count = 1
     while (took := clock.seconds(run, count) * count) < seconds:
-        # at most ten times as often: a few calls may all have been in one grant
+        # grow at most tenfold: a few calls may all have run within one grant of CPU time
         count = min(10 * count, max(count + 1, math.ceil(1.1 * count * seconds / max(took, 1e-9))))
     return count

@@ -54,7 +54,7 @@ def settings() -> list[Codec]:
 def coding_rows(team: Team, clock: CallClock, part: MeasuredPart) -> list[Coding]:
     """Time this rank's codecs; a collective over the job, as all begin every case together."""
     numels = NUMELS[team.device.type]
-    # the two shorter lengths give the seconds of a call and of a value beside products, too
+    # the two shorter lengths also give the seconds per call and per value beside products
     work: list[tuple[int, Beside]] = [
         *((numel, "alone") for numel in numels), *((numel, "compute") for numel in numels[:2])
     ]  # fmt: skip
@@ -129,7 +129,7 @@ def _runs(
 
 
 def _step_runs(codec: Codec, values: torch.Tensor) -> Iterator[tuple[Direction, Run]]:
-    """Yield the calls of a codec of steps: a typical step of ``values``, to and fro."""
+    """Yield the calls of a codec of steps: encode a typical step of ``values``, and decode it."""
     held, sizes = typical_steps(values), torch.zeros(2, dtype=torch.int64, device=values.device)
     ways = [(values, codec.against(held)), (held, codec.against(values))]
     payloads = [
@@ -166,7 +166,7 @@ def copy_rows(team: Team, clock: CallClock, part: MeasuredPart) -> list[Copy]:
 
 
 def merged(figures: Sequence[Estimate]) -> Estimate:
-    """Merge figures of all ranks: the median of values, from the least low to the largest high."""
+    """Merge figures of all ranks: the median of the values, the lowest low, the highest high."""
     return Estimate(
         median([figure.value for figure in figures]),
         min(figure.low for figure in figures),

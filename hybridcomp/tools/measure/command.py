@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, write the file, return the exit status. Without a launcher print how to start."""
+    """Measure, write the file and return the exit status. Without a launcher print how to start."""
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         print(HOW, end="")
         return NOT_STARTED
@@ -100,7 +100,7 @@ def _hierarchy(options: argparse.Namespace) -> Hierarchy:
 
 
 def _meet(device: torch.device) -> None:
-    """Start torch.distributed. Raises HybridcompError where the environment is incomplete."""
+    """Start torch.distributed. Raises HybridcompError if the environment is incomplete."""
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (ValueError, RuntimeError) as error:  # torch's errors are RuntimeErrors
@@ -109,7 +109,7 @@ def _meet(device: torch.device) -> None:
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    """Return this rank's device. Raises ConfigError where a GPU is wanted and there is none."""
+    """Return this rank's device. Raises ConfigError if a GPU is wanted and missing."""
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
         raise ConfigError("--device", "cuda", "torch sees no GPU; see `hybridcomp doctor`")

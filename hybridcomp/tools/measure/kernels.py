@@ -20,7 +20,7 @@ from hybridcomp.tools.measure.team import MeasuredPart, Team
 from hybridcomp.tools.plan.machines.estimates import median, summary
 from hybridcomp.tools.plan.machines.rows import Kernel, Kind
 
-#: a size is left out if two calls and LEAST timings of it may take this many times the allowance
+#: a size is left out if two calls and LEAST timings may take this many times the allowance
 PATIENCE = 3.0
 
 
@@ -28,7 +28,7 @@ PATIENCE = 3.0
 class TimedSizes:
     """Sizes to time on one type of device."""
 
-    products: tuple[int, ...]  # rows, columns and depth
+    products: tuple[int, ...]  # rows, columns and depth of matrix products
     blocks: tuple[BlockSize, ...]
     elements: tuple[int, ...]
     parameters: tuple[int, ...]
@@ -72,7 +72,7 @@ class _Case:
 
 
 def trained_size(device: torch.device) -> BlockSize:
-    """Return the default block of the small trainings: some milliseconds each way."""
+    """Return the default block of the small trainings, which takes milliseconds each way."""
     return GPU.blocks[0] if device.type == "cuda" else CPU.blocks[3 * len(CPU.blocks) // 4]
 
 
@@ -92,7 +92,7 @@ def kernel_rows(
     """
     cases = list(_cases(team.device, blocks))
     rows = []
-    rates: dict[tuple[str, str], float] = {}  # seconds a unit of size, of the slowest rank
+    rates: dict[tuple[str, str], float] = {}  # seconds per unit of size, on the slowest rank
     for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
         expected = rates.get(case.family, 0.0) * case.size
         if expected * (2 + LEAST) > PATIENCE * allowance:

@@ -1,4 +1,4 @@
-"""Time collectives of torch.distributed: by group, by size, alone and with others at work.
+"""Time collectives of torch.distributed by group and size, alone and beside other work.
 
 Every case is timed by all ranks of its group, and the slowest of them counts. Sizes that are far
 apart come first, then those between them; sizes that would take longer than their share are left
@@ -35,20 +35,20 @@ from hybridcomp.tools.plan.machines.rows import Beside, Operation, Timing
 #: bytes of messages in the order in which they are timed; the first gives the constant seconds of a
 #: message
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 18, 1 << 22, 1 << 26, 1 << 28)
-#: sizes that are timed with others at work
+#: sizes that are timed beside other work
 BUSY_SIZES = (1 << 16, 1 << 20, 1 << 24)
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-#: a size that is never left out: seconds of smaller ones are mostly latency and noise, from which
-#: the bandwidth does not follow
+#: this size is never left out: smaller messages take mostly latency and noise, and show no
+#: bandwidth
 SURE = 1 << 20
-#: a larger one is left out if its least number of calls may take so often the allowance
+#: a larger size is left out if its fewest calls may take this many times the allowance
 PATIENCE = 2.0
 #: collectives of gradients and parameters: up to this size, which no cache holds (a line through
 #: sizes that fit into a cache is too flat), they are left out only if they may take more than this
 #: share of the whole measurement
 LONG: tuple[Operation, ...] = ("all_reduce", "all_gather")
 LONG_NBYTES, LONG_SHARE = 1 << 24, 0.1
-#: seconds until the receiver of a message is sure to wait for it
+#: seconds after which the receiver surely waits for a message
 WAIT_S = 2e-3
 
 
@@ -62,7 +62,7 @@ class Key:
 
     @property
     def active(self) -> Callable[[Team], bool]:
-        """A function that returns whether a rank takes part."""
+        """Return a function that returns whether a rank takes part."""
         shape, alone = self.shape, self.beside == "alone"
         return lambda team: bool(shape.own) and (shape.first or not alone)
 
@@ -116,7 +116,7 @@ def _rows(
             continue
         run = runner(key.operation, key.shape, nbytes, dtype, team) if key.active(team) else None
         found = timed(team, clock, run, key, allowance, product)
-        half = 0.5 if key.operation == "send" else 1.0  # there and back
+        half = 0.5 if key.operation == "send" else 1.0  # the message goes there and back
         left_after = None
         if key.operation == "send" and key.beside == "alone":
             left_after = returned(team, nbytes, dtype, key)
@@ -131,7 +131,7 @@ def _rows(
 
 
 def _keys(shapes: list[GroupShape]) -> list[Key]:
-    """Return the keys to time; those beside other groups only where there are any."""
+    """Return the keys to time; those beside other groups only if there are other groups."""
     found = []
     for shape in shapes:
         sends: tuple[Operation, ...] = ("send",) if shape.ranks == 2 else ()
@@ -144,7 +144,7 @@ def _keys(shapes: list[GroupShape]) -> list[Key]:
 
 
 def _patience(nbytes: int, key: Key, allowance_s: float, part: MeasuredPart) -> float:
-    """Return the seconds that a case may take."""
+    """Return the most seconds that a case may take."""
     own = PATIENCE * allowance_s
     if key.operation in LONG and key.beside != "compute" and nbytes <= LONG_NBYTES:
         return max(own, LONG_SHARE * part.whole_s)
@@ -207,7 +207,7 @@ def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Estimate 
         if team.rank == two:
             dist.recv(values, one, group=key.shape.group)
             continue
-        time.sleep(WAIT_S)  # the receiver waits by then
+        time.sleep(WAIT_S)  # by then the receiver waits
         start = time.perf_counter()
         dist.send(values, two, group=key.shape.group)
         seconds[index] = time.perf_counter() - start

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from hybridcomp.job.agreement import versions
 from hybridcomp.tools.measure.team import Team
 
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # untyped in part
 
 
 def memory_nbytes(device: torch.device, ranks_on_node: int) -> int:
-    """Return the bytes of a rank's GPU, or its share of the host's memory; 0: not known."""
+    """Return the bytes of a rank's GPU, or its share of the host's memory; 0 if unknown."""
     if device.type == "cuda":
         return int(cuda.get_device_properties(device).total_memory)
     try:

@@ -21,7 +21,7 @@ from hybridcomp.tools.measure.links import Key, timed
 from hybridcomp.tools.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.tools.plan.machines.rows import Encoded, LeftOut, Operation
 
-#: one of fixed and one of variable size, which exchanges sizes first
+#: a codec of fixed size, and one of variable size, which exchanges sizes first
 CODECS: tuple[tuple[str, dict[str, int]], ...] = (("blockint", {"bits": 8}), ("expcode", {}))
 #: values of the two messages
 NUMELS = (1 << 15, 1 << 20)
@@ -43,7 +43,7 @@ def message_rows(
     ]  # fmt: skip
     product, rows = product_beside(clock, team.device), []
     left_out: list[LeftOut] = []
-    # seconds a value, and values of the message that was timed
+    # seconds per value, and values of the message that was timed
     rates: dict[tuple[str, Operation, int, int], tuple[float, int]] = {}
     for (numel, codec, key), allowance in zip(cases, part.allowances(len(cases)), strict=True):
         kind = (codec.spec, key.operation, key.shape.ranks, key.shape.nodes)
@@ -57,7 +57,7 @@ def message_rows(
             run = runner(key.operation, codec, key.shape, numel, DTYPES[dtype], team)
         found = timed(team, clock, run, key, allowance, product)
         rates[kind] = found.seconds.value / numel, numel
-        half = 0.5 if key.operation == "send" else 1.0  # there and back
+        half = 0.5 if key.operation == "send" else 1.0  # the message goes there and back
         shape = key.shape
         rows.append(
             Encoded(
@@ -96,7 +96,7 @@ def runner(
     mine = shards[group.rank]
 
     def all_reduce() -> None:
-        out.copy_(values)  # sums of sums would overflow
+        out.copy_(values)  # repeated sums would overflow
         collectives.all_reduce(out, Reduction(codec, group, Meter()))
 
     def send() -> None:

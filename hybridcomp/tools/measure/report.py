@@ -78,7 +78,7 @@ def _rate(cluster: Cluster, operation: Operation, ranks: int, nodes: int) -> str
 
 
 def _reach(longest: int) -> str:
-    """Say that the stated size was not timed; "" where it was. ``longest``: bytes timed."""
+    """Return a note that the stated size was not timed, "" if it was; ``longest``: bytes timed."""
     if longest >= MESSAGE:
         return ""
     return f" (from messages of up to {longest} bytes; longer ones would have taken too long)"

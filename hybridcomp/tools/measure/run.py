@@ -34,7 +34,7 @@ from hybridcomp.tools.measure.trainings import training_rows
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.rows import Coding, Copy, Kernel, Rank
 
-#: shares of the time after which each part ends
+#: fraction of the time at which each part ends
 UNTIL = {
     "kernels": 0.12, "codecs": 0.24, "hosts": 0.26, "copies": 0.27, "messages": 0.34,
     "channels": 0.42, "links": 0.64, "uplinks": 0.68, "trainings": 1.0,

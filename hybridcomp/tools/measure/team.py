@@ -32,12 +32,12 @@ class Team:
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
+        """Return the number of this rank."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job."""
+        """Return the number of ranks of the job."""
         return dist.get_world_size()
 
     def most(self, values: Sequence[float]) -> list[float]:
@@ -68,7 +68,7 @@ class GroupShape:
 
     @property
     def first(self) -> bool:
-        """True where this rank is in the first group, which is timed alone."""
+        """Return whether this rank is in the first group, which is timed alone."""
         return self.own == self.groups[0]
 
     def describe(self) -> str:
@@ -185,7 +185,7 @@ class TimeBudget:
         return self.team.most([time.monotonic() - self._start])[0]
 
     def place(self, spent: float) -> str:
-        """Say how many of the seconds are spent and how many are left."""
+        """Return how many seconds are spent and how many are left, in words."""
         left = max(0.0, self.seconds - spent)
         return f"{spent:5.1f} s of {self.seconds:g}, {left_of(left)}"
 
@@ -205,11 +205,11 @@ class MeasuredPart:
 
     @property
     def whole_s(self) -> float:
-        """Seconds of the whole measurement."""
+        """Return the seconds of the whole measurement."""
         return self._budget.seconds
 
     def allowances(self, count: int) -> Iterator[float]:
-        """Yield the seconds of each of ``count`` cases, at least 0; a collective for each."""
+        """Yield the seconds for each of ``count`` cases, at least 0; a collective for each."""
         for left in range(count, 0, -1):
             yield self.each(left)
 

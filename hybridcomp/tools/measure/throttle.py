@@ -1,4 +1,4 @@
-"""Find the period of this process's limit of CPU time, as containers have one.
+"""Find the period of this process's CPU time limit, as containers set it.
 
 The kernel grants such a control group so many microseconds of its cores in every period (100 ms by
 default), and stops it for the rest of the period once they are spent. A call shorter than a grant
@@ -15,7 +15,7 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def period_s(groups: Path = GROUPS, own: Path = OWN) -> float:
-    """Return the longest period in seconds of the process's limits of CPU time; 0.0 without any.
+    """Return the longest period, in seconds, of the process's CPU time limits; 0.0 without a limit.
 
     groups: where control groups are mounted, of either version. own: lists this process's groups.
     """
@@ -47,7 +47,7 @@ def _upwards(path: str, roots: list[Path]) -> Iterator[Path]:
 
 
 def _period_us(folder: Path) -> float:
-    """Return the period of a group's limit in microseconds; 0.0 where it has none."""
+    """Return the period of a group's limit in microseconds; 0.0 if it has none."""
     for read in (_first_version, _second_version):
         try:
             quota, period = read(folder)

@@ -1,4 +1,4 @@
-"""Time small trainings by the engine, for its overhead beside layers and messages.
+"""Time small trainings in the engine, for its overhead beside layers and messages.
 
 DeepSpeed's engine runs some blocks, with every rank as a replica: at ZeRO 0, 1 and 2, native, with
 a codec, and with error feedback, each through hybridcomp's patches and channels. The trainings take
@@ -48,7 +48,7 @@ WARM, LEAST, LEAST_LONG, MOST = 1, 4, 2, 40
 LONG_S = 0.5
 #: share of a device's memory that all models together may take, and bytes of a value in training
 SHARE, VALUE_NBYTES = 0.25, 28
-#: timings of a block in every round; fewer where one timing spans several CPU-quota periods
+#: timings of a block in every round; fewer if one timing spans several CPU-quota periods
 BLOCK_TIMES, LONG_TIMES = 3, 1
 
 
@@ -68,7 +68,7 @@ class _Job:
         """Run one optimizer step, as a training loop does, and append its seconds to ``steps``."""
         begin, ends, losses = time.perf_counter(), [], []
         for number in range(MICRO_BATCHES):
-            # as behind an embedding: the first block computes a gradient of its input, too
+            # the input requires a gradient, as the output of an embedding does
             loss = self.engine(self.values.detach().requires_grad_()).float().square().mean()
             self.engine.backward(loss)
             self.engine.step()

@@ -57,12 +57,12 @@ class JobTraffic:
 
     @property
     def reductions(self) -> int:
-        """Sums of all gradients between nodes in a step."""
+        """Return how often a step sums all gradients between nodes."""
         return self.micro_batches if self.stage >= 2 and not self.in_node else 1
 
     @property
     def gathers(self) -> int:
-        """Gathers of all parameters between nodes in a step."""
+        """Return how often a step gathers all parameters between nodes."""
         if self.shards_in_node:
             return 0
         if self.stage < 3:
@@ -70,21 +70,21 @@ class JobTraffic:
         return 2 * self.micro_batches if self.copy == "none" else 1
 
     def native(self) -> float:
-        """Bits a parameter of upstream's own messages, in NCCL's algorithms."""
+        """Return the bits per parameter of upstream's own messages, in NCCL's algorithms."""
         return self.reductions * self._whole_sums + self.gathers * 8.0 * self.dtype.itemsize
 
     @property
     def _whole_sums(self) -> float:
-        """Bits of native sums: whole buckets below stage 3, and replicas of shards."""
+        """Return the bits of native sums: whole buckets below stage 3, and replicas of shards."""
         scattered = self.stage == 3 and not self.shards_in_node
         return 8.0 * self.summed.itemsize * (1 if scattered else 2)
 
     def plus_plus(self) -> float:
-        """Bits of ZeRO++ with its three parts, at stage 3."""
+        """Return the bits of ZeRO++ with its three parts, at stage 3."""
         return self.micro_batches * QGZ + QWZ
 
     def encoded(self, dp: Codec | None, zero: Codec | None) -> float:
-        """Bits with these codecs; None: native."""
+        """Return the bits with these codecs; None: native."""
         whole = self.stage == 0 or self.reduced_whole or self.shards_in_node
         sums = self._whole_sums if dp is None else bits(dp, self.summed) * (2 if whole else 1)
         moved = 8.0 * self.dtype.itemsize if zero is None else bits(zero, self.dtype)
@@ -150,7 +150,7 @@ def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:
 
 
 def told(job: JobTraffic, encoded: float) -> str:
-    """Say the bits of a job with a block or a plan, natively, and under ZeRO++."""
+    """Return the bits of a job with a block or plan, natively, and under ZeRO++, in words."""
     peer = f"ZeRO++ {job.plus_plus():.1f}, " if job.stage == 3 else ""
     return (
         f"between nodes a step sends {encoded:.1f} bits a parameter (natively {job.native():.1f}, "

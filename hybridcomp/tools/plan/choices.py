@@ -22,7 +22,7 @@ from hybridcomp.tools.plan.pays import bits as typical_bits
 
 #: keys that belong to a dimension, not to its codec
 OWN = ("error_feedback", "delta")
-#: how the nodes of a site send each other their sums where a choice has ``inside``
+#: codec of the sums between the nodes of a site, if a choice has ``inside``
 INSIDE: Mapping[str, Any] = {"codec": "blockint", "bits": 8}
 
 
@@ -59,12 +59,12 @@ class Choice:
 
     @property
     def native(self) -> bool:
-        """True where messages are sent natively, without a codec."""
+        """Return whether messages are sent natively, without a codec."""
         return not self.setting
 
     @property
     def written(self) -> dict[str, Any]:
-        """The object that the block writes for this choice; ``{"codec": "none"}`` for native."""
+        """Return the block's object for this choice; ``{"codec": "none"}`` for native."""
         own: dict[str, Any] = {name: True for name in OWN if getattr(self, name)}
         if self.error_feedback and self.residual_bits != 32:
             own["error_feedback"] = {"bits": self.residual_bits}
@@ -76,7 +76,7 @@ class Choice:
 
     @property
     def codec(self) -> Codec | None:
-        """The codec, None for native. Raises the block's own errors for a wrong setting."""
+        """Return the codec, None for native. Raises the block's own errors for a wrong setting."""
         return _codec(self.setting)
 
     def bits(self, dtype: torch.dtype) -> float:

@@ -12,7 +12,7 @@ from hybridcomp.tools.plan.machines.rings import crossing_nbytes, encoded_shape
 from hybridcomp.tools.plan.machines.rows import Operation
 from hybridcomp.tools.plan.pays import bits
 
-#: how upstream sends the messages of ``RankMessages.how``, and how they go encoded
+#: native collective of each ``RankMessages.how``, and the collective that encodes it
 OPERATIONS: Mapping[Way, tuple[Operation, Operation]] = {
     "sum": ("all_reduce", "all_reduce"),
     "own": ("all_reduce", "reduce_scatter"),
@@ -23,7 +23,7 @@ OPERATIONS: Mapping[Way, tuple[Operation, Operation]] = {
 
 @dataclass(frozen=True)
 class LinkNbytes:
-    """Bytes that the ranks of one node send in a step: to each other, and to other nodes."""
+    """Bytes per step that the ranks of one node send to each other, and to other nodes."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -57,7 +57,7 @@ def of_messages(
 
 
 def _native(message: RankMessages, numel: float, nodes: int) -> LinkNbytes:
-    """Return what a rank sends natively, in a ring of all ranks, as the mean of the ranks."""
+    """Return the bytes that a rank sends natively, in a ring of all ranks, averaged over ranks."""
     operation = OPERATIONS[message.how][0]
     sent = native_nbytes(operation, numel, message.dtype, message.ranks)
     between = crossing_nbytes(operation, numel * message.dtype.itemsize, message.ranks, nodes)
@@ -65,7 +65,7 @@ def _native(message: RankMessages, numel: float, nodes: int) -> LinkNbytes:
 
 
 def _encoded(message: RankMessages, numel: float, codec: Codec, local: int) -> LinkNbytes:
-    """Return what a rank sends encoded; in two levels its messages inside a node are native."""
+    """Return the bytes that a rank sends encoded; in two levels, native inside a node."""
     operation = OPERATIONS[message.how][1]
     own, ranks, nodes = numel / message.width, message.encoders, message.ranks // local
     payload = own * bits(codec, message.dtype) / 8
@@ -84,5 +84,5 @@ def _encoded(message: RankMessages, numel: float, codec: Codec, local: int) -> L
 
 
 def _sent(operation: Operation, nbytes: float, ranks: int) -> float:
-    """Return the bytes that a rank sends to others of a gather or an exchange of ``nbytes``."""
+    """Return the bytes that a rank sends to others in a gather or exchange of ``nbytes``."""
     return nbytes * (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)

@@ -10,12 +10,12 @@ from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout, Sums
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
            "accumulation", "mesh", "hpz")  # fmt: skip
 SWITCHES = ("sequence", "offload")
-#: follows from the cuts of a model that is no chain
+#: field that follows from the cuts of a model that is no chain
 DERIVED = "nodes"
 
 
 def check(name: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` can be that of the field ``name`` of a layout."""
+    """Raise ConfigError unless ``value`` is allowed for the layout's field ``name``."""
     known = sorted(set(Layout.__dataclass_fields__) - {DERIVED})
     if name not in known:
         raise ConfigError(f"fixed.{name}", value, f"expected one of {', '.join(known)}")
@@ -25,7 +25,7 @@ def check(name: str, value: Any) -> None:
 
 
 def _unfit(name: str, value: Any) -> str:
-    """Return the values that the field ``name`` takes, in words; "" where ``value`` is one."""
+    """Return the allowed values of the field ``name``, in words; "" if ``value`` is allowed."""
     if name in DEGREES:
         return "" if _is_whole(value) and value >= 1 else "a whole number of 1 or more"
     if name in SWITCHES:

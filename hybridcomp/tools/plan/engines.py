@@ -1,4 +1,4 @@
-"""Tell which recomputation an engine can run, and which cuts only hybridcomp.nn has.
+"""State which recomputation an engine can run, and which cuts only hybridcomp.nn has.
 
 Megatron recomputes the first layers of every chunk (``--recompute-method block``), as many in each,
 or all of them in segments of one length (``uniform``). GPT-NeoX cuts the modules of a stage into

@@ -134,7 +134,7 @@ def _next(
     used: tuple[int, ...],
     stage: int,
 ) -> Iterator[tuple[int, Device, tuple[int, ...]]]:
-    """Yield the devices that may take the next stage: (index, device, devices used then)."""
+    """Yield the devices that may take the next stage, as (index, device, devices used then)."""
     if not kinds:
         yield stage, devices[stage], used
     for index, kind in enumerate(kinds):
@@ -159,7 +159,7 @@ def _stage_costs(
         nbytes += in_flight * (sums.activations[stop] - sums.activations[first])
         if nbytes > device.nbytes:
             if stages_left:
-                break  # longer stages need more
+                break  # longer stages need even more memory
             continue
         sent = layers[stop - 1].send_seconds if stop < len(layers) else 0.0
         sent += layers[first - 1].receive_seconds if first else 0.0

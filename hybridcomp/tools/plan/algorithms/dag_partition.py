@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.algorithms.cuts import Device
 
-#: ideals of a graph that is still searched: seconds of Python and some hundred MB
+#: most ideals of a graph to search: they take seconds of Python and some hundred MB
 MOST_IDEALS = 20_000
 
 
@@ -93,7 +93,7 @@ def _grown(
     states: dict[int, tuple[float, int]],
     device: Device,
 ) -> dict[int, tuple[float, int]]:
-    """Add a stage on ``device``; return each ideal's slowest stage and the ideal before it."""
+    """Add a stage on ``device``; return, by ideal, its slowest stage and the ideal before it."""
     grown: dict[int, tuple[float, int]] = {}
     for before, (slowest, _) in states.items():
         for ideal in ideals:
@@ -111,7 +111,7 @@ def _grown(
 def _stage_seconds(
     nodes: Sequence[Node], before: int, members: int, device: Device
 ) -> float | None:
-    """Return seconds of the stage ``members`` behind the ideal ``before``; None: too large."""
+    """Return the seconds of the stage ``members`` after the ideal ``before``; None if too large."""
     inside = _members(members)
     if sum(nodes[index].nbytes for index in inside) > device.nbytes:
         return None

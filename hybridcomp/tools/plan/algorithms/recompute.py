@@ -42,7 +42,7 @@ def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputa
 
     Returns None where none fits.
     """
-    # choices: 2 * stop + recomputed, for every segment in order; kept ones have one layer
+    # choices: 2 * stop + recomputed, for every segment in order; a kept segment has one layer
     states: list[list[Point[Linked | None]]] = [[Point(0.0, 0.0, None)]]
     for stop in range(1, len(layers) + 1):
         points: list[Point[Linked | None]] = []

@@ -35,7 +35,7 @@ holds a finished run against its plan.
 decides how many ranks each of several jobs gets, and writes what starts them; --replay holds that
 against other ways to share.
 """
-#: what the planner knows by these names; a test holds them against it
+#: names that the planner defines; a test compares them
 ENGINES, DTYPES = ("deepspeed", "megatron", "neox"), ("bf16", "fp16", "fp32")
 NAMES = ("recommended", "lossless", "native")
 CLUSTER = Path("cluster.json")

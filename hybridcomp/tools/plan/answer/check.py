@@ -15,9 +15,9 @@ from hybridcomp.tools.plan.answer.report import duration
 from hybridcomp.tools.plan.answer.trial import LEDGER, LOG, seconds_a_step
 from hybridcomp.tools.plan.plan import Plan
 
-#: a step whose relative error is above this, and which is outside of its interval, is a miss
+#: a step with a relative error above this, outside of its interval, counts as a miss
 STEP_MISS = 0.12
-#: bytes follow from shapes: a run that sends other numbers of them is not the planned one
+#: bytes follow from shapes: a run whose bytes differ by more is not the planned one
 NBYTES_MISS = 0.02
 
 
@@ -29,18 +29,18 @@ class Compared:
     measured: float
     predicted: float
     limit: float
-    unit: str  # "s" or "B"
-    low: float = 0.0  # of the predicted interval; 0 for none
+    unit: str  # unit: "s" or "B"
+    low: float = 0.0  # ends of the predicted interval; 0 for none
     high: float = 0.0
 
     @property
     def miss(self) -> float:
-        """The measured figure over the predicted one, minus 1."""
+        """Return the measured figure over the predicted one, minus 1."""
         return self.measured / self.predicted - 1 if self.predicted else float("inf")
 
     @property
     def held(self) -> bool:
-        """True where the measured figure is within the limit, or within the predicted interval."""
+        """Return whether the measured figure is within the limit or the predicted interval."""
         if self.low <= self.measured <= self.high:
             return True
         return self.measured == self.predicted or abs(self.miss) <= self.limit

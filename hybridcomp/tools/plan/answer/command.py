@@ -33,10 +33,10 @@ PICTURE, LINKS, FOUND = "plan.png", "links.svg", "plans.json"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, or check; returns the exit status: 1 where a check missed. Raises HybridcompError."""
+    """Plan or check; return the exit status, 1 if a check missed. Raises HybridcompError."""
     try:
         return _run(options)
-    except OSError as error:  # of files that are read or written anywhere below
+    except OSError as error:  # on files that are read or written below
         where = error.filename or "a file"
         raise HybridcompError(f"{where}: {error.strerror or error}; name another one") from error
 
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _moved(options: argparse.Namespace, best: Plan, whole: Model, cluster: Cluster) -> str | None:
-    """Say what the layout of a job that froze nothing would cost now, where it is another one."""
+    """Return what the layout of a job that froze nothing would cost now, if it differs."""
     before = _search(options, whole, cluster)
     if not before.plans:
         return f"with nothing frozen there is no plan: {before.reason}"
@@ -111,7 +111,7 @@ def _moved(options: argparse.Namespace, best: Plan, whole: Model, cluster: Clust
 
 
 def islands(best: Plan, cluster: Cluster, model: Model) -> str | None:
-    """Return what islands would make of the ``best`` plan, or why nobody can say."""
+    """Return what islands would gain for the ``best`` plan, or why that is unknown."""
     try:
         return proposal(best, cluster, model)
     except HybridcompError as error:
@@ -263,7 +263,7 @@ def _nearest(nearest: Nearest) -> str:
 
 
 def own_cuts(names: str, command: Sequence[str]) -> tuple[str, ...]:
-    """Return cuts of hybridcomp.nn that the script builds: named, or in its command's places."""
+    """Return the layers of hybridcomp.nn that the script builds: named, or in its command."""
     text = " ".join(command)
     asked = {"tp2d": "{mesh}", "slices": "{slices}"}
     named = [name.strip() for name in names.split(",") if name.strip()]

@@ -68,7 +68,7 @@ def write(
     words = general(plan, cluster, folder)
     if command:
         words = filled(command, plan, cluster, folder)
-    # a name comes from somebody's config.json: a line feed in it would end the comment
+    # the name comes from a config.json of somebody else: a line feed would end the comment
     why = f"# {plan.layout}, planned for {foreign.one_line(plan.model)}"
     start.write_text(
         "\n".join(["#!/bin/sh", *before, why, f"exec {words}", ""]),
@@ -144,7 +144,7 @@ def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, A
 
 
 def megatron_arguments(plan: Plan) -> list[str]:
-    """Megatron's own arguments, one option a line.
+    """Return Megatron's own arguments, one option per line.
 
     Without quotes: the shell takes none away from what ``$(cat FILE)`` gives.
     """
@@ -175,7 +175,7 @@ def megatron_arguments(plan: Plan) -> list[str]:
 
 
 def _interval(plan: Plan) -> int:
-    """Return GPT-NeoX's ``checkpoint_num_layers``. Raises HybridcompError where none fits."""
+    """Return GPT-NeoX's ``checkpoint_num_layers``. Raises HybridcompError if no value fits."""
     asked, chunks = tuple(sorted(plan.layout.recompute)), block_chunks(plan.layout, plan.repeated)
     for length in range(1, max(map(len, chunks)) + 1):
         if asked == interval_segments(chunks, length):

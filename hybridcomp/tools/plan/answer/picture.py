@@ -19,7 +19,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9
            "#882255", "#000000", "#F0E442", "#44AA99")  # fmt: skip
 #: most rows of the timeline; more could not be read
 MOST_ROWS = 24
-#: share of an axis within which labels would cover each other
+#: fraction of an axis within which labels would overlap
 NEAR = 0.04
 #: inches
 WIDTH, HEIGHT = 12.0, 9.0
@@ -49,7 +49,7 @@ def draw(
     figure.suptitle(foreign.picture(title))
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the font lacks it: a box stands there
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks a glyph and draws a box
         figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -74,7 +74,7 @@ def draw_links(plan: Plan, nodes: int, ranks: int) -> str:
 
 
 def between(plan: Plan) -> float:
-    """Return the MB of a step that a rank sends to other nodes; all that it sends without nodes."""
+    """Return the MB per step that a rank sends to other nodes; all MB if there is one node."""
     told = plan.prediction
     crosses = sum(told.between_native_nbytes.values())
     return sum((told.between_nbytes if crosses else told.nbytes).values()) / 1e6
@@ -150,7 +150,7 @@ def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:
     axes.set_xticks(numbers)
     axes.set_xlabel("plan")
     axes.set_ylabel("GB of the fullest rank")
-    axes.set_ylim(top=1.3 * max([*below, limit / 1e9]))  # the legend hides nothing
+    axes.set_ylim(top=1.3 * max([*below, limit / 1e9]))  # keep the legend from covering the bars
     axes.legend(fontsize=7, ncols=4, loc="upper center")
     axes.grid(alpha=0.25, axis="y")
 

@@ -14,9 +14,9 @@ from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction
 from hybridcomp.tools.plan.request import Found
 
-#: two plans whose steps are nearer than this share are called equally fast
+#: plans whose steps differ by less than this fraction are called equally fast
 SAME = 0.005
-#: differences below this share of a step are not named as a reason
+#: differences below this fraction of a step are not given as a reason
 TOLD = 0.01
 
 
@@ -94,7 +94,7 @@ def _hidden(plan: Plan) -> str:
 
 
 def reasons(first: Plan, second: Plan) -> list[str]:
-    """Say why ``first`` beats ``second``, a sentence for each part of the step that differs.
+    """Return why ``first`` beats ``second``: a sentence for each part that differs.
 
     The largest difference comes first, also where it is the second plan's gain.
     """
@@ -116,7 +116,7 @@ def reasons(first: Plan, second: Plan) -> list[str]:
 
 
 def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
-    """Yield the seconds that ``first`` wins (negative: loses) by a part of the step, in words."""
+    """Yield, by part of the step, the seconds that ``first`` gains (negative: loses)."""
     mine, theirs = first.prediction, second.prediction
     for name in DIMENSIONS:
         own, other = mine.exposed.get(name, 0.0), theirs.exposed.get(name, 0.0)
@@ -144,7 +144,7 @@ def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
 
 
 def against_native(first: Plan, native: Plan) -> str:
-    """Say how long a step of the ``first`` plan's layout takes without compression."""
+    """Return a sentence on how long a step of the ``first`` plan's layout takes natively."""
     own, plain = first.prediction, native.prediction
     told = f"Natively the first plan's layout would take {duration(plain.seconds)} a step"
     return f"{told}: compression makes it {plain.seconds / own.seconds:.2f} times as fast."
@@ -177,7 +177,7 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 
 def _between(told: Prediction, name: str) -> str:
-    """Format the bytes of a dimension that go between nodes; "" where none do."""
+    """Format a dimension's bytes between nodes; "" if there are none."""
     native = told.between_native_nbytes.get(name, 0.0)
     if not native:
         return ""

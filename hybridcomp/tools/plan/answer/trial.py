@@ -46,7 +46,7 @@ class TriedPlan:
 
     @property
     def miss(self) -> float:
-        """The measured step over the predicted one, minus 1."""
+        """Return the measured step over the predicted one, minus 1."""
         return self.seconds / self.plan.prediction.seconds - 1
 
 
@@ -126,7 +126,7 @@ def _job(
     if plan.engine == "megatron":
         environment["HYBRIDCOMP_CONFIG"] = str(folder / start_command.BLOCK_FILE)
     settings = {"command": list(command), "plan": plan.to_json()["layout"], "block": plan.block}
-    log_lines = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+    log_lines = json.loads(json.dumps(settings))  # tuples become lists, as they do in the file
     return LaunchedTraining(f"{plan.layout}", folder, words, log_lines, environment)
 
 

@@ -68,7 +68,7 @@ def _goes_on(own: Op, stage: int, stages: int) -> bool:
 
 
 def _is_next_slot(before: Op, own: Op, stage: int, stages: int) -> bool:
-    """Return whether a backward pass is in the slot right behind a forward one.
+    """Return whether a backward pass has the slot right after a forward pass.
 
     Forward passes of a stage have the slots ``stage + 2 k``, backward passes ``2 stages - 1 - stage
     + 2 k``; a result is sent in the next slot, even where that one has no pass.
@@ -96,7 +96,8 @@ def last_ends(
     stages = layout.stages
     rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
     places, ready = [0] * stages, [0.0] * stages
-    here: dict[tuple[str, StageMessage], float] = {}  # when each end of a message has called
+    # when each end of a message has called its send or receive
+    here: dict[tuple[str, StageMessage], float] = {}
     links: dict[tuple[int, bool], float] = {}  # when each link becomes free
     left = sum(map(len, rows))
     while left:

@@ -50,7 +50,7 @@ class Price:
 
     @property
     def seconds(self) -> Estimate:
-        """Seconds of coding, wire and messages inside the node, in series."""
+        """Return the seconds of coding, wire and messages inside the node, in series."""
         return self.coding.plus(self.wire).plus(self.inside)
 
 
@@ -58,7 +58,7 @@ FREE = Price()
 
 
 class Coded(NamedTuple):
-    """Average calls of a codec a message; each codes this share of the message's values."""
+    """Average number of codec calls per message; each codes this share of the message's values."""
 
     direction: Direction
     calls: float
@@ -87,7 +87,7 @@ class EngineCall:
 
     @property
     def inside(self) -> list[int]:
-        """Return how many ranks sum natively on each level inside of what encodes together."""
+        """Return, by level, how many ranks sum natively before they encode together."""
         if self.levels < 2 or self.nodes < 2 or self.ranks % self.nodes:
             return []
         widths = [self.ranks // self.nodes]

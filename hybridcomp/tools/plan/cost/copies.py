@@ -39,7 +39,7 @@ class Copying:
 
 
 class Whole(NamedTuple):
-    """Values of the parameters that a rank owns any part of, over the values that it owns.
+    """Values of the parameters that a rank owns a part of, relative to the values that it owns.
 
     mean: over the ranks. most: of the rank with the most.
     """
@@ -118,7 +118,7 @@ def whole_of(groups: Iterable[tuple[tuple[float, ...], int]]) -> Whole:
 
 @lru_cache(maxsize=256)
 def _held(sizes: tuple[float, ...], ranks: int) -> tuple[float, ...]:
-    """Return, for each rank, the values of all parameters that it owns a part of."""
+    """Return, for each rank, the size of all parameters that it owns a part of."""
     part, found, start = sum(sizes) / ranks, [0.0] * ranks, 0.0
     for size in sizes:
         # sums are not exact: a parameter that crosses a cut by their last digits only does not

@@ -67,17 +67,17 @@ class OverheadModel:
 
     @property
     def depth(self) -> int:
-        """Number of blocks of the chain."""
+        """Return the number of blocks in the chain."""
         return self.row.blocks
 
     @property
     def parameters(self) -> float:
-        """Parameters of all blocks."""
+        """Return the number of parameters in all blocks."""
         return float(self.row.blocks * self.row.parameters)
 
     @property
     def repeated(self) -> range:
-        """The layers that are blocks: all of them."""
+        """Return the indices of the layers that are blocks: all of them."""
         return range(self.row.blocks)
 
     def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
@@ -175,7 +175,7 @@ def _host(taken: Sequence[Taken], native: Host) -> Host:
     micro = [one.row.micro.value - one.micro for one in taken]
     last = [one.row.last.value - one.last for one in taken]
     line = _line(values, micro, native.micro.each)
-    # the last micro-batch is one like the others, and then come the reduction and the optimizer
+    # the last micro-batch takes as long as the others, followed by reduction and optimizer
     beyond = [late - line.at(size) for late, size in zip(last, values, strict=True)]
     most = max(range(len(taken)), key=lambda index: values[index])
     hidden = -(micro[most] + last[most]) / (2 * taken[most].compute) if taken[most].compute else 0.0

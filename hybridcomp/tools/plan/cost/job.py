@@ -76,12 +76,12 @@ class PlannedJob:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and activations."""
+        """Return the dtype of weights and activations."""
         return self.limits.torch_dtype
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Dtype in which gradients are reduced: Megatron's main gradients are fp32."""
+        """Return the dtype in which gradients are reduced: Megatron's main gradients are fp32."""
         return torch.float32 if self.limits.engine == "megatron" else self.dtype
 
     def can_price(self, dimension: Dimension, choice: Choice) -> bool:
@@ -91,18 +91,18 @@ class PlannedJob:
 
     @property
     def on_cpu(self) -> bool:
-        """True where the devices are CPUs."""
+        """Return whether the devices are CPUs."""
         return self.cluster.on_cpu
 
     @cached_property
     def capacity(self) -> float:
-        """Bytes that a rank may fill; infinite where no rank's memory is known."""
+        """Return the bytes that a rank may fill; infinite if no rank's memory is known."""
         sizes = [rank.nbytes for rank in self.cluster.ranks if rank.nbytes]
         return self.limits.memory_share * min(sizes) if sizes else float("inf")
 
     @property
     def cluster_name(self) -> str:
-        """Description of the cluster for people: ranks, devices, nodes."""
+        """Describe the cluster for people: ranks, devices, nodes."""
         devices = dict.fromkeys(rank.device for rank in self.cluster.ranks)
         return f"{self.cluster.world_size} x {', '.join(devices)} on {self.cluster.nodes} nodes"
 
@@ -132,7 +132,7 @@ class PlannedJob:
         return layout.zero_stage >= 1 or (pipe and self.limits.engine != "megatron")
 
     def slowest_rank(self, layout: Layout, stage: int) -> int:
-        """Return the rank of ``stage`` that computes slowest: all wait for it."""
+        """Return the rank of ``stage`` that computes slowest: the others wait for it."""
         first = stage * layout.ranks_per_stage
         return min(range(first, first + layout.ranks_per_stage),
                    key=lambda rank: (self.cluster.speeds[rank], rank))  # fmt: skip
@@ -160,7 +160,7 @@ class PlannedJob:
         return one.plus(moved), two.plus(moved)
 
     def _elementwise(self, nbytes: float, rank: int) -> Estimate:
-        """Return the seconds to read and write ``nbytes``; zero where they are not known."""
+        """Return the seconds to read and write ``nbytes``; zero if unknown."""
         try:
             return self.cluster.kernel("elementwise", self.limits.dtype, nbytes, rank)
         except HybridcompError:
@@ -189,13 +189,13 @@ class PlannedJob:
         styles: tuple[Style, ...] = ("native", "plain", "feedback")
         if choices is not None:
             styles = ("native",) if alone else (style_of(choices),)
-        # the overheads are the slowest rank's, since all others waited for it
+        # overheads are the slowest rank's, since the others waited for it
         share = min(self.cluster.speeds) / self.cluster.speeds[rank]
         return least(nearest(self.hosts, stage, style).times(share) for style in styles)
 
     @cached_property
     def groups(self) -> GroupSpans:
-        """Nodes and sites of groups, kept, as a search asks a million times."""
+        """Return the nodes and sites of groups, cached, as a search asks a million times."""
         return GroupSpans(self.cluster)
 
     def layer_items(
@@ -278,7 +278,7 @@ class PlannedJob:
 
     def copy_items(self, layout: Layout, values: float, layers: int, whole: Whole) -> list[Item]:
         """Return copies of ``values`` gradients to the host and of parameters back."""
-        # at stage 3 a rank has a part of every layer, else whole layers
+        # at stage 3 a rank owns a part of every layer, otherwise whole layers
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")
         count = max(1.0, layers / shards)
         there, back = copyings(layout, values, self.dtype.itemsize, count, whole)

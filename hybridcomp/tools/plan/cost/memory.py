@@ -33,7 +33,7 @@ FP32 = 4.0
 
 @dataclass(frozen=True)
 class Moment:
-    """The peak of backward: bytes of activations, and of gradients allocated by then."""
+    """The peak of backward: bytes of activations, and of the gradients allocated by then."""
 
     activations: float
     gradients: float
@@ -70,7 +70,7 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     main = job.gradient_dtype.itemsize
     gradients = main * (share if layout.zero_stage >= 2 else values)
     if layout.zero_stage == 0 and job.sharded(layout):
-        gradients += FP32 * values  # BF16_Optimizer adds up in fp32
+        gradients += FP32 * values  # BF16_Optimizer accumulates in fp32
     host = 0.0
     if layout.offload:
         host, optimizer = optimizer, 0.0
@@ -154,7 +154,7 @@ def _sealed(job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices)
 
 
 def _grows(job: PlannedJob, layout: Layout) -> bool:
-    """Return whether gradients are allocated one by one as backward makes them."""
+    """Return whether backward allocates the gradients one by one."""
     return (
         job.limits.engine != "megatron" and layout.accumulation == 1 and layout.stages == 1
         and layout.zero_stage == 0

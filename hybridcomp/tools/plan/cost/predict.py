@@ -94,7 +94,7 @@ def _messages(
 
 
 def _spans(work: Work, step: Step) -> Iterator[Span]:
-    """Yield the tasks for a picture: of a pass the compute first, then what it waits for."""
+    """Yield the tasks for a picture: of a pass first the compute, then the messages it awaits."""
     for task in step.tasks:
         if task.end <= task.start:
             continue

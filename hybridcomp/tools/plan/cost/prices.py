@@ -98,7 +98,7 @@ class Prices:
         return Price(wire=more) if call.nodes > 1 else Price(inside=more)
 
     def _busy(self, ranks: int) -> bool:
-        """Return whether there are other groups beside one of ``ranks``."""
+        """Return whether the job has further groups beside one of ``ranks``."""
         return self.cluster.world_size > ranks
 
     def _native(
@@ -114,7 +114,7 @@ class Prices:
         )  # fmt: skip
 
     def _seconds(self, operation: Operation, nbytes: float, call: EngineCall) -> Estimate:
-        """Return the seconds of a native message while all other such groups send theirs, too."""
+        """Return the seconds of a native message while all similar groups send theirs."""
         busy = self._busy(call.ranks)
         sites = call.sites
         return self.cluster.seconds(operation, nbytes, call.ranks, call.nodes, busy, sites=sites)

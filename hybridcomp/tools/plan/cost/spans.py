@@ -12,7 +12,7 @@ from hybridcomp.tools.plan.machines.rows import Operation
 
 @dataclass(frozen=True, eq=False)
 class GroupSpans:
-    """Nodes and sites of the groups of layouts on ``cluster``, each worked out once."""
+    """Nodes and sites that the groups of layouts span on ``cluster``, each computed once."""
 
     cluster: Cluster
     #: by first rank, stride and size

@@ -74,7 +74,7 @@ def _last_ends(
                 if last or (op.backward and op.chunk == 0 and own.reduces):
                     behind = _behind(own, op, begin, last, links[stage])
                     ready[stage], ends[op] = behind.free + behind.coding, behind.sent
-                elif slices > 1:  # sends are posted, and the link does one after the other
+                elif slices > 1:  # sends are posted, and a link transfers them one by one
                     ready[stage] = begin + took.busy
                     ends[op] = max(links[stage], ready[stage]) + took.sent
                 else:
@@ -90,7 +90,7 @@ def _last_ends(
 
 
 def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> float | None:
-    """Return when the neighbour has sent the input of ``op``; None where that is not made yet."""
+    """Return when the neighbour has sent the input of ``op``; None if that is not computed."""
     step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
     if 0 <= stage + step < layout.stages:
         return sent[stage + step].get(op)
@@ -117,12 +117,12 @@ class _Behind(NamedTuple):
 
     @property
     def free(self) -> float:
-        """Return when the device begins to decode and encode for them."""
+        """Return when the device begins to decode and encode for the reductions."""
         return max(self.gone, self.sent)
 
 
 def _behind(own: StageTimes, op: Op, begin: float, last: bool, link: float) -> _Behind:
-    """Return the reductions behind a pass that begins at ``begin``.
+    """Return the reductions after a pass that begins at ``begin``.
 
     ``link``: when the sends posted before have ended.
     """
@@ -169,7 +169,7 @@ class Step:
 
 
 def sample(layout: Layout) -> tuple[int, int]:
-    """Return micro-batches to simulate, and how many more to simulate for the slope of the rest.
+    """Return how many micro-batches to simulate, and how many to add to find the slope of the rest.
 
     1F1B is steady in between: every ``stages`` micro-batches more take the same time. The second
     number is 0 where the whole step is simulated. With slices every micro-batch takes the same.

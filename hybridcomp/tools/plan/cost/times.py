@@ -24,7 +24,7 @@ class Seconds(NamedTuple):
 
     @property
     def both(self) -> float:
-        """Seconds of coding and link in series."""
+        """Return the seconds of coding and link in series."""
         return self.coding + self.link
 
 
@@ -94,7 +94,7 @@ class StageTimes:
 
     @property
     def optimizer(self) -> float:
-        """Seconds of the optimizer's step with the copies around it."""
+        """Return the seconds of the optimizer's step with the copies around it."""
         return self.landed + self.adam + self.uploaded
 
     def end_tasks(self, stage: int, start: float) -> list[Task]:
@@ -221,7 +221,7 @@ def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
 
 
 def _end_seconds(own: StageTimes) -> float:
-    """Return the seconds of a stage behind its last pass and the link of its reductions."""
+    """Return a stage's seconds after its last pass and the link time of its reductions."""
     return own.micro.coding + own.reduce.coding + own.optimizer + own.gather.both
 
 

@@ -21,9 +21,9 @@ from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
 
 Items = tuple[Item, ...]
-#: values that ZeRO 3 keeps gathered at most (``stage3_max_live_parameters``, DeepSpeed's default)
+#: most values that ZeRO 3 keeps gathered (``stage3_max_live_parameters``, DeepSpeed's default)
 LIVE = 1e9
-#: what crosses nodes with a secondary copy, and what is gathered of one inside a node
+#: codec of messages that cross nodes with a secondary copy, and of gathers inside a node
 STEPS = Choice.of("stepcode")
 COPIED = {"native": NATIVE, "exact": NATIVE, "bits8": Choice.of({"codec": "blockint", "bits": 8})}
 
@@ -64,14 +64,14 @@ class StageWork:
 
     @property
     def trained(self) -> tuple[float, float]:
-        """Parameters of this rank that train: those of ``dense``, and of ``experts``."""
+        """Return this rank's number of trained parameters, in ``dense`` and in ``experts``."""
         frozen = [layer for _, layer in self.layers if layer.frozen]
         dense = self.dense - sum(layer.parameters for layer in frozen)
         return dense, self.experts - sum(layer.expert_parameters for layer in frozen)
 
     @property
     def compute(self) -> float:
-        """Seconds of compute of one micro-batch."""
+        """Return the compute seconds of one micro-batch."""
         return sum(one.compute.value for one in (*self.forward, *self.backward))
 
 
@@ -179,14 +179,15 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
     each, reduce = _each_micro(layout, reduce)
     if layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
-        # parameters that fit into the live ones are not gathered again for backward
+        # parameters within LIVE are not gathered again for backward
         times = 1 if dense + experts <= LIVE else 2
         parts = [_in_parts(item, per_layer) for item in gather]
         micro, gather = each + parts * times, []
         if layout.hpz > 1:
             micro = micro[: -len(parts) * times] + _inside(layout, parts, times)
             gather = _crossing(layout, parts)
-        if still := stage.dense + stage.experts - dense - experts:  # gathered in forward alone
+        # frozen parameters are gathered in forward only
+        if still := stage.dense + stage.experts - dense - experts:
             micro += [one for one in job.gather_items(layout, index, still, "replicas")
                       if one.call.ranks > 1]  # fmt: skip
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
@@ -220,7 +221,7 @@ def _each_micro(layout: Layout, reduce: list[Item]) -> tuple[list[Item], list[It
 
 
 def _width(item: Item) -> int:
-    """Return the ranks of a node in the group of a message."""
+    """Return how many ranks of a message's group share a node."""
     assert isinstance(item.call, EngineCall)
     return item.call.ranks // item.call.nodes
 

@@ -22,7 +22,7 @@ from hybridcomp.tools.plan.jobs.state import ClusterState, JobRates, Places, Sha
 from hybridcomp.tools.plan.machines import cluster_file
 
 LAUNCHERS: dict[str, tuple[str, ...]] = {"plain": (), "slurm": ("sbatch",)}
-#: options of one job's plan, which the file says of each job
+#: options of one plan, which the file gives for each job instead
 OF_A_JOB = {
     "model": "MODEL", "samples": "--samples", "length": "--length", "ranks": "--ranks",
     "fix": "--fix", "base": "--base", "tries": "--try", "check": "--check", "plan": "--plan",
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     places = state.place(chosen)
     assert places is not None, "the search returns what fits"
     write = partial(files.write, jobs, places, rates, shape, evolution.kept)
-    with tempfile.TemporaryDirectory() as place:  # a plan that no file can hold shows here
+    with tempfile.TemporaryDirectory() as place:  # a plan that no file can hold raises here
         write(Path(place))
     starts = write(options.out)
     _report(state, jobs, chosen, places)

@@ -1,4 +1,4 @@
-"""Write what starts each job on the ranks that were decided, or has it go on there."""
+"""Write the files that start each job on its new ranks, or resume it there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridcomp.tools.plan.jobs.rates import Rates, has_saved
 from hybridcomp.tools.plan.jobs.request import Job, JobList
 from hybridcomp.tools.plan.jobs.state import Places, Shape
 
-#: the jobs as they stand after the decision, for the next one; predicted steps
+#: the jobs after the decision, for the next one; the predicted steps
 NEXT, TABLE = "next.json", "table.json"
 
 
@@ -80,7 +80,7 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
 
 
 def _slurm(name: str, nodes: int, per_node: int, on_cpu: bool) -> list[str]:
-    """Return sbatch's options; singleton: a job waits for the end of the last one of its name."""
+    """Return sbatch's options; singleton: a job waits until the last job of its name ends."""
     options = [f"--job-name={name}", "--dependency=singleton", f"--nodes={nodes}",
                "--ntasks-per-node=1"]  # fmt: skip
     share = f"--cpus-per-task={per_node}" if on_cpu else f"--gpus-per-node={per_node}"

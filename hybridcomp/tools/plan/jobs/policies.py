@@ -1,4 +1,4 @@
-"""Decide who gets how many ranks: first in, first out, greedily, or by an evolutionary search."""
+"""Decide how many ranks each job gets: first in, first out, greedily, or by evolution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hybridcomp.tools.plan.jobs.state import Allocation, ClusterState, JobRates
 
-#: what decides, at every arrival and end
+#: decides at every arrival and end
 Policy = Callable[[ClusterState], Mapping[str, int]]
 #: an allocation that can be looked up
 Key = tuple[tuple[str, int], ...]
@@ -20,7 +20,7 @@ GREEDILY, MUTATED, CHANGED = 0.7, 0.5, 1.5
 
 @dataclass(frozen=True)
 class FirstIn:
-    """Start jobs in the order of their arrival, with the ranks they asked for; nobody changes.
+    """Start jobs in order of arrival, with the ranks they asked for, which never change.
 
     size: what all of them get instead, or the nearest that they can have.
     """
@@ -28,7 +28,7 @@ class FirstIn:
     size: int | None = None
 
     def __call__(self, state: ClusterState) -> dict[str, int]:
-        """Return what runs, and the next ones as far as there is room."""
+        """Return the running jobs, and the next ones that fit."""
         found = {name: len(ranks) for name, ranks in state.running.items()}
         waiting = [one for one in state.tasks.values() if one.name not in found]
         for task in sorted(waiting, key=lambda one: (one.arrival, one.name)):
@@ -165,6 +165,6 @@ class Evolution:
 
 
 def choices(state: ClusterState, name: str) -> tuple[int, ...]:
-    """Return the numbers of ranks that a job may get; 0: it waits."""
+    """Return the numbers of ranks that a job may get; 0: the job waits."""
     task = state.tasks[name]
     return (state.fixed[name],) if task.is_fixed else (0, *task.sizes)

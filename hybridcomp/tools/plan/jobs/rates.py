@@ -46,7 +46,7 @@ class Rates:
         return search(_model(job.model), self.cluster, budget, batch, self._limits(job, ranks))
 
     def step(self, job: Job, ranks: int) -> float | str:
-        """Return the seconds of a step on ``ranks``, or why there is no plan for them."""
+        """Return the seconds of a step on ``ranks``, or why no plan exists for them."""
         limits, budget = self._limits(job, ranks), self.options.budget
         asked = (__version__, _model(job.model), limits, budget, job.samples, job.length)
         key = hashlib.sha256(f"{asked!r} {self._cluster}".encode()).hexdigest()
@@ -85,13 +85,13 @@ class Rates:
 
 
 def has_saved(job: Job) -> bool:
-    """Return whether there is a checkpoint from which ``job`` goes on."""
+    """Return whether ``job`` has a checkpoint to resume from."""
     folder = Path(job.checkpoint) if job.checkpoint else None
     return folder is not None and folder.is_dir() and any(folder.iterdir())
 
 
 def _fixed(job: Job) -> dict[str, Any]:
-    """Return what is decided of the layout: by the job's ``fix``, and by what it has saved."""
+    """Return the fixed fields of the layout: those of the job's ``fix``, and of its checkpoint."""
     if not has_saved(job):
         return dict(job.fix)
     saved, is_deepspeed = saved_job(Path(str(job.checkpoint)))

@@ -12,7 +12,7 @@ from hybridcomp.tools.plan.jobs.state import ClusterState, JobRates, Places, Sha
 
 @dataclass(frozen=True)
 class Replayed:
-    """What became of a trace.
+    """Figures of a replayed trace.
 
     mean_seconds: from a job's arrival to its end. last_seconds: until all have ended.
     changes: of jobs that ran and went on on other ranks or waited.

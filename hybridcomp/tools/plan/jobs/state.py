@@ -9,17 +9,17 @@ from functools import cached_property
 
 from hybridcomp.tools.plan.machines.cluster import Cluster
 
-#: number of ranks of each job that runs
+#: number of ranks of each running job
 Allocation = Mapping[str, int]
-#: numbers of its ranks
+#: the ranks of each job
 Places = dict[str, tuple[int, ...]]
-#: share of the cluster that a waiting job is expected to get once ranks are free
+#: fraction of the cluster that a waiting job is expected to get once ranks are free
 LATER = 0.25
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of the ranks of each node; all nodes have as many."""
+    """The ranks of each node; all nodes have equally many."""
 
     nodes: tuple[tuple[int, ...], ...]
 
@@ -33,22 +33,22 @@ class Shape:
 
     @property
     def is_even(self) -> bool:
-        """Return whether all nodes have as many ranks."""
+        """Return whether all nodes have equally many ranks."""
         return len(set(map(len, self.nodes))) == 1
 
     @property
     def of_node(self) -> int:
-        """Ranks of a node."""
+        """Return the number of ranks of a node."""
         return len(self.nodes[0])
 
     @property
     def world_size(self) -> int:
-        """Ranks of the cluster."""
+        """Return the number of ranks of the cluster."""
         return sum(map(len, self.nodes))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks that jobs may get, rising: each divides the next but for the last.
+        """Return the numbers of ranks that jobs may get; each but the last divides the next.
 
         Parts of a node, then 1, 2, 4, ... whole nodes and all. Since each part divides the next
         larger one, jobs that are placed by size leave no gaps.
@@ -81,7 +81,7 @@ class JobRates:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks, rising."""
+        """Return the numbers of ranks, ascending."""
         return tuple(sorted(self.rates))
 
 
@@ -106,7 +106,7 @@ class ClusterState:
 
     @cached_property
     def fixed(self) -> dict[str, int]:
-        """Ranks of jobs that keep them."""
+        """Return the number of ranks of each job that keeps them."""
         return {name: len(self.running[name]) for name, one in self.tasks.items() if one.is_fixed}
 
     @cached_property
@@ -115,7 +115,7 @@ class ClusterState:
         return not self.fixed and every <= set(self.shape.sizes)
 
     def fits(self, allocation: Allocation) -> bool:
-        """Return whether all jobs of ``allocation`` find their ranks."""
+        """Return whether all jobs of ``allocation`` can be placed."""
         if sum(allocation.values()) > self.shape.world_size:
             return False
         return self._leaves_no_gaps or self.place(allocation) is not None
@@ -156,7 +156,7 @@ class ClusterState:
 
     @cached_property
     def _disturbed(self) -> list[int]:
-        """Ranks of each node that jobs have now."""
+        """Return, for each node, how many of its ranks run jobs now."""
         busy = {rank for ranks in self.running.values() for rank in ranks}
         return [len(busy.intersection(node)) for node in self.shape.nodes]
 

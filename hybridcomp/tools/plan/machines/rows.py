@@ -49,7 +49,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class MessageHost:
-    """Seconds of the host for an encoded message: of each, and more for each rank of its group."""
+    """Host seconds of an encoded message: a fixed part, and a part for each rank of its group."""
 
     __pydantic_config__ = STRICT
 
