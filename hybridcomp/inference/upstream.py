@@ -56,7 +56,7 @@ def _found(requirement: str) -> str:
         # a build of unknown version is judged only by its signatures
         if found.release != (0,) and not wanted.specifier.contains(found, prereleases=True):
             raise SeamError(f"needs {requirement}, found {name} {found}; install a newer one")
-        if found > Version(TRIED[wanted.name]):
+        if Version(found.public) > Version(TRIED[wanted.name]):  # builds have names of their own
             say_once(
                 f"{name} {found} is newer than {TRIED[wanted.name]}, the newest version that "
                 "hybridcomp was tried with: what it calls there has the parameters that it knows, "

@@ -58,6 +58,10 @@ def test_a_newer_version_is_judged_by_its_signatures_and_said(
         upstream.check(SEAMS[package])
     told = [line for line in capsys.readouterr().out.splitlines() if "77.1.0" in line]
     assert len(told) == 1 and f"{package} 77.1.0 is newer than " in told[0]
+    build = f"{upstream.TRIED[package]}+cu129"  # of a version that was tried
+    monkeypatch.setattr(patching, "version", lambda _: build)
+    assert upstream._found(f"{package} >= 0") == f"{package} {build}"
+    assert not capsys.readouterr().out
 
 
 def test_a_distribution_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
