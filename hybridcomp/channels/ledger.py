@@ -23,9 +23,8 @@ from hybridcomp.dimensions import Dimension, Key
 __all__ = ["KEYS", "Entry", "Key", "Ledger", "entries_of"]
 
 #: rows of what ``hybridcomp.generate`` sends, whose codecs are its own: dimensions as directions
-GENERATED = cast(
-    "tuple[Key, ...]", tuple(("generate", way) for way in ("dp", "tp", "pp", "offload"))
-)
+_SENT = ("dp", "tp", "pp", "offload")
+GENERATED = cast("tuple[Key, ...]", tuple(("generate", name) for name in _SENT))
 KEYS = dimensions.KEYS + GENERATED
 
 

@@ -74,7 +74,8 @@ class GenerateConfig(Strict):
                 if (codec := one.codec_of()) is not None]  # fmt: skip
         sent = ", ".join(ways) or "native messages"
         kept = "" if self.weights_gb is None else f", weights of {self.weights_gb:g} GB at most"
-        return f"{sent}; batches of {self.batch}, {self.in_flight} in flight, room {self.room}{kept}"
+        held = f"batches of {self.batch}, {self.in_flight} in flight, room {self.room}"
+        return f"{sent}; {held}{kept}"
 
     def block(self, min_bytes: int) -> dict[str, Any]:
         """Return the block of a job that sends as this one does while it generates."""
