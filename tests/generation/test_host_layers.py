@@ -114,7 +114,7 @@ def test_limits_are_told() -> None:
         HostLayers([lambda values: values], [model], CPU, 1e-6, Ledger())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hybridcomp.generation.host_layers.free_nbytes", lambda device: 1000)
-        with pytest.raises(ConfigError, match=r"4 layers would wait in .*1 kB are free"):
+        with pytest.raises(ConfigError, match=r"24 weights would wait in .*1 kB are free"):
             HostLayers(model.layers, [model], CPU, (nbytes(model) - block * 0.9) / 1e9, Ledger())
 
 
