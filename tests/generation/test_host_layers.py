@@ -118,7 +118,7 @@ def test_limits_are_told() -> None:
             HostLayers(model.layers, [model], CPU, (nbytes(model) - block * 0.9) / 1e9, Ledger())
 
 
-def generated(most_gb: float | None) -> Any:
+def generated(most_gb: float | None, pp: int) -> Any:
     """Answers, and weights, of a bf16 engine whose optimizer holds them in flat buffers."""
     import hybridcomp
     from hybridcomp.channels import channels_of
@@ -126,7 +126,7 @@ def generated(most_gb: float | None) -> Any:
     hybridcomp.install()
     generate = {} if most_gb is None else {"weights_gb": most_gb}
     engine = jobs.engine(
-        block={"generate": generate}, bf16={"enabled": True}, zero_optimization={"stage": 1}
+        pp=pp, block={"generate": generate}, bf16={"enabled": True}, zero_optimization={"stage": 1}
     )
     found = hybridcomp.generate(engine, jobs.prompts(6), tokens=5)
     sent = channels_of(engine).ledger.interval["generate", "offload"]  # type: ignore[index,union-attr]
@@ -142,5 +142,9 @@ def test_a_bf16_engine_trains_on() -> None:
     pytest.importorskip("deepspeed")
     block = 2 * (12 * jobs.WIDTH**2 + 2 * jobs.WIDTH)
     most = (3 * block + 2 * (2 * jobs.VOCAB + 1) * jobs.WIDTH + 2000) / 1e9
-    ((*want, none),), ((*found, sent),) = (run_ranks(1, generated, given) for given in (None, most))
+    ((*want, none),), ((*found, sent),) = (
+        run_ranks(1, generated, given, 1) for given in (None, most)
+    )
     assert found == want and none[0] == 0 and sent[0] > 20 and sent[1]
+    for two in run_ranks(2, generated, None, 2):
+        assert two[0] == want[0], "stages give the same bits"
