@@ -46,6 +46,7 @@ ENGINES = {
 #: modules that compare something with a dimension's name or list several: what no row has
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
+    "channels/ledger.py": "by which dimensions generation sends",
     "channels/engine_channels.py": "the residuals of gradients",
     "channels/online_tuner.py": "what comparing steps takes, and the group of trials",
     "channels/offload_tuner.py": "the settings that offload alone has",

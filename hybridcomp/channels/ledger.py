@@ -11,15 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from hybridcomp import dimensions
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire.device_clock import DeviceClock
-from hybridcomp.dimensions import KEYS, Dimension, Key
+from hybridcomp.dimensions import Dimension, Key
 
 __all__ = ["KEYS", "Entry", "Key", "Ledger", "entries_of"]
+
+#: rows of what ``hybridcomp.generate`` sends, whose codecs are its own: dimensions as directions
+_SENT = ("dp", "tp", "pp", "offload")
+GENERATED = cast("tuple[Key, ...]", tuple(("generate", name) for name in _SENT))
+KEYS = dimensions.KEYS + GENERATED
 
 
 @dataclass
@@ -162,6 +168,13 @@ class Ledger:
         entry.native += 1
         entry.raw_nbytes += wire_nbytes if raw_nbytes is None else raw_nbytes
         entry.wire_nbytes += wire_nbytes
+
+    def add_generated(self, other: Ledger) -> None:
+        """Add the counters of ``other``, which ``hybridcomp.generate`` has kept, as its rows."""
+        for row, name in zip(GENERATED, _SENT, strict=True):
+            for key in (one for one in dimensions.KEYS if one[0] == name):
+                self.interval[row].add(other.interval[key])
+                self.used.setdefault(row, {}).update(other.used.get(key, {}))
 
     def record_error(self, key: Key, error_sq: float, value_sq: float, outside: int = 0) -> None:
         """Add one sample of an encoding's error; ``outside``: elements beyond their bound."""

@@ -47,6 +47,13 @@ class GenerateConfig(Strict):
         ge=2,
         description="Most tokens of a sequence, prompt and answer.",
     )
+    weights_gb: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="GB (1e9 bytes) that a stage's weights may take on the device. Further layers "
+        "wait in host memory, encoded without loss, and come back one ahead. Default: all stay.",
+    )
 
     @field_validator("in_flight", mode="before")
     @classmethod
@@ -66,7 +73,9 @@ class GenerateConfig(Strict):
         ways = [f"{name} {codec.spec}" for name, one in (("pp", self.pp), ("tp", self.tp))
                 if (codec := one.codec_of()) is not None]  # fmt: skip
         sent = ", ".join(ways) or "native messages"
-        return f"{sent}; batches of {self.batch}, {self.in_flight} in flight, room {self.room}"
+        kept = "" if self.weights_gb is None else f", weights of {self.weights_gb:g} GB at most"
+        held = f"batches of {self.batch}, {self.in_flight} in flight, room {self.room}"
+        return f"{sent}; {held}{kept}"
 
     def block(self, min_bytes: int) -> dict[str, Any]:
         """Return the block of a job that would send as this one does while it generates."""

@@ -311,7 +311,7 @@ def free_nbytes(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
     lines = _MEMORY.read_text(encoding="ascii").splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return int(kilobytes) * 1024 // here

@@ -22,6 +22,7 @@ from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.errors import AgreementError, ConfigError
 from hybridcomp.generation.flight import Flight, GenerationFigures, Hops
 from hybridcomp.generation.frames import KEY
+from hybridcomp.generation.host_layers import HostLayers
 from hybridcomp.generation.past import KeyStore
 from hybridcomp.generation.picking import Picker, Sampling, StageReader
 from hybridcomp.generation.requests import Requests
@@ -67,7 +68,6 @@ class GeneratingStage:
                 for one, _ in modes:
                     one.training = False
                 if own is not None:
-                    channels.ledger = own.ledger
                     before, own.by_dimension = own.by_dimension, channels.by_dimension
                 yield channels
             finally:
@@ -75,6 +75,7 @@ class GeneratingStage:
                     one.training = mode
                 if own is not None:
                     own.by_dimension = before
+                    own.ledger.add_generated(channels.ledger)
 
 
 def answer(
@@ -136,10 +137,16 @@ def _answered(
         tree=tree,
         wants=wants,
     )
-    with stage.prepared() as channels:
+    with (
+        stage.prepared() as channels,
+        HostLayers(
+            stage.layers, stage.modules, stage.device, settings.weights_gb, channels.ledger
+        ) as host,
+        contextlib.closing(KeyStore(settings.room + tree)) as store,
+    ):
         runner = StageRunner(
-            stage.layers, KeyStore(settings.room + tree), stage.device, is_first=line.rank == 0,
-            is_last=line.rank == line.size - 1, whole=_whole(stage, channels),
+            stage.layers, store, stage.device, is_first=line.rank == 0,
+            is_last=line.rank == line.size - 1, whole=_whole(stage, channels), fetch=host.fetch,
         )  # fmt: skip
         if isinstance(picker, StageReader):
             picker.begin(runner)

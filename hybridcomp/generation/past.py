@@ -131,6 +131,11 @@ class KeyStore:
         for table in (self.lengths, self._before, self._held):
             table.pop(sequence, None)
 
+    def close(self) -> None:
+        """Forget all sequences."""
+        for sequence in list(self.lengths):
+            self.drop(sequence)
+
     def put(self, layer: Hashable, part: SequencePart, key: Tensor, value: Tensor) -> list[Tensor]:
         """Store new keys and values, (H, n, D) each; return those of all tokens of the sequence."""
         start, layers = self.lengths[part.sequence], self._held[part.sequence]

@@ -34,15 +34,18 @@ class StageRunner:
     def __init__(
         self, layers: Sequence[Callable[..., Any]], store: KeyStore, device: torch.device,
         *, is_first: bool, is_last: bool, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+        fetch: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         """Run ``layers``, each ``layer(values)`` or ``layer(values, past=past)`` by its signature.
 
         Layers with ``past`` look at other tokens through it alone; those without one look at each
         token by itself. The first stage's first layer takes ids (1, N); between layers values are
         (1, N, C). ``whole``: makes whole logits (n, V) of those that the last layer returns.
+        ``fetch``: called with a layer's number before it runs.
         """
         self.layers, self.store, self.device = list(layers), store, device
         self.is_first, self.is_last, self.whole = is_first, is_last, whole
+        self._fetch = fetch
         self._with_past = [takes_past(layer) for layer in self.layers]
         self._looks = max((at for at, takes in enumerate(self._with_past) if takes), default=-1)
 
@@ -68,6 +71,8 @@ class StageRunner:
         return self.whole(values[0]) if self.is_last else values
 
     def _one(self, at: int, layer: Callable[..., Any], values: Tensor, past: PackedPast) -> Tensor:
+        if self._fetch is not None:
+            self._fetch(at)
         found = layer(values, past=past) if self._with_past[at] else layer(values)
         if not isinstance(found, Tensor) or found.shape[:2] != values.shape[:2]:
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__

@@ -31,6 +31,8 @@ def test_it_may_stand_alone() -> None:
     (line,) = [line for line in describe(block) if line.startswith("generate")]
     assert line.split(maxsplit=1)[1] == "pp fp16; batches of 4, 3 in flight, room 4096"
     assert CompressionConfig.parse({"generate": {"pp": EIGHT}}).digest() != block.digest()
+    block = CompressionConfig.parse({"generate": {"weights_gb": 1.5}})
+    assert any(line.endswith(", weights of 1.5 GB at most") for line in describe(block))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ def test_it_may_stand_alone() -> None:
         ({"batch": 0}, "compression.generate.batch: found 0"),
         ({"room": 1}, "compression.generate.room: found 1"),
         ({"rooms": 1}, "compression.generate.rooms: .*did you mean 'room'"),
+        ({"weights_gb": 0}, "compression.generate.weights_gb: found 0"),
         ({"min_bytes": -1}, "compression.generate.min_bytes: found -1"),
     ],
 )

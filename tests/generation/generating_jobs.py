@@ -47,8 +47,8 @@ def sharpen(layers: Any) -> None:
                     weight.mul_(6.0)
 
 
-def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False) -> Any:
-    """Build a DeepSpeed engine around a pipeline of the model."""
+def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False, **given: Any) -> Any:
+    """Build a DeepSpeed engine around a pipeline of the model; ``given``: of its config."""
     import deepspeed
 
     from tests.training.pipe_trainer import start_deepspeed
@@ -67,6 +67,7 @@ def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False) -> A
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
         "steps_per_print": 10**9,
+        **given,
     }
     if block is not None:
         settings["compression"] = block

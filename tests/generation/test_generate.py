@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +174,8 @@ def hops(block: Any) -> tuple[list[list[int]], float, float, float]:
     found = answer(stage, jobs.prompts(600), 1, Sampling())
     channels = channels_of(engine)
     assert channels is not None
-    entry = channels.ledger.interval["pp", "forward"]
+    assert not channels.ledger.interval["pp", "forward"].messages
+    entry = channels.ledger.interval["generate", "pp"]  # type: ignore[index]
     return found, entry.raw_nbytes, entry.wire_nbytes, entry.messages
 
 
@@ -300,6 +303,78 @@ def test_mistakes_are_one_line_on_all_ranks() -> None:
         assert text in first[index] and text in second[index], (index, first[index], second[index])
     assert first[5].startswith("ConfigError") and second[5].startswith("PeerError")
     assert "rank 1: ValueError" in first[11] and first[11].startswith("PeerError")
+
+
+def elsewhere() -> dict[str, str]:
+    """Errors of engines, and of drafts, that cannot generate."""
+    import deepspeed
+
+    from hybridcomp.generation.draft import Draft, DraftModule, DraftSizes
+    from tests.training.pipe_trainer import start_deepspeed
+
+    found: dict[str, str] = {}
+
+    def tried(name: str, engine: Any, call: Any = hybridcomp.generate, **more: Any) -> None:
+        asked = {"prompts": [[1, 2]], "tokens": 2} if call is hybridcomp.generate else {}
+        found[name] = jobs.refused(lambda: call(engine, **asked, **more))
+
+    start_deepspeed()
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
+                "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}  # fmt: skip
+    whole, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=settings)
+    tensor = jobs.engine(2, 1)
+    draft = Draft(DraftModule(DraftSizes(jobs.VOCAB, 16, 4, 1, jobs.HEADS, 8, cross=True)), {})
+    tried("draft", tensor, draft=draft)
+    tried("training", tensor, hybridcomp.train_draft, sequences=[[1] * 20] * 40)
+    tried("megatron", type("GPTModel", (nn.Module,), {"__module__": "megatron.core.models.gpt"})())
+    tried("fsdp2", type("FSDPLinear", (nn.Linear,), {"__module__": "torch.fsdp"})(2, 2))
+    tried("zero3", whole)
+    tried("rollout", whole, lambda engine: hybridcomp.rollout(engine, Tokenizer(4)))
+    return found
+
+
+def test_engines_that_cannot_are_told_what_can() -> None:
+    first, second = run_ranks(2, elsewhere)
+    assert first == second
+    for name in ("draft", "training"):
+        assert "found a tensor-parallel pipeline; each tensor rank holds the keys" in first[name]
+    assert "DynamicInferenceEngine" in first["megatron"]
+    assert "hybridcomp.publish feeds vLLM and SGLang" in first["megatron"]
+    assert "FSDPLinear" in first["fsdp2"] and "use hybridcomp.gathered(model)" in first["fsdp2"]
+    for name in ("zero3", "rollout"):
+        assert "found Linear; expected a PipelineModule or a SlicedStage" in first[name]
+        assert "hybridcomp.gathered(engine)" in first[name]
+
+
+def heads() -> None:
+    """Logits of AutoTP's heads, whose weights do not say whether the vocabulary is cut."""
+    from deepspeed.module_inject import layers
+
+    from hybridcomp.channels import Channels
+    from hybridcomp.config import CompressionConfig
+    from hybridcomp.generation.generating import _whole
+    from hybridcomp.patches.ds.generation import _is_cut
+    from tests.training.pipe_trainer import start_deepspeed
+
+    start_deepspeed()
+    torch.manual_seed(3)
+    head, hidden = nn.Linear(8, 12, bias=False), torch.randn(5, 8)
+    want, group = head(hidden).detach(), dist.group.WORLD
+    made = {
+        "cut": layers.LinearLayer(copy.deepcopy(head), group),
+        "gathered": layers.LinearLayer(copy.deepcopy(head), group, gather_output=True),
+        "reduced": layers.LinearAllreduceWithReplicatedInput(copy.deepcopy(head), group),
+    }
+    for name, layer in made.items():
+        stage: Any = SimpleNamespace(tensor=group, is_cut=_is_cut(layer))
+        whole = _whole(stage, Channels(CompressionConfig.parse({"preset": "none"})))
+        for _ in range(2):  # the first one says how it is
+            found = whole(layer(hidden))
+            torch.testing.assert_close(found, want, atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_logits_of_autotps_heads_are_whole() -> None:
+    run_ranks(2, heads)
 
 
 def dies() -> None:
