@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +23,39 @@ TORCH = [Case(engine, lossy) for engine in ("ddp", "fsdp2") for lossy in (False,
 ZERO = [Case("zero0", True), Case("zero1"), Case("zero2", True), Case("zero3")]
 REST = [Case("zero0"), Case("zero1", True), Case("zero2"), Case("zero3", True)]
 
+#: engines of the sweep, by numeric type; a step of 12 samples divides by 1, 2, 3 and 4 replicas
+ENGINES = {
+    "fp32": ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "pipe"),
+    "bf16": ("fsdp2", "zero0", "zero1", "zero2", "zero3", "pipe"),
+    "fp16": ("zero0", "zero1", "zero2", "zero3", "pipe"),
+}
+SWEEP = {
+    dtype: [Case(engine, lossy, 0, dtype, 12) for engine in engines for lossy in (False, True)]
+    for dtype, engines in ENGINES.items()
+}
+#: pipelines without ZeRO keep their stages: two, of one replica to three
+SWEEP["stages"] = [
+    Case("pipe0", lossy, 2, dtype, 12)
+    for dtype in ("fp32", "bf16", "fp16") for lossy in (False, True)
+]  # fmt: skip
+SWEEP["freezes"] = [replace(case, freezes=True) for case in SWEEP["fp32"]]
+SWEEP["megatron"] = [
+    Case(engine, lossy, 1, dtype, 12)
+    for engine in ("megatron", "megatron-sharded")
+    for dtype in ("fp32", "bf16", "fp16") for lossy in (False, True)
+]  # fmt: skip
+
+
+def sequences(widest: int) -> list[tuple[int, ...]]:
+    """4, 2 and 4 replicas, and five random sequences of up to ``widest``."""
+    draw = random.Random(51)
+    found = [(widest, max(1, widest // 2), widest)]
+    while len(found) < 6:
+        one = tuple(draw.randint(1, widest) for _ in range(4))
+        if all(a != b for a, b in pairwise(one)) and one not in found:
+            found.append(one)
+    return found
+
 
 def total(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
@@ -27,19 +65,22 @@ def total(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return found
 
 
-def hold_sums(case: Case, saved: list[Segment], loaded: list[Segment]) -> None:
-    """The sum of residuals over the ranks is as it was, to rounding."""
-    if case.engine in ("ddp", "fsdp2"):  # summed over the ranks already
+def hold_sums(case: Case, saved: list[Segment], loaded: list[Segment]) -> float:
+    """The sum of residuals over the ranks is as it was, to rounding; return the largest error."""
+    if case.is_summed:
         before, after = saved[0].after, loaded[0].before
     else:
         before = total([one.after for one in saved])
         after = total([one.before for one in loaded])
-    assert before.keys() == after.keys()
-    assert bool(before) == case.lossy
-    for name, values in before.items():
-        numel = min(values.numel(), after[name].numel())  # padding may be others'
-        torch.testing.assert_close(after[name][:numel], values[:numel], rtol=1e-5, atol=1e-7)
-        assert values.abs().max() > 0
+    held = {name for name, values in before.items() if values.abs().max() > 0}
+    assert held == {name for name, values in after.items() if values.abs().max() > 0}
+    assert bool(held) == case.lossy or len(saved) == 1  # a rank alone sends nothing
+    apart = 0.0
+    for name in held:
+        numel = min(before[name].numel(), after[name].numel())  # padding may be others'
+        torch.testing.assert_close(after[name][:numel], before[name][:numel], rtol=1e-5, atol=1e-7)
+        apart = max(apart, float((after[name][:numel] - before[name][:numel]).abs().max()))
+    return apart
 
 
 def samples_of(ranks: list[Segment]) -> list[list[int]]:
@@ -84,6 +125,95 @@ def test_four_ranks_two_and_four_again(cases: list[Case], tmp_path: Path) -> Non
 
 def distance(ones: list[float], others: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(ones, others, strict=True))
+
+
+def of_cases(ranks: int, cases: list[Case], *args: Any) -> dict[Case, list[Segment]]:
+    found = run_ranks(ranks, run, cases, *args, timeout=1800.0)
+    return dict(zip(cases, map(list, zip(*found, strict=True)), strict=True))
+
+
+def unchanged(cases: list[Case], ranks: Iterable[int], each: int, folder: Path, steps: int) -> Any:
+    """What jobs have seen that keep so many replicas, of ``each`` ranks, by replicas and case."""
+    return {
+        count: of_cases(each * count, cases, str(folder), steps, True, False)
+        for count in dict.fromkeys(ranks)
+    }
+
+
+def hold_sequence(
+    cases: list[Case], counts: tuple[int, ...], each: int, kept: Any, folder: Path, steps: int
+) -> dict[str, tuple[float, float, float]]:
+    """Train on so many replicas one after the other; each sample once, losses and residuals hold.
+
+    Returns by case: the largest distance to the job that keeps the widest replicas; that of two
+    jobs which change nothing; the largest error of a sum of residuals.
+    """
+    per = steps // len(counts)
+    ends = [*range(per, per * len(counts), per), steps]
+    parts = [of_cases(each * count, cases, str(folder), end, True)
+             for count, end in zip(counts, ends, strict=True)]  # fmt: skip
+    found, widest = {}, max(kept)
+    for case in cases:
+        segments = [part[case] for part in parts]
+        firsts = [one_replica(case, one, each, count)
+                  for one, count in zip(segments, counts, strict=True)]  # fmt: skip
+        whole = one_replica(case, kept[widest][case], each, widest)
+        read = [step for ranks in firsts for step in samples_of(ranks)]
+        assert read == samples_of(whole), case.name
+        assert {len(step) for step in read} == {case.samples}
+        flat = [index for step in read for index in step]
+        assert len(set(flat[:LENGTH])) == min(LENGTH, len(flat)), case.name  # each once an epoch
+        losses = sum((ranks[0].losses for ranks in segments), [])
+        apart = distance(losses, kept[widest][case][0].losses)
+        natural = max(distance(kept[count][case][0].losses, kept[widest][case][0].losses)
+                      for count in {*counts, *kept} if count != widest)  # fmt: skip
+        if case.lossy or case.dtype != "fp32":
+            assert apart <= 2 * natural, (case.name, counts, apart, natural)
+        else:
+            assert apart <= 1e-6, (case.name, counts, apart)
+        sums = [hold_sums(case, one, other) for one, other in pairwise(segments)]
+        for at, segment in zip(ends, segments[1:], strict=False):
+            assert {one.resumed[:2] for one in segment} == {(at, at * case.samples)}, case.name
+            assert "lacks files" not in segment[0].said
+        if case.freezes:
+            names = {one.frozen for ranks, end in zip(segments, ends, strict=True)
+                     for one in ranks if end > 2}  # fmt: skip
+            assert names == {("0.down", "0.up")}, (case.name, names)
+        found[case.name] = (apart, natural, max(sums))
+    return found
+
+
+def one_replica(case: Case, ranks: list[Segment], each: int, count: int) -> list[Segment]:
+    """The ranks that have drawn different samples: one of each replica."""
+    seen: dict[str, Segment] = {}
+    for one in ranks:
+        seen.setdefault(repr(one.samples), one)
+    return list(seen.values())
+
+
+def test_ranks_change_at_random_by_day(tmp_path: Path) -> None:
+    cases = [Case("ddp", samples=12)]
+    kept = unchanged(cases, (4, 1), 1, tmp_path / "kept", 8)
+    hold_sequence(cases, (3, 1, 4, 2), 1, kept, tmp_path / "parts", 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("group", SWEEP)
+def test_ranks_change_at_random(group: str, tmp_path: Path) -> None:
+    """4, 2, 4 and five random sequences; the figures are those of docs/elastic.md."""
+    cases, each = SWEEP[group], 2 if group == "stages" else 1
+    orders = sequences(3 if group == "stages" else 4)
+    steps = 12
+    kept = unchanged(cases, (4, 3, 2, 1)[each - 1 :], each, tmp_path / "kept", steps)
+    worst: dict[str, tuple[float, float, float]] = {}
+    for number, counts in enumerate(orders):
+        found = hold_sequence(cases, counts, each, kept, tmp_path / f"parts{number}", steps)
+        for name, figures in found.items():
+            of_all = (worst.get(name, figures), figures)
+            worst[name] = max(of_all, key=lambda one: one[0] / (one[1] or 1))
+            print(f"{name} {counts}: {figures[0]:.1e} of {figures[1]:.1e}, sums {figures[2]:.1e}")
+    for name, figures in worst.items():
+        print(f"WORST {name}: {figures[0]:.1e} of {figures[1]:.1e}, sums {figures[2]:.1e}")
 
 
 def test_two_stages_become_two_replicas(tmp_path: Path) -> None:
