@@ -39,10 +39,11 @@ SAVE = (
 
 def is_here(place: Path) -> bool:
     """Return whether ``place`` is a checkpoint of torch.distributed.checkpoint, or holds some."""
-    return _is_one(place) or any(_is_one(path) for path in place.iterdir() if path.is_dir())
+    return is_one(place) or any(is_one(path) for path in place.iterdir() if path.is_dir())
 
 
-def _is_one(folder: Path) -> bool:
+def is_one(folder: Path) -> bool:
+    """Return whether ``folder`` is a checkpoint of torch.distributed.checkpoint."""
     return (folder / INDEX).is_file() or any(folder.glob("*.distcp"))
 
 
@@ -52,10 +53,10 @@ def find(place: Path) -> checkpoints.Picked:
     The one with the largest number at the end of its folder's name. torch writes its index last:
     without it a checkpoint was not finished. Raises CheckpointError where none is whole.
     """
-    if _is_one(place):
+    if is_one(place):
         return checkpoints.newest([place], read)
     inside = place.iterdir() if place.is_dir() else ()  # a job's first start
-    found = [path for path in inside if path.is_dir() and _is_one(path)]
+    found = [path for path in inside if path.is_dir() and is_one(path)]
     found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
     done = [path for path in found if (path / INDEX).is_file()]
     job, skipped = checkpoints.newest(done, read)

@@ -6,10 +6,8 @@ start of two ranks takes a second of a core in place of ten, so that many jobs l
 
 from __future__ import annotations
 
-import contextlib
 import os
 import runpy
-import signal
 import sys
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,28 +21,26 @@ class Node:
     """An agent and its two ranks, with the part of ``subprocess.Popen`` that a test asks for."""
 
     def __init__(self, folder: Path, port: int, script: str, words: tuple[str, ...]) -> None:
-        self._pids = folder / "pids"
-        self._pids.mkdir(exist_ok=True)
         # not daemonic: those may have no children
         self._process: ForkServerProcess = fork_server().Process(
             target=_agent, args=(folder, port, script, words), daemon=False
         )
         self._process.start()
 
-    def poll(self) -> int | None:
-        """The agent's status; None: it runs."""
-        return self._process.exitcode
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None, "started"
+        return self._process.pid
 
     @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    def kill(self) -> None:
-        """Kill the agent and its ranks, as where a machine is gone."""
-        os.kill(self._process.pid or 0, signal.SIGKILL)
-        for file in self._pids.glob(f"{self._process.pid}_*"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(file.name.partition("_")[2]), signal.SIGKILL)
+    def poll(self) -> int | None:
+        """The agent's status; None: it runs."""
+        return self.returncode
+
+    def wait(self) -> None:
         self._process.join()
 
 
@@ -54,17 +50,14 @@ def _agent(folder: Path, port: int, script: str, words: tuple[str, ...]) -> None
     config = LaunchConfig(
         min_nodes=1, max_nodes=2, nproc_per_node=2, run_id="elastic", rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}", local_addr="127.0.0.1", max_restarts=20,
-        monitor_interval=0.1, start_method="forkserver",
+        monitor_interval=0.1, start_method="fork",
         rdzv_configs={"last_call_timeout": 1, "keep_alive_interval": 1,
                       "keep_alive_max_attempt": 3},
     )  # fmt: skip
-    elastic_launch(config, _rank)(os.getpid(), folder, script, words)
+    elastic_launch(config, _rank)(script, words)
 
 
-def _rank(agent: int, folder: Path, script: str, words: tuple[str, ...]) -> None:
-    _begin(folder)
-    file = folder / "pids" / f"{agent}_{os.getpid()}"
-    file.touch()
+def _rank(script: str, words: tuple[str, ...]) -> None:
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).parent))
     try:
@@ -72,7 +65,6 @@ def _rank(agent: int, folder: Path, script: str, words: tuple[str, ...]) -> None
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        file.unlink()
 
 
 def _begin(folder: Path) -> None:
