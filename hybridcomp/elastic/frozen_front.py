@@ -114,6 +114,9 @@ class FrozenFront:
         starts = [0 if anew or n not in self._kept else self._kept[n].depth for n in numbers]
         if any(map(_is_sharded, front)):
             anew, starts = _together(anew, starts, depth)
+            if starts is None:  # all kept here: send this rank's shards to the others
+                starts = [depth] * len(numbers)
+                self._through(0, depth, inputs[:1])
         if anew:
             self._drop()
         rows: list[Tensor | None] = [None] * len(numbers)
@@ -132,19 +135,24 @@ class FrozenFront:
 
     def _run(self, start: int, depth: int, numbers: list[int], inputs: Tensor) -> Sequence[Tensor]:
         """Return the outputs of the blocks from ``start`` on, and keep them."""
-        values: Any = inputs
+        values = inputs
         if start:
             values = torch.stack([self._take(number, inputs.device) for number in numbers])
-        for block in self._blocks[start:depth]:
-            values = block(values)
-            if not isinstance(values, Tensor) or len(values) != len(numbers):
-                todo = "expected blocks that return a tensor of the batch"
-                raise ConfigError(KEY, Shown(type(block).__name__), todo)
+        values = self._through(start, depth, values)
         if depth:
             for number, row in zip(numbers, values, strict=True):
                 self._put(number, depth, row)
-        found: Sequence[Tensor] = values.unbind()
-        return found
+        return values.unbind()
+
+    def _through(self, start: int, depth: int, values: Any) -> Tensor:
+        """Return what the blocks from ``start`` on make of ``values``."""
+        count = len(values)
+        for block in self._blocks[start:depth]:
+            values = block(values)
+            if not isinstance(values, Tensor) or len(values) != count:
+                todo = "expected blocks that return a tensor of the batch"
+                raise ConfigError(KEY, Shown(type(block).__name__), todo)
+        return values  # type: ignore[no-any-return]
 
     def _put(self, number: int, depth: int, row: Tensor) -> None:
         flat = row.reshape(-1).contiguous()
@@ -219,12 +227,12 @@ def _is_sharded(block: nn.Module) -> bool:
     return any(_own(parameter) is not parameter for parameter in block.parameters())
 
 
-def _together(anew: bool, starts: list[int], depth: int) -> tuple[bool, list[int]]:
+def _together(anew: bool, starts: list[int], depth: int) -> tuple[bool, list[int] | None]:
     """Return whether any rank has to begin anew, and after which block each sample begins.
 
     Ranks that gather a block do so together, each in one pass from the same block on. Where their
-    samples need others, those that are not kept at ``depth`` begin at the first, on a rank without
-    such its first sample. A collective.
+    samples need others, those that are not kept at ``depth`` begin at the first; None: this rank
+    has no such, and others do. A collective.
     """
     flags = torch.zeros(depth + 1, device=default_device())
     flags[[start for start in starts if start < depth]] = 1
@@ -238,7 +246,7 @@ def _together(anew: bool, starts: list[int], depth: int) -> tuple[bool, list[int
     if len(needed) == 1 and counts[needed[0]] == dist.get_world_size():
         return False, starts
     if all(start == depth for start in starts):
-        return False, [0, *starts[1:]]
+        return False, None
     return False, [start if start == depth else 0 for start in starts]
 
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.optim import Adam, AdamW
 
 from hybridcomp.channels import checkpoint, checkpoint_note
 from hybridcomp.config.error_messages import NOTHING, Shown
@@ -27,8 +29,8 @@ from hybridcomp.patches.torch import replanned as of_torch
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
-#: Megatron writes it last
-LAST = "metadata.json"
+#: Megatron writes this first, and that last
+COMMON, LAST = "common.pt", "metadata.json"
 #: how Megatron names the layout of the distributed optimizer's states, in metadata and checkpoints
 SHARDING, SAVED_SHARDING = "distrib_optim_sharding_type", "param_state_sharding_type"
 #: those that other data-parallel ranks load
@@ -40,39 +42,51 @@ SAVE = (
 )
 
 
+def is_here(place: Path) -> bool:
+    """Return whether ``place`` is a checkpoint of Megatron, or a folder of some."""
+    return any((path / COMMON).is_file() for path in (place, *place.iterdir()))
+
+
 def find(place: Path) -> checkpoints.Picked:
     """Return the newest whole checkpoint in ``place``, which may be one itself.
 
     The one with the largest number at the end of its folder's name. Raises CheckpointError where
     none is whole.
     """
-    if (place / LAST).is_file() or of_torch.is_one(place):
+    if (place / COMMON).is_file():
         return checkpoints.newest([place], read)
     inside = place.iterdir() if place.is_dir() else ()  # a job's first start
-    found = [path for path in inside if path.is_dir() and of_torch.is_one(path)]
+    found = [path for path in inside if (path / COMMON).is_file()]
     found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
-    return checkpoints.newest(found, read)
+    done = [path for path in found if (path / LAST).is_file()]
+    job, skipped = checkpoints.newest(done, read)
+    return job, [f"{path} was not finished: it has no {LAST}" for path in found
+                 if path not in done] + skipped  # fmt: skip
 
 
 def read(folder: Path) -> SavedJob:
     """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
     from megatron.core import dist_checkpointing
 
-    if not (folder / LAST).is_file():
-        raise CheckpointError(f"{folder} was not finished: it has no {LAST}")
     job = of_torch.read(folder)
     common: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
     note = checkpoint_note.read(folder)
     if note is not None and (lacking := checkpoint_note.missing(folder, note)):
         raise CheckpointError(f"{folder} is not whole: {lacking[0]} is missing")
+    state = checkpoint.state_in(folder)
+    groups = {} if state is None else state["groups"]
+    tensor, stages = (int(groups.get(name, 1)) for name in ("tp", "pp"))
     sampler = common.get("sampler")
     sampler = sampler if isinstance(sampler, dict) else {}
-    known = common.get("content_metadata")
-    settings = {"sharding": _sharding(common.get("optimizer")), "metadata": known or {}}
+    settings = {
+        "sharding": _sharding(common.get("optimizer")), "groups": None if state is None else groups,
+        "metadata": common.get("content_metadata") or {},
+    }  # fmt: skip
     return SavedJob(
-        folder, common.get("iteration", job.step), None if note is None else note["world_size"],
-        samples=sampler.get("samples"), trained=sampler.get("trained"), sampler=sampler or None,
-        settings=settings, files=(*job.files, *common),
+        folder, common.get("iteration", job.step),
+        None if note is None else note["world_size"] // (tensor * stages), tensor * stages, tensor,
+        is_pipeline=stages > 1, samples=sampler.get("samples"), trained=sampler.get("trained"),
+        sampler=sampler or None, settings=settings, files=(*job.files, *common),
     )  # fmt: skip
 
 
@@ -89,10 +103,9 @@ def resume(
     if job is None:
         return ResumedJob()
     session = process.own_session()
-    state = checkpoint.read_state(job.folder)
     if session is not None:
-        _check_layout(session, job, state)
-    elif state is not None:
+        _check_layout(session, job)
+    elif job.settings["groups"] is not None:
         say(f"WARNING: {job.folder} is of a compressed run, and this job has no block: what error "
             "feedback held back is dropped")  # fmt: skip
     check_sampler(sampler, job)
@@ -112,7 +125,7 @@ def resume(
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
     step = job.step if sampler is None else sampler.steps
-    return ResumedJob(job.folder, step or 0, job.trained, job.replicas, factor)
+    return ResumedJob(job.folder, step or 0, job.trained, job.ranks, factor)
 
 
 def _unwrapped(chunk: Any) -> Any:
@@ -122,15 +135,15 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def _check_layout(session: EngineSession, job: SavedJob, state: checkpoint.State | None) -> None:
+def _check_layout(session: EngineSession, job: SavedJob) -> None:
     """Refuse what is not carried over to these ranks. Raises ConfigError."""
-    now = dict(session.layout())
-    if state is not None and state.groups != now:
-        said = Shown(f"{job.folder} of {_listed(state.groups)}")
+    then, now = job.settings["groups"], dict(session.layout())
+    if then is not None and then != now:
+        said = Shown(f"{job.folder} of {_listed(then)}")
         todo = f"this job has {_listed(now)}: only the number of replicas may change"
         raise ConfigError(KEY, said, todo)
-    if session.channels.config.sync.acts and job.replicas not in (None, dist.get_world_size()):
-        said = Shown(f"{job.folder} of {job.replicas} ranks")
+    if session.channels.config.sync.acts and job.ranks not in (None, dist.get_world_size()):
+        said = Shown(f"{job.folder} of {job.ranks} ranks")
         raise ConfigError(KEY, said, "islands of sync keep their ranks: resume on as many")
 
 
@@ -162,9 +175,27 @@ def _sharded(chunks: Sequence[Any], optimizer: Any, job: SavedJob) -> dict[str, 
         for name, chunk in zip(names, chunks, strict=True)
     }
     weights = found if len(chunks) > 1 else found["model"]
+    _begin_states(optimizer)
     return found | {
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
     }
+
+
+def _begin_states(optimizer: Any) -> None:
+    """Give torch's Adam below the distributed optimizer the states of no step.
+
+    Without Transformer Engine and apex upstream reads their step before it loads any.
+    """
+    for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        inner = getattr(one, "optimizer", None)
+        if not hasattr(one, "gbuf_ranges") or not isinstance(inner, (Adam, AdamW)):
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                inner.state[parameter] = {
+                    "step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }  # fmt: skip
 
 
 def _check_model(job: SavedJob, wanted: Mapping[str, Any]) -> None:

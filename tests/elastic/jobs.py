@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import hybridcomp
 from hybridcomp.channels import channels_of
 from hybridcomp.elastic.batches import micro_batches
+from hybridcomp.errors import HybridcompError
 from hybridcomp.patches.common.frozen_layers import frozen_of
 from hybridcomp.patches.ds import conversion
 from tests.patches.torch.trainer import forget, sum_of_residuals
@@ -59,7 +60,11 @@ class Case:
 
     @property
     def block(self) -> dict[str, Any]:
-        return {"dp": FEEDBACK if self.lossy else "none", "min_bytes": 0, "hierarchy": "none"}
+        dp = FEEDBACK if self.lossy else "none"
+        found: dict[str, Any] = {"dp": dp, "min_bytes": 0, "hierarchy": "none"}
+        if self.engine.startswith("megatron"):
+            found["on_unsupported"] = "native"  # one replica, which sends nothing
+        return found
 
     @property
     def is_pipeline(self) -> bool:
@@ -89,6 +94,7 @@ class Segment:
     after: dict[str, Tensor] = field(default_factory=dict)
     resumed: tuple[int, int | None, int | None] = (0, 0, None)
     frozen: tuple[str, ...] = ()
+    refused: str = ""
     said: str = ""
 
 
@@ -212,16 +218,21 @@ def run(
         place.mkdir(parents=True, exist_ok=True)
         swap = patch.object(conversion.subprocess, "Popen", Within)
         with contextlib.redirect_stdout(said), swap if within else contextlib.nullcontext():
-            if case.engine.startswith("megatron"):
-                from tests.elastic.megatron import segment
-
-                seen = segment(case, place, steps, save)
-            else:
-                of = of_torch if case.is_summed else of_deepspeed
-                seen = of(case, place, steps, save)
+            try:
+                seen = segment_of(case)(case, place, steps, save)
+            except HybridcompError as error:  # the same on all ranks
+                seen = Segment(refused=f"{type(error).__name__}: {error}")
         seen.said = said.getvalue()
         found.append(seen)
     return found
+
+
+def segment_of(case: Case) -> Callable[[Case, Path, int, bool], Segment]:
+    if case.engine.startswith("megatron"):
+        from tests.elastic.megatron import segment
+
+        return segment
+    return of_torch if case.is_summed else of_deepspeed
 
 
 def freeze_when_due(case: Case, engine: Any, step: int) -> None:

@@ -262,11 +262,12 @@ def test_fronts_that_ranks_gather_together() -> None:
     pytest.importorskip("deepspeed")
     ranks = run_ranks(2, fronts, [None, 4 * WIDTH * 4, 0])
     for per_engine in zip(*(iter(of_rank) for of_rank in ranks), strict=True):
-        for losses_, *_ in per_engine:
-            assert len(losses_) == 4 * SAMPLES // BATCH
+        assert {len(seen[0]) for seen in per_engine} == {4 * SAMPLES // BATCH}
     for rank, of_rank in enumerate(ranks):
         for whole, some, none in (of_rank[:3], of_rank[3:]):
-            assert whole[0] == some[0] == none[0]  # to the last bit
+            assert whole[0] == none[0]  # to the last bit
+            apart = (abs(a - b) for a, b in zip(whole[0], some[0], strict=True))
+            assert max(apart) < 1e-5  # passes of other numbers of samples
             first, kept, third, fourth = whole[1]
             assert whole[2] == [SAMPLES, SAMPLES, 0, 0]
             assert third == fourth < kept  # the front is not gathered
