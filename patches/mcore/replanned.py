@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.optim import Adam, AdamW
 
 from hybridcomp.channels import checkpoint, checkpoint_note
 from hybridcomp.config.error_messages import NOTHING, Shown
@@ -34,7 +32,7 @@ COMMON, LAST = "common.pt", "metadata.json"
 #: how Megatron names the layout of the distributed optimizer's states, in metadata and checkpoints
 SHARDING, SAVED_SHARDING = "distrib_optim_sharding_type", "param_state_sharding_type"
 #: those that other data-parallel ranks load
-RESHARDABLE = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
+RESHARDABLE = ("fully_reshardable", "dp_reshardable")
 SAVE = (
     'save {"model": ..., "optimizer": ..., "sampler": sampler.state_dict(), "iteration": step} '
     "with megatron.core.dist_checkpointing, and hybridcomp.save_state into the same folder, see "
@@ -175,27 +173,9 @@ def _sharded(chunks: Sequence[Any], optimizer: Any, job: SavedJob) -> dict[str, 
         for name, chunk in zip(names, chunks, strict=True)
     }
     weights = found if len(chunks) > 1 else found["model"]
-    _begin_states(optimizer)
     return found | {
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
     }
-
-
-def _begin_states(optimizer: Any) -> None:
-    """Give torch's Adam below the distributed optimizer the states of no step.
-
-    Without Transformer Engine and apex upstream reads their step before it loads any.
-    """
-    for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        inner = getattr(one, "optimizer", None)
-        if not hasattr(one, "gbuf_ranges") or not isinstance(inner, (Adam, AdamW)):
-            continue
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            if not inner.state[parameter]:
-                inner.state[parameter] = {
-                    "step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }  # fmt: skip
 
 
 def _check_model(job: SavedJob, wanted: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
 from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
+from hybridcomp.elastic.freezing import plain
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
@@ -113,7 +116,8 @@ def resume(
     job = with_sampler(job)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
-    weights, states = get_state_dict(model, optimizer)
+    with _never_stepped(model, job):
+        weights, states = get_state_dict(model, optimizer)
     _, problem = saved.attempt(lambda: _check_model(job, weights))
     saved.all_well(problem, WHAT)
     # read into copies: an error midway leaves the model as it was
@@ -130,15 +134,36 @@ def resume(
     if scheduler is not None:
         state[SCHEDULER] = scheduler
     load(state, checkpoint_id=job.folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER]
-    )
+    with _never_stepped(model, job):
+        set_state_dict(
+            model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER]
+        )
     scale(optimizer, scheduler, factor)
     step = job.step or 0 if attached is None else attached.step
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
         step = sampler.steps
     return ResumedJob(job.folder, step, job.trained, job.ranks, factor)
+
+
+@contextmanager
+def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
+    """Have torch leave out the optimizer states that the checkpoint lacks, of frozen parameters.
+
+    torch asks for a state of every parameter that requires gradients.
+    """
+    start = f"{OPTIMIZER}.state."
+    stepped = {name.rpartition(".")[0] for name in job.files if name.startswith(start)}
+    inner = getattr(model, "module", model)
+    lacking = [one for name, one in inner.named_parameters()
+               if one.requires_grad and f"{start}{plain(name)}" not in stepped]  # fmt: skip
+    for one in lacking if stepped else ():
+        one.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for one in lacking:
+            one.requires_grad_(True)
 
 
 def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:

@@ -38,11 +38,12 @@ class Case:
 
     Attributes:
         engine: "ddp", "fsdp2", "zero0" to "zero3", a pipeline at ZeRO 1 "pipe" or without "pipe0",
-            "megatron", or "megatron-sharded" with its distributed optimizer.
+            "megatron", "megatron-sharded" with its distributed optimizer, "megatron-buckets" with
+            that optimizer's states saved as they lie.
         lossy: whether gradients are sent in 4 bits, with error feedback.
         stages: of a pipeline; 0: two where the ranks are even.
         samples: of a step.
-        freezes: whether the first layer is frozen after the second step.
+        freezes: before which step, counted from 0, the first layer is frozen; None: before none.
     """
 
     engine: str
@@ -50,12 +51,14 @@ class Case:
     stages: int = 1
     dtype: str = "fp32"
     samples: int = SAMPLES
-    freezes: bool = False
+    freezes: int | None = None
 
     @property
     def name(self) -> str:
         parts = [self.engine, "4bits" if self.lossy else "none"]
-        parts += [self.dtype] * (self.dtype != "fp32") + ["freezes"] * self.freezes
+        parts += [self.dtype] * (self.dtype != "fp32") + [f"frozen{self.freezes}"] * (
+            self.freezes is not None
+        )
         return "_".join(parts)
 
     @property
@@ -236,7 +239,7 @@ def segment_of(case: Case) -> Callable[[Case, Path, int, bool], Segment]:
 
 
 def freeze_when_due(case: Case, engine: Any, step: int) -> None:
-    if case.freezes and step == 2:
+    if case.freezes == step:
         hybridcomp.freeze(engine, ["0"])
 
 

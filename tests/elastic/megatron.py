@@ -21,7 +21,8 @@ from tests.training import mcore_trainer
 from tests.training.mcore_trainer import LENGTH, VOCAB, Job
 from tests.training.test_checkpoint import sums
 
-SHARDING = "fully_reshardable"
+#: layouts of the distributed optimizer's states, by engine
+SHARDING = {"megatron-sharded": "fully_reshardable", "megatron-buckets": "dp_reshardable"}
 
 
 class Sequences(torch.utils.data.Dataset[tuple[int, Tensor]]):
@@ -39,7 +40,7 @@ class Sequences(torch.utils.data.Dataset[tuple[int, Tensor]]):
 
 def job_of(case: Case) -> Job:
     return Job(
-        layers=1, distributed_optimizer=case.engine.endswith("sharded"), lr=1e-3, clip=0.0,
+        layers=1, distributed_optimizer=case.engine in SHARDING, lr=1e-3, clip=0.0,
         bf16=case.dtype == "bf16", loss_scale=256.0 if case.dtype == "fp16" else None,
         block=case.block,
     )  # fmt: skip
@@ -68,7 +69,7 @@ def segment(case: Case, place: Path, steps: int, save: bool) -> Segment:
             seen.losses.append(mean(loss))
         seen.after = sums(channels.residuals.state_dict())
         if save:
-            write(place / f"iter_{steps:07d}", chunks, optimizer, sampler)
+            write(case, place / f"iter_{steps:07d}", chunks, optimizer, sampler)
     return seen
 
 
@@ -97,14 +98,15 @@ def step_of(micros: list[Any], chunks: list[Any], optimizer: Any, micro: int) ->
     return sum(float(part["loss"]) for part in found) / len(found)
 
 
-def write(folder: Path, chunks: list[Any], optimizer: Any, sampler: Any) -> None:
+def write(case: Case, folder: Path, chunks: list[Any], optimizer: Any, sampler: Any) -> None:
     """Save as docs/elastic.md says."""
     from megatron.core import dist_checkpointing
 
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    metadata = {"distrib_optim_sharding_type": SHARDING}
+    kind = SHARDING.get(case.engine)
+    metadata = {} if kind is None else {"distrib_optim_sharding_type": kind}
     model = chunks[0].module  # without Megatron's wrappers
     weights = getattr(model, "module", model).sharded_state_dict(metadata=metadata)
     state = {

@@ -38,11 +38,13 @@ SWEEP["stages"] = [
     Case("pipe0", lossy, 2, dtype, 12)
     for dtype in ("fp32", "bf16", "fp16") for lossy in (False, True)
 ]  # fmt: skip
-SWEEP["freezes"] = [replace(case, freezes=True) for case in SWEEP["fp32"]]
+SWEEP["freezes"] = [replace(case, freezes=2) for case in SWEEP["fp32"]]
+SWEEP["freezes"] += [replace(case, freezes=0) for case in SWEEP["fp32"] if not case.lossy]
 SWEEP["megatron"] = [
     Case(engine, lossy, 1, dtype, 12)
-    for engine in ("megatron", "megatron-sharded")
-    for dtype in ("fp32", "bf16", "fp16") for lossy in (False, True)
+    for engine, dtypes in (("megatron", ("fp32", "bf16", "fp16")), ("megatron-buckets", ("fp32",)),
+                           ("megatron-sharded", ("fp32", "bf16", "fp16")))
+    for dtype in dtypes for lossy in (False, True)
 ]  # fmt: skip
 
 
@@ -184,9 +186,9 @@ def held(
     for at, ranks in zip(ends, segments[1:], strict=False):
         assert {one.resumed[:2] for one in ranks} == {(at, at * case.samples)}
         assert "lacks files" not in ranks[0].said
-    if case.freezes:
+    if case.freezes is not None:
         frozen = {one.frozen for ranks, end in zip(segments, ends, strict=True)
-                  for one in ranks if end > 2}  # fmt: skip
+                  for one in ranks if end > case.freezes}  # fmt: skip
         assert frozen == {("0.down", "0.up")}, frozen
     return apart, natural, max(sums)
 
@@ -197,7 +199,7 @@ def by_replica(ranks: list[Segment]) -> list[Segment]:
 
 
 def test_ranks_change_at_random_by_day(tmp_path: Path) -> None:
-    cases = [Case("ddp", samples=12)]
+    cases = [Case("ddp", samples=12), Case("ddp", samples=12, freezes=0)]
     kept = unchanged(cases, (4, 1), 1, tmp_path / "kept", 8)
     hold_sequence(cases, (3, 1, 4, 2), 1, kept, tmp_path / "parts", 8)
 

@@ -150,12 +150,12 @@ def test_half_of_the_ranks_leave_and_come_back_fifty_times(tmp_path: Path) -> No
     for number in range(int(os.environ.get("HYBRIDCOMP_ELASTIC_JOBS", "50"))):
         codec, folder = ("none", "4bits")[number % 2], tmp_path / f"job{number}"
         block, within = block_of(codec)
-        words = (*arguments(folder, block), "--pause", "0.05")
+        words = (*arguments(folder, block), "--pause", "0.15")
 
         def start(port: int, folder: Path = folder, words: tuple[str, ...] = words) -> Agent:
             return Node(folder, port, SCRIPT, words)
 
         began = time.monotonic()
-        broken(folder, start, draw.randrange(3, 20), draw.randrange(2, 12))
+        broken(folder, start, draw.randrange(3, 13), draw.randrange(2, 7))
         hold(folder, wanted[codec], within)
         print(f"job {number} of {codec} ended right, {time.monotonic() - began:.0f} s", flush=True)
