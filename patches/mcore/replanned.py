@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import checkpoint, checkpoint_note
@@ -204,5 +205,6 @@ def _load(
     found: dict[str, Any] = dist_checkpointing.load(wanted, str(job.folder))
     for name, chunk in zip(names, chunks, strict=True):
         chunk.load_state_dict(found[name])
-    optimizer.load_state_dict(found["optimizer"])
+    with torch.no_grad():  # upstream lacks it for dp_reshardable
+        optimizer.load_state_dict(found["optimizer"])
     return found

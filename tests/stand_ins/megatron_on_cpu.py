@@ -188,7 +188,8 @@ def patch_without_engine() -> None:
 def _load_into_torchs_adam(optimizer: Any) -> None:
     """torch's Adam below the distributed optimizer, whose ``step`` is a tensor of each parameter.
 
-    Upstream reads it before there is one (``state_dict``), and looks for it among what it loads.
+    Upstream reads it before there is one (``state_dict``), looks for it among what it loads, and
+    has all parameters count in one.
     """
     state_dict, write = optimizer.state_dict, optimizer._set_main_param_and_optimizer_states
 
@@ -203,7 +204,8 @@ def _load_into_torchs_adam(optimizer: Any) -> None:
     def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         group, place = self.model_param_group_index_map[parameter]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        write(self, parameter, {**tensors, "step": state["step"]} if "step" in state else tensors)
+        state["step"] = state["step"].clone()  # upstream loads one for all parameters
+        write(self, parameter, {**tensors, "step": state["step"]})
 
     optimizer.state_dict = with_states
     optimizer._set_main_param_and_optimizer_states = with_step
