@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -175,8 +176,9 @@ def held(
     read = [step for ranks in segments for step in samples_of(by_replica(ranks))]
     assert read == samples_of(by_replica(whole)), "other samples"
     assert {len(step) for step in read} == {case.samples}
-    flat = [index for step in read for index in step]
-    assert len(set(flat[:LENGTH])) == min(LENGTH, len(flat)), "a sample came twice"
+    counts = Counter(index for step in read for index in step)
+    epochs, rest = divmod(len(read) * case.samples, LENGTH)
+    assert Counter(counts.values()) == +Counter({epochs: LENGTH - rest, epochs + 1: rest}), counts
     losses = sum((ranks[0].losses for ranks in segments), [])
     apart = distance(losses, whole[0].losses)
     natural = max(distance(ranks[0].losses, whole[0].losses) for ranks in kept.values())
