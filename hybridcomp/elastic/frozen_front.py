@@ -113,10 +113,10 @@ class FrozenFront:
         anew = self._has_changed(front, depth)
         starts = [0 if anew or n not in self._kept else self._kept[n].depth for n in numbers]
         if any(map(_is_sharded, front)):
-            anew, starts = _together(anew, starts, depth)
-            if starts is None:  # all kept here: send this rank's shards to the others
-                starts = [depth] * len(numbers)
+            anew, agreed = _together(anew, starts, depth)
+            if agreed is None:  # all kept here: send this rank's shards to the others
                 self._through(0, depth, inputs[:1])
+            starts = agreed or starts
         if anew:
             self._drop()
         rows: list[Tensor | None] = [None] * len(numbers)
@@ -152,7 +152,8 @@ class FrozenFront:
             if not isinstance(values, Tensor) or len(values) != count:
                 todo = "expected blocks that return a tensor of the batch"
                 raise ConfigError(KEY, Shown(type(block).__name__), todo)
-        return values  # type: ignore[no-any-return]
+        found: Tensor = values
+        return found
 
     def _put(self, number: int, depth: int, row: Tensor) -> None:
         flat = row.reshape(-1).contiguous()
@@ -219,7 +220,8 @@ def _mark(block: nn.Module) -> list[int]:
 def _own(value: Any) -> Tensor:
     """Return what this rank holds of a parameter: a shard under FSDP2 and ZeRO 3, or all of it."""
     if hasattr(value, "to_local"):
-        return value.to_local()  # type: ignore[no-any-return]
+        local: Tensor = value.to_local()
+        return local
     return getattr(value, "ds_tensor", value)
 
 
@@ -264,7 +266,7 @@ def _check_gathered(block: nn.Module) -> None:
     """Refuse what FSDP2 cannot run outside of the model's own pass. Raises ConfigError."""
     units = {name: module for name, module in block.named_modules() if hasattr(module, "unshard")}
     for module in units.values():
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        state: Any = module._get_fsdp_state()
         if state._is_root is None:
             todo = "the first pass makes the model the root of fully_shard; call the front after it"
             raise ConfigError(KEY, Shown("a model that has made no pass"), todo)

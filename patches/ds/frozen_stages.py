@@ -1,9 +1,10 @@
 """Leave out the backward passes of stages at the front of a pipeline that are wholly frozen.
 
 DeepSpeed's ``_exec_backward_pass`` raises an error where no output requires a gradient. Filtered is
-the schedule: ``_INSTRUCTION_MAP`` has captured the methods when the class was made. Gradient
-clipping sums norms over the stages: one without gradients takes part with a stand-in, as
-``clip_grad_norm_`` of no gradients fails.
+the schedule: ``_INSTRUCTION_MAP`` has captured the methods when the class was made. Norms of
+gradients are summed over the stages. One without gradients takes part with a stand-in, as
+``clip_grad_norm_`` of no gradients fails, and FP16_UnfusedOptimizer with zeros, as it would leave
+out the sum, for which the other stages then wait.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def set_front(engine: Any, wholly: Sequence[bool]) -> None:
     if not hasattr(engine, "num_stages"):
         return
     front = next((n for n, whole in enumerate(wholly) if not whole), 0)
-    for name in (FRONT, "_exec_schedule", "clip_fp32_gradients"):
+    for name in (FRONT, "_exec_schedule", "clip_fp32_gradients", "_take_model_step"):
         vars(engine).pop(name, None)
     vars(engine.optimizer).pop(NORMS, None)
     if front:
@@ -34,6 +35,8 @@ def set_front(engine: Any, wholly: Sequence[bool]) -> None:
         engine._exec_schedule = functools.partial(_exec_schedule, engine)
     if wholly and wholly[engine.stage_id]:
         engine.clip_fp32_gradients = functools.partial(_clip, engine)
+        if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
+            engine._take_model_step = functools.partial(_take_model_step, engine)
         if hasattr(engine.optimizer, NORMS):
             setattr(engine.optimizer, NORMS, functools.partial(_norms, engine))
 
@@ -63,6 +66,17 @@ def _clip(engine: Any) -> None:
     stand_in = nn.Parameter(torch.zeros(1, device=engine.device))
     stand_in.grad = torch.zeros_like(stand_in)
     clip_grad_norm_(parameters=[stand_in], max_norm=engine.gradient_clipping(), mpu=engine.mpu)
+
+
+def _take_model_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    firsts = [group[0] for group in engine.optimizer.fp16_groups]
+    for parameter in firsts:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        return type(engine)._take_model_step(engine, *args, **kwargs)
+    finally:
+        for parameter in firsts:
+            parameter.grad = None
 
 
 def _norms(engine: Any, for_clipping: bool = False) -> Any:

@@ -217,7 +217,7 @@ def run(
         said = StringIO()
         place = Path(folder, case.name)
         place.mkdir(parents=True, exist_ok=True)
-        swap = patch.object(conversion.subprocess, "Popen", Within)
+        swap = patch(f"{conversion.__name__}.subprocess.Popen", Within)
         with contextlib.redirect_stdout(said), swap if within else contextlib.nullcontext():
             try:
                 seen = segment_of(case)(case, place, steps, save)

@@ -16,6 +16,7 @@ from tests.patches.torch.trainer import forget
 from tests.ranks import run_ranks
 
 WIDTH, SAMPLES, BATCH = 32, 24, 6
+LEDGER = {"every": 10**6}
 
 
 class Counted(nn.Module):
@@ -200,7 +201,7 @@ def sharded(engine: str, room: int | None) -> tuple[list[float], list[float], li
         for block in blocks[1:] if engine == "together" else blocks:
             fully_shard(block)
         root = fully_shard(model)
-        hybridcomp.attach(root, case.block)
+        hybridcomp.attach(root, {**case.block, "ledger": LEDGER})
         channels = channels_of_model(root)
         optimizer = torch.optim.AdamW(root.parameters(), lr=1e-2)
     assert channels is not None
@@ -247,7 +248,7 @@ def deepspeed_of(case: Case, model: nn.Module) -> Any:
     build_deepspeed(case).destroy()  # which has the patches installed, and joins the group
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=settings(
-            case, train_batch_size=2 * BATCH, train_micro_batch_size_per_gpu=BATCH,
+            case, compression={**case.block, "ledger": LEDGER}, train_batch_size=2 * BATCH, train_micro_batch_size_per_gpu=BATCH,
             zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0},
         ),
     )  # fmt: skip

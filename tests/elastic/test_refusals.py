@@ -289,10 +289,10 @@ def of_megatron(folder: str) -> tuple[str, list[str], list[str]]:
     found = []
     for changes in ({"tp": 2}, {"layers": 2}):
         mcore_trainer.prepare()
-        job = replace(megatron.job_of(case), **changes)  # type: ignore[arg-type]
-        with mcore_trainer.armed(job):
-            mcore_trainer.initialize(job)
-            chunks, optimizer = mcore_trainer.build(job)
+        other = replace(megatron.job_of(case), **changes)  # type: ignore[arg-type]
+        with mcore_trainer.armed(other):
+            mcore_trainer.initialize(other)
+            chunks, optimizer = mcore_trainer.build(other)
             found.append(tried(chunks[0], place, optimizer=optimizer)[0])
     job_of_files, skipped = replanned.find(place)
     assert job_of_files is not None

@@ -52,7 +52,7 @@ SWEEP["megatron"] = [
 def sequences(widest: int) -> list[tuple[int, ...]]:
     """4, 2 and 4 replicas, and five random sequences of up to ``widest``."""
     draw = random.Random(51)
-    found = [(widest, max(1, widest // 2), widest)]
+    found: list[tuple[int, ...]] = [(widest, max(1, widest // 2), widest)]
     while len(found) < 6:
         one = tuple(draw.randint(1, widest) for _ in range(4))
         if all(a != b for a, b in pairwise(one)) and one not in found:
@@ -178,7 +178,8 @@ def held(
     assert {len(step) for step in read} == {case.samples}
     counts = Counter(index for step in read for index in step)
     epochs, rest = divmod(len(read) * case.samples, LENGTH)
-    assert Counter(counts.values()) == +Counter({epochs: LENGTH - rest, epochs + 1: rest}), counts
+    wanted = Counter({epochs + 1: rest}) + Counter({epochs: LENGTH - rest} if epochs else {})
+    assert Counter(counts.values()) == wanted, counts
     losses = sum((ranks[0].losses for ranks in segments), [])
     apart = distance(losses, whole[0].losses)
     natural = max(distance(ranks[0].losses, whole[0].losses) for ranks in kept.values())
