@@ -220,9 +220,10 @@ def _mark(block: nn.Module) -> list[int]:
 def _own(value: Any) -> Tensor:
     """Return what this rank holds of a parameter: a shard under FSDP2 and ZeRO 3, or all of it."""
     if hasattr(value, "to_local"):
-        local: Tensor = value.to_local()
-        return local
-    return getattr(value, "ds_tensor", value)
+        own: Tensor = value.to_local()
+    else:
+        own = getattr(value, "ds_tensor", value)
+    return own
 
 
 def _is_sharded(block: nn.Module) -> bool:

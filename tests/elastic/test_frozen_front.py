@@ -248,7 +248,8 @@ def deepspeed_of(case: Case, model: nn.Module) -> Any:
     build_deepspeed(case).destroy()  # which has the patches installed, and joins the group
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=settings(
-            case, compression={**case.block, "ledger": LEDGER}, train_batch_size=2 * BATCH, train_micro_batch_size_per_gpu=BATCH,
+            case, compression={**case.block, "ledger": LEDGER}, train_batch_size=2 * BATCH,
+            train_micro_batch_size_per_gpu=BATCH,
             zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0},
         ),
     )  # fmt: skip
