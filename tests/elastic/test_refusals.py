@@ -307,9 +307,9 @@ def test_megatron_resumes_where_only_replicas_change(tmp_path: Path) -> None:
     place = tmp_path / case.name
     shutil.copytree(place / "iter_0000003", place / "iter_0000005")
     (place / "iter_0000005" / "metadata.json").unlink()
-    ranks = run_ranks(2, of_megatron, str(tmp_path))
-    assert ranks[0] == ranks[1]
-    name, skipped, (layout, model) = ranks[0]
+    first, second = run_ranks(2, of_megatron, str(tmp_path))
+    assert first == second
+    name, skipped, (layout, model) = first
     assert name == "iter_0000003"
     assert skipped == [f"{place}/iter_0000005 was not finished: it has no metadata.json"]
     assert layout.startswith("ConfigError: hybridcomp.resume: found ")
