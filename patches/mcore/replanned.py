@@ -22,9 +22,15 @@ from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
-from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
+from hybridcomp.patches.common.resumed_parts import (
+    KEY,
+    WHAT,
+    check_sampler,
+    say_skipped,
+    scale,
+    whole_index,
+)
 from hybridcomp.patches.common.together import on_first
-from hybridcomp.patches.torch import replanned as of_torch
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
@@ -67,7 +73,8 @@ def read(folder: Path) -> SavedJob:
     """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
     from megatron.core import dist_checkpointing
 
-    job = of_torch.read(folder)
+    known = whole_index(folder).state_dict_metadata
+    number = checkpoints.number_of(folder)
     common: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
     note = checkpoint_note.read(folder)
     if note is not None and (lacking := checkpoint_note.missing(folder, note)):
@@ -82,10 +89,10 @@ def read(folder: Path) -> SavedJob:
         "metadata": common.get("content_metadata") or {},
     }  # fmt: skip
     return SavedJob(
-        folder, common.get("iteration", job.step),
+        folder, common.get("iteration", number if number >= 0 else None),
         None if note is None else note["world_size"] // (tensor * stages), tensor * stages, tensor,
         is_pipeline=stages > 1, samples=sampler.get("samples"), trained=sampler.get("trained"),
-        sampler=sampler or None, settings=settings, files=(*job.files, *common),
+        sampler=sampler or None, settings=settings, files=(*known, *common),
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map
@@ -24,12 +22,19 @@ from hybridcomp.elastic.freezing import plain
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
-from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
+from hybridcomp.patches.common.resumed_parts import (
+    INDEX,
+    KEY,
+    WHAT,
+    check_sampler,
+    say_skipped,
+    scale,
+    whole_index,
+)
 from hybridcomp.patches.common.together import on_first
 from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
 from hybridcomp.patches.torch.attach import attach
 
-INDEX = ".metadata"
 #: how a checkpoint names the state of a model, an optimizer, hybridcomp, a scheduler, a sampler
 MODEL, OPTIMIZER, OURS, SCHEDULER, SAMPLER = (
     "model", "optimizer", "hybridcomp", "scheduler", "sampler",
@@ -42,11 +47,10 @@ SAVE = (
 
 def is_here(place: Path) -> bool:
     """Return whether ``place`` is a checkpoint of torch.distributed.checkpoint, or holds some."""
-    return is_one(place) or any(is_one(path) for path in place.iterdir() if path.is_dir())
+    return _is_one(place) or any(_is_one(path) for path in place.iterdir() if path.is_dir())
 
 
-def is_one(folder: Path) -> bool:
-    """Return whether ``folder`` is a checkpoint of torch.distributed.checkpoint."""
+def _is_one(folder: Path) -> bool:
     return (folder / INDEX).is_file() or any(folder.glob("*.distcp"))
 
 
@@ -56,10 +60,10 @@ def find(place: Path) -> checkpoints.Picked:
     The one with the largest number at the end of its folder's name. torch writes its index last:
     without it a checkpoint was not finished. Raises CheckpointError where none is whole.
     """
-    if is_one(place):
+    if _is_one(place):
         return checkpoints.newest([place], read)
     inside = place.iterdir() if place.is_dir() else ()  # a job's first start
-    found = [path for path in inside if path.is_dir() and is_one(path)]
+    found = [path for path in inside if path.is_dir() and _is_one(path)]
     found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
     done = [path for path in found if (path / INDEX).is_file()]
     job, skipped = checkpoints.newest(done, read)
@@ -69,15 +73,7 @@ def find(place: Path) -> checkpoints.Picked:
 
 def read(folder: Path) -> SavedJob:
     """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
-    index = _index(folder)
-    wanted: dict[str, int] = {}
-    for one in (index.storage_data or {}).values():
-        wanted[one.relative_path] = max(wanted.get(one.relative_path, 0), one.offset + one.length)
-    for name, nbytes in wanted.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size < nbytes:
-            what = "cut off" if path.is_file() else "missing"
-            raise CheckpointError(f"{folder} is not whole: {name} is {what}")
+    index = whole_index(folder)
     known = index.state_dict_metadata
     ranks = sum(name.startswith(f"{OURS}.rank_") for name in known)
     shapes = {
@@ -87,14 +83,6 @@ def read(folder: Path) -> SavedJob:
     number = checkpoints.number_of(folder)
     step = number if number >= 0 else None
     return SavedJob(folder, step, replicas=ranks or None, shapes=shapes, files=tuple(known))
-
-
-def _index(folder: Path) -> Metadata:
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{folder} is not whole: {INDEX}: {said[:120]}") from None
 
 
 def resume(
