@@ -38,11 +38,11 @@ def resume(
     without any the job begins at step 0.
 
     Args:
-        engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of
-            fully_shard.
+        engine: an engine of DeepSpeed, a model under torch's or Megatron's DistributedDataParallel
+            (a list of them with virtual pipeline stages), or the root of fully_shard.
         folder: where the job saves its checkpoints, each into a folder whose name ends in a number,
             or one of them.
-        optimizer, scheduler: of a model under DDP or FSDP2; DeepSpeed's engine has them.
+        optimizer, scheduler: of the model; DeepSpeed's engine has them.
         sampler: the job's, to begin with the first sample that was not trained on.
         lr: the learning rate if a step has other samples than in the checkpoint: times their ratio
             ("linear"), times its root ("sqrt"), or the same ("keep").
@@ -55,13 +55,6 @@ def resume(
         todo = "torch.distributed is not up; call resume after the engine was built"
         raise ConfigError(KEY, NOTHING, todo)
     place = Path(folder)
-    if is_megatron(engine):
-        todo = (
-            "megatron.core.dist_checkpointing loads on other ranks by itself; call "
-            "hybridcomp.load_state(folder) for the residuals, whose sum is kept, and "
-            "ElasticSampler.load_state_dict for the samples"
-        )
-        raise ConfigError(KEY, Shown("megatron-core"), todo)
     if "deepspeed" in packages_of(engine):
         from hybridcomp.patches.ds import replanned as of_deepspeed
 
@@ -69,6 +62,10 @@ def resume(
             if given is not None:
                 raise ConfigError(f"{KEY}: {name}", Shown("one"), "the engine has it; leave it out")
         found = of_deepspeed.resume(engine, place, sampler, lr)
+    elif is_megatron(engine):
+        from hybridcomp.patches.mcore import replanned as of_megatron
+
+        found = of_megatron.resume(engine, place, optimizer, scheduler, sampler, lr)
     else:
         from hybridcomp.patches.torch import replanned as of_torch
         from hybridcomp.patches.torch import weights

@@ -217,7 +217,7 @@ ASKS: dict[str, set[str]] = {
     "published": {"common", "ds", "mcore", "torch"},
     "frozen": {"common", "ds", "torch"},
     "freeze_schedule": {"common", "frozen"},
-    "resumed": {"common", "ds", "frozen", "torch"},
+    "resumed": {"common", "ds", "frozen", "mcore", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},
 }

@@ -103,7 +103,7 @@ def read_state(folder: Path) -> State | None:
     """
     found, problem = None, None
     if dist.get_rank() == 0:
-        found, problem = saved.attempt(lambda: _read_state(folder / STATE))
+        found, problem = saved.attempt(lambda: state_in(folder))
     saved.all_well(problem, WHAT)
     stored = small_messages.from_first(found)
     if stored is None:
@@ -112,7 +112,12 @@ def read_state(folder: Path) -> State | None:
     return State(stored["step"], float(stored["loss_scale"]), dict(stored["groups"]), frozen)
 
 
-def _read_state(path: Path) -> dict[str, Any] | None:
+def state_in(folder: Path) -> dict[str, Any] | None:
+    """Return the state of the job as it stands in its file; None without one.
+
+    Raises CheckpointError for a damaged file.
+    """
+    path = folder / STATE
     if not path.is_file():
         return None
     stored = saved.read_json(path)

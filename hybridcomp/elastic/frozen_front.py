@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridcomp.channels.kept_weights import hashes_of
@@ -15,6 +16,8 @@ from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job import small_messages
+from hybridcomp.job.devices import default_device
 from hybridcomp.log import say
 
 KEY = "hybridcomp.FrozenFront"
@@ -38,7 +41,8 @@ class FrozenFront:
     from the host for samples that were there before, else computed and kept, each sample alone.
     Where more blocks are frozen since, only those between run. Kept values go when a weight of the
     blocks changes or trains again, and the least recently used where the host's memory is full. A
-    restart computes them anew.
+    restart computes them anew. Under ZeRO 3 and FSDP2 every rank calls it, at the same time: where
+    all samples of all ranks are kept, nothing is gathered.
 
     Attributes:
         hits, misses: samples that were kept, and that were not.
@@ -95,9 +99,9 @@ class FrozenFront:
             samples: the number of each sample of the batch in the data set.
             inputs: (batch, ...) of the first block.
 
-        Raises ConfigError where the samples are not those of the batch, where ranks gather weights
-        of a block together (ZeRO 3, FSDP2), and where a block draws random numbers or counts its
-        inputs (dropout, batch norm) or returns something else than a tensor.
+        Raises ConfigError where the samples are not those of the batch, and where a block draws
+        random numbers or counts its inputs (dropout, batch norm), returns something else than a
+        tensor, or is gathered with others or by a model that has made no pass (FSDP2).
         """
         numbers = [int(n) for n in (samples.tolist() if isinstance(samples, Tensor) else samples)]
         if len(numbers) != len(inputs):
@@ -106,13 +110,18 @@ class FrozenFront:
         depth = self.depth
         front = self._blocks[:depth]
         _check(front)
-        self._drop_changed(front, depth)
-        by_depth: dict[int, list[int]] = {}
-        for place, number in enumerate(numbers):
-            kept = self._kept.get(number)
-            by_depth.setdefault(0 if kept is None else kept.depth, []).append(place)
+        anew = self._has_changed(front, depth)
+        starts = [0 if anew or n not in self._kept else self._kept[n].depth for n in numbers]
+        if any(map(_is_sharded, front)):
+            anew, agreed = _together(anew, starts, depth)
+            if agreed is None:  # all kept here: send this rank's shards to the others
+                self._through(0, depth, inputs[:1])
+            starts = agreed or starts
+        if anew:
+            self._drop()
         rows: list[Tensor | None] = [None] * len(numbers)
-        for start, places in sorted(by_depth.items()):
+        for start in sorted(set(starts)):
+            places = [place for place, one in enumerate(starts) if one == start]
             values: Sequence[Tensor]
             if start == depth and depth:
                 values = [self._take(numbers[place], inputs.device) for place in places]
@@ -126,18 +135,24 @@ class FrozenFront:
 
     def _run(self, start: int, depth: int, numbers: list[int], inputs: Tensor) -> Sequence[Tensor]:
         """Return the outputs of the blocks from ``start`` on, and keep them."""
-        values: Any = inputs
+        values = inputs
         if start:
             values = torch.stack([self._take(number, inputs.device) for number in numbers])
-        for block in self._blocks[start:depth]:
-            values = block(values)
-            if not isinstance(values, Tensor) or len(values) != len(numbers):
-                todo = "expected blocks that return a tensor of the batch"
-                raise ConfigError(KEY, Shown(type(block).__name__), todo)
+        values = self._through(start, depth, values)
         if depth:
             for number, row in zip(numbers, values, strict=True):
                 self._put(number, depth, row)
-        found: Sequence[Tensor] = values.unbind()
+        return values.unbind()
+
+    def _through(self, start: int, depth: int, values: Any) -> Tensor:
+        """Return what the blocks from ``start`` on make of ``values``."""
+        count = len(values)
+        for block in self._blocks[start:depth]:
+            values = block(values)
+            if not isinstance(values, Tensor) or len(values) != count:
+                todo = "expected blocks that return a tensor of the batch"
+                raise ConfigError(KEY, Shown(type(block).__name__), todo)
+        found: Tensor = values
         return found
 
     def _put(self, number: int, depth: int, row: Tensor) -> None:
@@ -173,16 +188,18 @@ class FrozenFront:
         self._codec.decode(payload, out)
         return out.view(kept.shape)
 
-    def _drop_changed(self, front: Sequence[nn.Module], depth: int) -> None:
-        """Free all kept samples if weights of the front have changed or train again."""
+    def _has_changed(self, front: Sequence[nn.Module], depth: int) -> bool:
+        """Note the weights, and return whether some have changed since, or train again."""
         marks = [_mark(block) for block in front]
-        shared = min(len(marks), len(self._marks))
-        if marks[:shared] != self._marks[:shared] or depth < len(self._marks):
-            if self._kept:
-                say(f"frozen front: weights of it have changed; {len(self._kept)} samples of rank "
-                    "0 are computed anew")  # fmt: skip
-            self.free()
-        self._marks = marks
+        before, self._marks = self._marks, marks
+        shared = min(len(marks), len(before))
+        return marks[:shared] != before[:shared] or depth < len(before)
+
+    def _drop(self) -> None:
+        if self._kept:
+            say(f"frozen front: weights of it have changed; {len(self._kept)} samples of rank 0 "
+                "are computed anew")  # fmt: skip
+        self.free()
 
     def _say(self, once: str, text: str) -> None:
         if once not in self._told:
@@ -194,21 +211,71 @@ def _mark(block: nn.Module) -> list[int]:
     """Return what shows whether the weights of a block have changed: sums of their bits."""
     shares: list[Tensor] = []
     for value in (*block.parameters(), *block.buffers()):
-        if value.dtype in VALUE_DTYPES and value.numel():
-            shares.append(value.detach().reshape(-1))
+        own = _own(value)
+        if own.dtype in VALUE_DTYPES and own.numel():
+            shares.append(own.detach().reshape(-1))
     return hashes_of(shares)
+
+
+def _own(value: Any) -> Tensor:
+    """Return what this rank holds of a parameter: a shard under FSDP2 and ZeRO 3, or all of it."""
+    if hasattr(value, "to_local"):
+        own: Tensor = value.to_local()
+    else:
+        own = getattr(value, "ds_tensor", value)
+    return own
+
+
+def _is_sharded(block: nn.Module) -> bool:
+    return any(_own(parameter) is not parameter for parameter in block.parameters())
+
+
+def _together(anew: bool, starts: list[int], depth: int) -> tuple[bool, list[int] | None]:
+    """Return whether any rank has to begin anew, and after which block each sample begins.
+
+    Ranks that gather a block do so together, each in one pass from the same block on. Where their
+    samples need others, those that are not kept at ``depth`` begin at the first; None: this rank
+    has no such, and others do. A collective.
+    """
+    flags = torch.zeros(depth + 1, device=default_device())
+    flags[[start for start in starts if start < depth]] = 1
+    flags[depth] = float(anew)
+    *counts, changed = small_messages.total(flags).tolist()
+    if changed:
+        return True, [0] * len(starts)
+    needed = [start for start, count in enumerate(counts) if count]
+    if not needed:
+        return False, starts
+    if len(needed) == 1 and counts[needed[0]] == dist.get_world_size():
+        return False, starts
+    if all(start == depth for start in starts):
+        return False, None
+    return False, [start if start == depth else 0 for start in starts]
 
 
 def _check(front: Sequence[nn.Module]) -> None:
     for block in front:
-        if any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in block.parameters()):
-            todo = "a rank that has kept its samples would leave the others waiting in a gather"
-            raise ConfigError(KEY, Shown("blocks of ZeRO 3 or FSDP2"), todo)
+        _check_gathered(block)
         for module in block.modules():
             drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
             if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
                 todo = "its outputs are others at each pass; call eval() on the frozen blocks"
                 raise ConfigError(KEY, Shown(f"{type(module).__name__} in training"), todo)
+
+
+def _check_gathered(block: nn.Module) -> None:
+    """Refuse what FSDP2 cannot run outside of the model's own pass. Raises ConfigError."""
+    units = {name: module for name, module in block.named_modules() if hasattr(module, "unshard")}
+    for module in units.values():
+        state: Any = module._get_fsdp_state()
+        if state._is_root is None:
+            todo = "the first pass makes the model the root of fully_shard; call the front after it"
+            raise ConfigError(KEY, Shown("a model that has made no pass"), todo)
+    for name, parameter in block.named_parameters():
+        inside = any(not unit or name.startswith(f"{unit}.") for unit in units)
+        if hasattr(parameter, "to_local") and not inside:
+            todo = "call fully_shard on it, so that it can run without the others"
+            raise ConfigError(KEY, Shown("a block that FSDP2 gathers with others"), todo)
 
 
 def _free_bytes() -> int:

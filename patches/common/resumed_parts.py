@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.elastic.checkpoints import SavedJob
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.log import say
 
 KEY = "hybridcomp.resume"
 WHAT = "resuming a checkpoint"
+#: torch writes it last
+INDEX = ".metadata"
+
+
+def whole_index(folder: Path) -> Metadata:
+    """Read the index of a checkpoint of torch.distributed.checkpoint.
+
+    Raises CheckpointError where it cannot be read, and where a file that it names is too short.
+    """
+    try:
+        index = FileSystemReader(folder).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder} is not whole: {INDEX}: {said[:120]}") from None
+    wanted: dict[str, int] = {}
+    for one in (index.storage_data or {}).values():
+        wanted[one.relative_path] = max(wanted.get(one.relative_path, 0), one.offset + one.length)
+    for name, nbytes in wanted.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size < nbytes:
+            what = "cut off" if path.is_file() else "missing"
+            raise CheckpointError(f"{folder} is not whole: {name} is {what}")
+    return index
 
 
 def say_skipped(skipped: Iterable[str]) -> None:

@@ -79,8 +79,6 @@ class EngineLayers:
                 return f"{type(one).__name__}, whose {key!r} is of several elements", ANEW
         if is_dualpipev(engine) or (pipe is not None and pipe.waitless is not None):
             return "a pipeline with a schedule of its own", ANEW
-        if hasattr(engine, "num_stages") and type(optimizer).__name__.startswith("FP16"):
-            return "a pipeline in fp16 without ZeRO", "set ZeRO 1, or bf16"
         if any(name.startswith("tied_modules.") for name in self.named):
             return "layers that stages share (TiedLayerSpec)", ANEW
         if any(type(one).__name__ == SLICED_STAGE for one in engine.module.modules()):

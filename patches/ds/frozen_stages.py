@@ -1,9 +1,10 @@
 """Skip backward passes of wholly frozen stages at the front of a pipeline.
 
 DeepSpeed's ``_exec_backward_pass`` raises an error if no output requires a gradient. The schedule
-is filtered, because ``_INSTRUCTION_MAP`` captured the methods when the class was created. Gradient
-clipping sums norms over the stages: a stage without gradients takes part with a stand-in, because
-``clip_grad_norm_`` fails without gradients.
+is filtered, because ``_INSTRUCTION_MAP`` captured the methods when the class was created. Norms of
+gradients are summed over the stages. A stage without gradients takes part with a stand-in, because
+``clip_grad_norm_`` fails without gradients, and under FP16_UnfusedOptimizer with zeros, because it
+would skip the sum that the other stages wait for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def set_front(engine: Any, wholly: Sequence[bool]) -> None:
     if not hasattr(engine, "num_stages"):
         return
     front = next((n for n, whole in enumerate(wholly) if not whole), 0)
-    for name in (FRONT, "_exec_schedule", "clip_fp32_gradients"):
+    for name in (FRONT, "_exec_schedule", "clip_fp32_gradients", "_take_model_step"):
         vars(engine).pop(name, None)
     vars(engine.optimizer).pop(NORMS, None)
     if front:
@@ -34,6 +35,8 @@ def set_front(engine: Any, wholly: Sequence[bool]) -> None:
         engine._exec_schedule = functools.partial(_exec_schedule, engine)
     if wholly and wholly[engine.stage_id]:
         engine.clip_fp32_gradients = functools.partial(_clip, engine)
+        if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
+            engine._take_model_step = functools.partial(_take_model_step, engine)
         if hasattr(engine.optimizer, NORMS):
             setattr(engine.optimizer, NORMS, functools.partial(_norms, engine))
 
@@ -63,6 +66,17 @@ def _clip(engine: Any) -> None:
     stand_in = nn.Parameter(torch.zeros(1, device=engine.device))
     stand_in.grad = torch.zeros_like(stand_in)
     clip_grad_norm_(parameters=[stand_in], max_norm=engine.gradient_clipping(), mpu=engine.mpu)
+
+
+def _take_model_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    firsts = [group[0] for group in engine.optimizer.fp16_groups]
+    for parameter in firsts:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        return type(engine)._take_model_step(engine, *args, **kwargs)
+    finally:
+        for parameter in firsts:
+            parameter.grad = None
 
 
 def _norms(engine: Any, for_clipping: bool = False) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map
@@ -18,15 +18,23 @@ from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
 from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
+from hybridcomp.elastic.freezing import plain
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
-from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
+from hybridcomp.patches.common.resumed_parts import (
+    INDEX,
+    KEY,
+    WHAT,
+    check_sampler,
+    say_skipped,
+    scale,
+    whole_index,
+)
 from hybridcomp.patches.common.together import on_first
 from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
 from hybridcomp.patches.torch.attach import attach
 
-INDEX = ".metadata"
 #: how a checkpoint names the state of a model, an optimizer, hybridcomp, a scheduler, a sampler
 MODEL, OPTIMIZER, OURS, SCHEDULER, SAMPLER = (
     "model", "optimizer", "hybridcomp", "scheduler", "sampler",
@@ -66,15 +74,7 @@ def find(place: Path) -> checkpoints.Picked:
 
 def read(folder: Path) -> SavedJob:
     """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
-    index = _index(folder)
-    wanted: dict[str, int] = {}
-    for one in (index.storage_data or {}).values():
-        wanted[one.relative_path] = max(wanted.get(one.relative_path, 0), one.offset + one.length)
-    for name, nbytes in wanted.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size < nbytes:
-            what = "cut off" if path.is_file() else "missing"
-            raise CheckpointError(f"{folder} is not whole: {name} is {what}")
+    index = whole_index(folder)
     known = index.state_dict_metadata
     ranks = sum(name.startswith(f"{OURS}.rank_") for name in known)
     shapes = {
@@ -84,14 +84,6 @@ def read(folder: Path) -> SavedJob:
     number = checkpoints.number_of(folder)
     step = number if number >= 0 else None
     return SavedJob(folder, step, replicas=ranks or None, shapes=shapes, files=tuple(known))
-
-
-def _index(folder: Path) -> Metadata:
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{folder} is not whole: {INDEX}: {said[:120]}") from None
 
 
 def resume(
@@ -113,7 +105,8 @@ def resume(
     job = with_sampler(job)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
-    weights, states = get_state_dict(model, optimizer)
+    with _never_stepped(model, job):
+        weights, states = get_state_dict(model, optimizer)
     _, problem = saved.attempt(lambda: _check_model(job, weights))
     saved.all_well(problem, WHAT)
     # read into copies: an error midway leaves the model as it was
@@ -130,15 +123,36 @@ def resume(
     if scheduler is not None:
         state[SCHEDULER] = scheduler
     load(state, checkpoint_id=job.folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER]
-    )
+    with _never_stepped(model, job):
+        set_state_dict(
+            model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER]
+        )
     scale(optimizer, scheduler, factor)
     step = job.step or 0 if attached is None else attached.step
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
         step = sampler.steps
     return ResumedJob(job.folder, step, job.trained, job.ranks, factor)
+
+
+@contextmanager
+def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
+    """Have torch leave out the optimizer states that the checkpoint lacks, of frozen parameters.
+
+    torch asks for a state of every parameter that requires gradients.
+    """
+    start = f"{OPTIMIZER}.state."
+    stepped = {name.rpartition(".")[0] for name in job.files if name.startswith(start)}
+    inner = getattr(model, "module", model)
+    lacking = [one for name, one in inner.named_parameters()
+               if one.requires_grad and f"{start}{plain(name)}" not in stepped]  # fmt: skip
+    for one in lacking if stepped else ():
+        one.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for one in lacking:
+            one.requires_grad_(True)
 
 
 def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:

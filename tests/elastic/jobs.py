@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,10 @@ from torch.utils.data import DataLoader
 
 import hybridcomp
 from hybridcomp.channels import channels_of
+from hybridcomp.elastic.batches import micro_batches
+from hybridcomp.errors import HybridcompError
+from hybridcomp.patches.common.frozen_layers import frozen_of
+from hybridcomp.patches.ds import conversion
 from tests.patches.torch.trainer import forget, sum_of_residuals
 from tests.training.test_checkpoint import sums
 
@@ -28,19 +34,55 @@ FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
 
 @dataclass(frozen=True)
 class Case:
-    """An engine, "ddp", "fsdp2", "zero0" to "zero3", or a pipeline "pipe", and the codec of dp."""
+    """An engine and its settings.
+
+    Attributes:
+        engine: "ddp", "fsdp2", "zero0" to "zero3", a pipeline at ZeRO 1 "pipe" or without "pipe0",
+            "megatron", "megatron-sharded" with its distributed optimizer, "megatron-buckets" with
+            that optimizer's states saved as they lie.
+        lossy: whether gradients are sent in 4 bits, with error feedback.
+        stages: of a pipeline; 0: two where the ranks are even.
+        samples: of a step.
+        freezes: before which step, counted from 0, the first layer is frozen; None: before none.
+    """
 
     engine: str
     lossy: bool = False
     stages: int = 1
+    dtype: str = "fp32"
+    samples: int = SAMPLES
+    freezes: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.engine}_{'4bits' if self.lossy else 'none'}"
+        parts = [self.engine, "4bits" if self.lossy else "none"]
+        parts += [self.dtype] * (self.dtype != "fp32") + [f"frozen{self.freezes}"] * (
+            self.freezes is not None
+        )
+        return "_".join(parts)
 
     @property
     def block(self) -> dict[str, Any]:
-        return {"dp": FEEDBACK if self.lossy else "none", "min_bytes": 0, "hierarchy": "none"}
+        # one replica alone sends nothing
+        return {"dp": FEEDBACK if self.lossy else "none", "min_bytes": 0, "hierarchy": "none",
+                "on_unsupported": "native"}  # fmt: skip
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.engine.startswith("pipe")
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether a segment's residuals are those of all ranks already."""
+        return self.engine in ("ddp", "fsdp2")
+
+    def parts(self) -> int:
+        """Ranks that share a replica."""
+        return self.stages or (1 if dist.get_world_size() % 2 else 2)
+
+    def cast(self, values: Tensor) -> Tensor:
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return values.to(dtypes[self.dtype])
 
 
 @dataclass
@@ -52,6 +94,8 @@ class Segment:
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     resumed: tuple[int, int | None, int | None] = (0, 0, None)
+    frozen: tuple[str, ...] = ()
+    refused: str = ""
     said: str = ""
 
 
@@ -79,7 +123,7 @@ class Layer(nn.Module):
 
 
 def loss_of(found: Tensor, wanted: Tensor) -> Tensor:
-    return (found - wanted).square().mean()
+    return (found.float() - wanted.float()).square().mean()
 
 
 def target(values: Tensor) -> Tensor:
@@ -87,10 +131,13 @@ def target(values: Tensor) -> Tensor:
 
 
 def settings(case: Case, **extra: Any) -> dict[str, Any]:
-    stage = int(case.engine[-1]) if case.engine.startswith("zero") else 1
-    return {
-        "train_batch_size": SAMPLES,
-        "train_micro_batch_size_per_gpu": MOST,
+    stage = 0 if case.engine == "pipe0" else 1 if case.is_pipeline else int(case.engine[-1])
+    parts = case.parts() if case.is_pipeline else 1
+    found: dict[str, Any] = {
+        "train_batch_size": case.samples,
+        "train_micro_batch_size_per_gpu": micro_batches(
+            case.samples, dist.get_world_size() // parts, MOST
+        )[0],
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -99,21 +146,28 @@ def settings(case: Case, **extra: Any) -> dict[str, Any]:
         "compression": case.block,
         **extra,
     }
+    if case.dtype != "fp32":
+        found[case.dtype] = {"enabled": True}
+    if case.dtype == "fp16":
+        found["fp16"]["initial_scale_power"] = 8
+    return found
 
 
 def build_deepspeed(case: Case, wide: int = 3, **extra: Any) -> Any:
     import deepspeed
     import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    type(get_accelerator()).is_fp16_supported = lambda self: True
     deepspeed.init_distributed(dist.get_backend(), verbose=False)
     hybridcomp.install()
     model: Any = nn.Sequential(Layer(0, wide), Layer(1, wide))
-    if case.engine == "pipe":
+    if case.is_pipeline:
         layers = [LayerSpec(Layer, seed, wide) for seed in range(2)]
         model = PipelineModule(
-            layers, num_stages=case.stages, loss_fn=loss_of, partition_method="uniform"
+            layers, num_stages=case.parts(), loss_fn=loss_of, partition_method="uniform"
         )
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=settings(case, **extra)
@@ -122,27 +176,74 @@ def build_deepspeed(case: Case, wide: int = 3, **extra: Any) -> Any:
 
 
 def build_torch(case: Case, wide: int = 3) -> tuple[Any, Any]:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model: Any = nn.Sequential(Layer(0, wide), Layer(1, wide))
-    model = DistributedDataParallel(model) if case.engine == "ddp" else fully_shard(model)
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    policy = bf16 if case.dtype == "bf16" else MixedPrecisionPolicy()
+    if case.engine == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        model = fully_shard(model, mp_policy=policy)
     assert hybridcomp.attach(model, case.block) is not None
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def run(cases: list[Case], folder: str, steps: int, stop: int | None = None) -> list[Segment]:
-    """Each case: go on from what its folder has, to step ``steps`` and save there."""
+class Within:
+    """In place of the process that converts: DeepSpeed's converter in this one, at once."""
+
+    def __init__(self, words: list[str], stdout: Any, **_: Any) -> None:
+        from deepspeed.checkpoint import ds_to_universal
+
+        one = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        called = patch.object(sys, "argv", [*words[2:], *one])
+        with Path(stdout.name).open("w") as said, contextlib.redirect_stdout(said), called:
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+        self.returncode = 0
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+def run(
+    cases: list[Case], folder: str, steps: int, within: bool = False, save: bool = True
+) -> list[Segment]:
+    """Each case: go on from what its folder has, to step ``steps`` and save there.
+
+    ``within``: converts checkpoints without a process of its own, which takes five seconds.
+    """
     found = []
     for case in cases:
         said = StringIO()
         place = Path(folder, case.name)
         place.mkdir(parents=True, exist_ok=True)
-        is_torch = case.engine in ("ddp", "fsdp2")
-        with contextlib.redirect_stdout(said):
-            seen = (of_torch if is_torch else of_deepspeed)(case, place, steps)
+        swap = patch(f"{conversion.__name__}.subprocess.Popen", Within)
+        with contextlib.redirect_stdout(said), swap if within else contextlib.nullcontext():
+            try:
+                seen = segment_of(case)(case, place, steps, save)
+            except HybridcompError as error:  # the same on all ranks
+                seen = Segment(refused=f"{type(error).__name__}: {error}")
         seen.said = said.getvalue()
         found.append(seen)
     return found
+
+
+def segment_of(case: Case) -> Callable[[Case, Path, int, bool], Segment]:
+    if case.engine.startswith("megatron"):
+        from tests.elastic.megatron import segment
+
+        return segment
+    return of_torch if case.is_summed else of_deepspeed
+
+
+def freeze_when_due(case: Case, engine: Any, step: int) -> None:
+    if case.freezes == step:
+        hybridcomp.freeze(engine, ["0"])
+
+
+def frozen_in(engine: Any) -> tuple[str, ...]:
+    found = frozen_of(engine)
+    return () if found is None else tuple(sorted(found.everywhere))
 
 
 def batches(sampler: Any, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -157,9 +258,9 @@ def mean(loss: float) -> float:
     return float(total) / dist.get_world_size()
 
 
-def of_torch(case: Case, place: Path, steps: int) -> Segment:
+def of_torch(case: Case, place: Path, steps: int, save: bool) -> Segment:
     model, optimizer = build_torch(case)
-    sampler = hybridcomp.ElasticSampler(LENGTH, SAMPLES, tail="keep")
+    sampler = hybridcomp.ElasticSampler(LENGTH, case.samples, tail="keep")
     where = hybridcomp.resume(model, place, optimizer=optimizer, sampler=sampler)
     attached = hybridcomp.attach(model)
     assert attached is not None and attached.step == where.step == sampler.steps
@@ -168,6 +269,7 @@ def of_torch(case: Case, place: Path, steps: int) -> Segment:
     micro, accumulation = sampler.micro_batches(MOST)
     loader = batches(sampler, micro)
     while sampler.steps < steps:
+        freeze_when_due(case, model, sampler.steps)
         losses, drawn = [], []
         for number in range(accumulation):
             indices, values = next(loader)
@@ -185,45 +287,51 @@ def of_torch(case: Case, place: Path, steps: int) -> Segment:
         sampler.stepped()
         seen.samples.append(drawn)
         seen.losses.append(mean(sum(losses) / accumulation))
-    seen.after = sum_of_residuals(attached)
-    weights, states = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model),
-             "sampler": sampler}  # fmt: skip
-    save_sharded(state, checkpoint_id=place / f"step{steps}")
+    seen.after, seen.frozen = sum_of_residuals(attached), frozen_in(model)
+    if save:
+        weights, states = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model),
+                 "sampler": sampler}  # fmt: skip
+        save_sharded(state, checkpoint_id=place / f"step{steps}")
     hybridcomp.detach(model)
     forget()
     return seen
 
 
-def of_deepspeed(case: Case, place: Path, steps: int) -> Segment:
+def of_deepspeed(case: Case, place: Path, steps: int, save: bool) -> Segment:
     engine = build_deepspeed(case)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if case.engine == "pipe":
-        rank, ranks = engine.grid.get_data_parallel_id(), ranks // case.stages
-    sampler = hybridcomp.ElasticSampler(LENGTH, SAMPLES, tail="keep", rank=rank, ranks=ranks)
+    if case.is_pipeline:
+        rank, ranks = engine.grid.get_data_parallel_id(), ranks // case.parts()
+    sampler = hybridcomp.ElasticSampler(LENGTH, case.samples, tail="keep", rank=rank, ranks=ranks)
     where = hybridcomp.resume(engine, place, sampler=sampler)
     channels = channels_of(engine)
-    assert channels is not None and channels.step == where.step == sampler.steps
+    assert channels is not None
+    assert channels.step == where.step == sampler.steps
     seen = Segment(before=sums(channels.residuals.state_dict()))
     seen.resumed = (where.step, where.samples_seen, where.ranks)
-    assert engine.gradient_accumulation_steps() == sampler.micro_batches(MOST)[1]
-    loader = batches(sampler, MOST)
+    micro, accumulation = sampler.micro_batches(MOST)
+    assert engine.gradient_accumulation_steps() == accumulation
+    loader = batches(sampler, micro)
     while sampler.steps < steps:
+        freeze_when_due(case, engine, sampler.steps)
         drawn, losses = [], []
-        micros = [next(loader) for _ in range(engine.gradient_accumulation_steps())]
+        micros = [next(loader) for _ in range(accumulation)]
         drawn = [index for indices, _ in micros for index in indices.tolist()]
-        if case.engine == "pipe":
-            losses = [float(engine.train_batch(iter([(v, target(v)) for _, v in micros])))]
+        pairs = [(case.cast(values), target(values)) for _, values in micros]
+        if case.is_pipeline:
+            losses = [float(engine.train_batch(iter(pairs)))]
         else:
-            for _, values in micros:
-                loss = loss_of(engine(values), target(values))
+            for values, wanted in pairs:
+                loss = loss_of(engine(values), wanted)
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
         sampler.stepped()
         seen.samples.append(drawn)
         seen.losses.append(mean(sum(losses) / len(losses)))
-    seen.after = sums(channels.residuals.state_dict())
-    engine.save_checkpoint(str(place), client_state={"sampler": sampler.state_dict()})
+    seen.after, seen.frozen = sums(channels.residuals.state_dict()), frozen_in(engine)
+    if save:
+        engine.save_checkpoint(str(place), client_state={"sampler": sampler.state_dict()})
     engine.destroy()
     return seen

@@ -439,9 +439,11 @@ MICROS = 4
 def pipeline(stage: int, dtype: str, clip: float, **more: Any) -> Any:
     import deepspeed
     import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    type(get_accelerator()).is_fp16_supported = lambda self: True
     deepspeed.init_distributed(dist.get_backend(), verbose=False)
     hybridcomp.install()
     model = PipelineModule([LayerSpec(Layer, seed) for seed in range(LAYERS)], num_stages=2,
@@ -453,8 +455,10 @@ def pipeline(stage: int, dtype: str, clip: float, **more: Any) -> Any:
         "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
         "gradient_clipping": clip, "steps_per_print": 10**9, "compression": PIPE, **more,
     }  # fmt: skip
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"]["initial_scale_power"] = 8
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config
     )
@@ -521,7 +525,7 @@ def stepless(clip: float) -> list[float]:
 FLOATS = {"data_types": {"grad_accum_dtype": "fp32"}}
 PIPES: list[tuple[int, str, float, dict[str, Any]]] = [
     (0, "fp32", 0.0, {}), (0, "fp32", CLIP, {}), (1, "fp32", CLIP, {}), (1, "bf16", CLIP, {}),
-    (1, "bf16", CLIP, FLOATS),
+    (1, "bf16", CLIP, FLOATS), (0, "fp16", CLIP, {}),
 ]  # fmt: skip
 
 

@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hybridcomp
 from hybridcomp.errors import ConfigError
+from tests.elastic.jobs import Case, build_deepspeed, loss_of, settings
+from tests.patches.torch.trainer import forget
+from tests.ranks import run_ranks
 
 WIDTH, SAMPLES, BATCH = 32, 24, 6
+LEDGER = {"every": 10**6}
 
 
 class Counted(nn.Module):
@@ -155,11 +160,6 @@ def test_what_does_not_fit_is_refused() -> None:
     front = hybridcomp.FrozenFront([drops])
     with pytest.raises(ConfigError, match=r"Dropout in training; .*call eval\(\)"):
         front(range(SAMPLES), values)
-    weight: Any = drops[0].weight
-    weight.ds_tensor = weight.detach()
-    with pytest.raises(ConfigError, match="found blocks of ZeRO 3 or FSDP2; a rank that has kept"):
-        front(range(SAMPLES), values)
-    del weight.ds_tensor
     drops.eval()
     front(range(SAMPLES), values)
     with pytest.raises(ConfigError, match="found 2 numbers; expected the numbers of the 24"):
@@ -167,3 +167,118 @@ def test_what_does_not_fit_is_refused() -> None:
     pair = nn.LSTM(WIDTH, WIDTH, batch_first=True).requires_grad_(False)
     with pytest.raises(ConfigError, match="found LSTM; expected blocks that return a tensor"):
         hybridcomp.FrozenFront([pair])(range(SAMPLES), values[:, None])
+
+
+class Cut(nn.Module):
+    """Blocks of which a pass may begin at any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks_of()
+
+    def forward(self, values: Tensor, first: int = 0) -> Tensor:
+        for block in self.blocks[first:]:
+            values = block(values)
+        return values
+
+
+def sharded(engine: str, room: int | None) -> tuple[list[float], list[float], list[int], list[str]]:
+    """Train the back half for four epochs: losses, bytes of gathers and passes of the front."""
+    from hybridcomp.channels import channels_of
+    from hybridcomp.patches.torch.attach import channels_of_model
+
+    torch.manual_seed(0)
+    case = Case("zero3" if engine == "zero3" else "fsdp2")
+    model: Any = Cut()
+    blocks = list(model.blocks)
+    refused: list[str] = []
+    if engine == "zero3":
+        root = deepspeed_of(case, model)
+        channels, optimizer = channels_of(root), None
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks[1:] if engine == "together" else blocks:
+            fully_shard(block)
+        root = fully_shard(model)
+        hybridcomp.attach(root, {**case.block, "ledger": LEDGER})
+        channels = channels_of_model(root)
+        optimizer = torch.optim.AdamW(root.parameters(), lr=1e-2)
+    assert channels is not None
+    hybridcomp.freeze(root, ["blocks.0", "blocks.1"])
+    front = hybridcomp.FrozenFront(blocks, host_bytes=room if dist.get_rank() else None)
+    values = data() + dist.get_rank()
+    found, sent, runs = [], [], []
+    for epoch in range(4):
+        before, ran = gathered_bytes(channels), blocks[0].seen
+        for at in torch.split(torch.arange(SAMPLES), BATCH):
+            hidden, first = values[at], 0
+            if epoch:  # the first epoch begins at the model's inputs
+                try:
+                    hidden, first = front(at, values[at])
+                except ConfigError as error:
+                    return [], [], [], [str(error)]
+            elif not refused and engine != "zero3":
+                with pytest.raises(ConfigError) as told:
+                    front(at, values[at])
+                refused.append(str(told.value))
+            loss = loss_of(root(hidden, first=first), values[at].roll(1, 1))
+            if optimizer is None:
+                root.backward(loss)
+                root.step()
+            else:
+                torch.autograd.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        sent.append(gathered_bytes(channels) - before)
+        runs.append(blocks[0].seen - ran)
+    forget()
+    return found, sent, runs, refused
+
+
+def gathered_bytes(channels: Any) -> float:
+    entries = channels.ledger.interval.items()
+    return sum(float(one.raw_nbytes) for (name, _), one in entries if name == "zero")
+
+
+def deepspeed_of(case: Case, model: nn.Module) -> Any:
+    import deepspeed
+
+    build_deepspeed(case).destroy()  # which has the patches installed, and joins the group
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=settings(
+            case, compression={**case.block, "ledger": LEDGER}, train_batch_size=2 * BATCH,
+            train_micro_batch_size_per_gpu=BATCH,
+            zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0},
+        ),
+    )  # fmt: skip
+    return engine
+
+
+def fronts(rooms: list[int | None]) -> list[Any]:
+    return [sharded(engine, room) for engine in ("fsdp2", "zero3") for room in rooms]
+
+
+def test_fronts_that_ranks_gather_together() -> None:
+    pytest.importorskip("deepspeed")
+    ranks = run_ranks(2, fronts, [None, 4 * WIDTH * 4, 0])
+    for per_engine in zip(*(iter(of_rank) for of_rank in ranks), strict=True):
+        assert {len(seen[0]) for seen in per_engine} == {4 * SAMPLES // BATCH}
+    for rank, of_rank in enumerate(ranks):
+        for whole, some, none in (of_rank[:3], of_rank[3:]):
+            assert whole[0] == none[0]  # to the last bit
+            apart = (abs(a - b) for a, b in zip(whole[0], some[0], strict=True))
+            assert max(apart) < 1e-5  # passes of other numbers of samples
+            first, kept, third, fourth = whole[1]
+            assert whole[2] == [SAMPLES, SAMPLES, 0, 0]
+            assert third == fourth < kept  # the front is not gathered
+            assert none[2][1:] == ([SAMPLES] * 3 if rank else [SAMPLES, 4, 4])
+
+
+def test_a_block_that_is_gathered_with_others_is_refused() -> None:
+    for *_, said in run_ranks(2, sharded, "together", None):
+        assert said == [
+            "hybridcomp.FrozenFront: found a block that FSDP2 gathers with others; call "
+            "fully_shard on it, so that it can run without the others"
+        ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 import hybridcomp
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.patches.ds import replanned as of_deepspeed
+from hybridcomp.patches.mcore import replanned
 from hybridcomp.patches.torch import replanned as of_torch
 from hybridcomp.tools.commands import cli
+from tests.elastic import megatron
 from tests.elastic.jobs import (
     LENGTH,
     MOST,
@@ -168,8 +172,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(saved: P
             "CheckpointError: resuming a checkpoint: rank 0: ",
             "ConfigError: hybridcomp.resume: optimizer: found nothing; give the model's",
             "factor 1.4142 rate 0.0014142 step 6",
-            "ConfigError: hybridcomp.resume: found megatron-core; "
-            "megatron.core.dist_checkpointing loads on other ranks by itself",
+            "ConfigError: hybridcomp.resume: optimizer: found nothing; give Megatron's",
             "ConfigError: hybridcomp.resume: found Linear; expected an engine of DeepSpeed",
         ],
         strict=True,
@@ -262,7 +265,7 @@ def test_replan_refuses_folders_that_hold_no_checkpoint(
 ) -> None:
     for place in (tmp_path, tmp_path / "none"):
         assert cli.main(["replan", str(place), "--ranks", "2"]) == 2
-        assert "expected checkpoints of DeepSpeed or of torch" in capsys.readouterr().err
+        assert "expected checkpoints of DeepSpeed, megatron-core or of" in capsys.readouterr().err
 
 
 def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> None:
@@ -276,3 +279,44 @@ def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"DeepSpeed cannot convert .*global_step6: \w+"):
         conversion.convert(job)
     assert not list(place.glob("*universal")) and not list(place.glob("*.part"))
+
+
+def of_megatron(folder: str) -> tuple[str, list[str], list[str]]:
+    """What resuming says in another layout, of another model, and without the last file."""
+    from tests.training import mcore_trainer
+
+    case, place = Case("megatron-sharded", samples=12), Path(folder, "megatron-sharded_none")
+    found = []
+    for changes in ({"tp": 2}, {"layers": 2}):
+        mcore_trainer.prepare()
+        other = replace(megatron.job_of(case), **changes)  # type: ignore[arg-type]
+        with mcore_trainer.armed(other):
+            mcore_trainer.initialize(other)
+            chunks, optimizer = mcore_trainer.build(other)
+            found.append(tried(chunks[0], place, optimizer=optimizer)[0])
+    job_of_files, skipped = replanned.find(place)
+    assert job_of_files is not None
+    return str(job_of_files.folder.name), skipped, found
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_megatron_resumes_where_only_replicas_change(tmp_path: Path) -> None:
+    case = Case("megatron-sharded", samples=12)
+    for ranks, steps in ((2, 2), (1, 3)):
+        run_ranks(ranks, run, [case], str(tmp_path), steps)
+    place = tmp_path / case.name
+    shutil.copytree(place / "iter_0000003", place / "iter_0000005")
+    (place / "iter_0000005" / "metadata.json").unlink()
+    first, second = run_ranks(2, of_megatron, str(tmp_path))
+    assert first == second
+    name, skipped, (layout, model) = first
+    assert name == "iter_0000003"
+    assert skipped == [f"{place}/iter_0000005 was not finished: it has no metadata.json"]
+    assert layout.startswith("ConfigError: hybridcomp.resume: found ")
+    assert "tp 1, pp 1, ep 1; this job has tp 2, pp 1, ep 1: only the number" in layout
+    assert "is of another model: decoder.layers." in model and "nothing was loaded" in model
+    words = ["replan", str(place), "--ranks", "2", "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    told = json.loads((tmp_path / "out" / "replan.json").read_text())
+    assert (told["step"], told["samples_seen"], told["before"]["ranks"]) == (3, 36, 1)
+    assert told["now"]["micro_batch"] * told["now"]["accumulation"] == 6

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +24,43 @@ TORCH = [Case(engine, lossy) for engine in ("ddp", "fsdp2") for lossy in (False,
 ZERO = [Case("zero0", True), Case("zero1"), Case("zero2", True), Case("zero3")]
 REST = [Case("zero0"), Case("zero1", True), Case("zero2"), Case("zero3", True)]
 
+#: engines of the sweep, by numeric type; a step of 12 samples divides by 1, 2, 3 and 4 replicas
+ENGINES = {
+    "fp32": ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "pipe"),
+    "bf16": ("fsdp2", "zero0", "zero1", "zero2", "zero3", "pipe"),
+    "fp16": ("zero0", "zero1", "zero2", "zero3", "pipe"),
+}
+SWEEP = {
+    dtype: [Case(engine, lossy, 0, dtype, 12) for engine in engines for lossy in (False, True)]
+    for dtype, engines in ENGINES.items()
+}
+#: pipelines without ZeRO keep their stages: two, of one replica to three
+SWEEP["stages"] = [
+    Case("pipe0", lossy, 2, dtype, 12)
+    for dtype in ("fp32", "bf16", "fp16") for lossy in (False, True)
+]  # fmt: skip
+SWEEP["freezes"] = [replace(case, freezes=0) for case in SWEEP["fp32"] if not case.lossy]
+SWEEP["freezes"] += [replace(case, freezes=2) for case in SWEEP["fp32"]]
+#: DeepSpeed keeps the layout of a pipeline, and builds no other engine in that process
+SWEEP["freezes"].sort(key=lambda case: case.is_pipeline)
+SWEEP["megatron"] = [
+    Case(engine, lossy, 1, dtype, 12)
+    for engine, dtypes in (("megatron", ("fp32", "bf16", "fp16")), ("megatron-buckets", ("fp32",)),
+                           ("megatron-sharded", ("fp32", "bf16", "fp16")))
+    for dtype in dtypes for lossy in (False, True)
+]  # fmt: skip
+
+
+def sequences(widest: int) -> list[tuple[int, ...]]:
+    """4, 2 and 4 replicas, and five random sequences of up to ``widest``."""
+    draw = random.Random(51)
+    found: list[tuple[int, ...]] = [(widest, max(1, widest // 2), widest)]
+    while len(found) < 6:
+        one = tuple(draw.randint(1, widest) for _ in range(4))
+        if all(a != b for a, b in pairwise(one)) and one not in found:
+            found.append(one)
+    return found
+
 
 def total(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
@@ -27,19 +70,22 @@ def total(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return found
 
 
-def hold_sums(case: Case, saved: list[Segment], loaded: list[Segment]) -> None:
-    """The sum of residuals over the ranks is as it was, to rounding."""
-    if case.engine in ("ddp", "fsdp2"):  # summed over the ranks already
+def hold_sums(case: Case, saved: list[Segment], loaded: list[Segment]) -> float:
+    """The sum of residuals over the ranks is as it was, to rounding; return the largest error."""
+    if case.is_summed:
         before, after = saved[0].after, loaded[0].before
     else:
         before = total([one.after for one in saved])
         after = total([one.before for one in loaded])
-    assert before.keys() == after.keys()
-    assert bool(before) == case.lossy
-    for name, values in before.items():
-        numel = min(values.numel(), after[name].numel())  # padding may be others'
-        torch.testing.assert_close(after[name][:numel], values[:numel], rtol=1e-5, atol=1e-7)
-        assert values.abs().max() > 0
+    held = {name for name, values in before.items() if values.abs().max() > 0}
+    assert held == {name for name, values in after.items() if values.abs().max() > 0}
+    assert bool(held) == case.lossy or len(by_replica(saved)) == 1  # which sends nothing
+    apart = 0.0
+    for name in held:
+        numel = min(before[name].numel(), after[name].numel())  # padding may be others'
+        torch.testing.assert_close(after[name][:numel], before[name][:numel], rtol=1e-5, atol=1e-7)
+        apart = max(apart, float((after[name][:numel] - before[name][:numel]).abs().max()))
+    return apart
 
 
 def samples_of(ranks: list[Segment]) -> list[list[int]]:
@@ -84,6 +130,101 @@ def test_four_ranks_two_and_four_again(cases: list[Case], tmp_path: Path) -> Non
 
 def distance(ones: list[float], others: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(ones, others, strict=True))
+
+
+def of_cases(ranks: int, cases: list[Case], *args: Any) -> dict[Case, list[Segment]]:
+    found = run_ranks(ranks, run, cases, *args, timeout=1800.0)
+    return dict(zip(cases, map(list, zip(*found, strict=True)), strict=True))
+
+
+def unchanged(cases: list[Case], ranks: Iterable[int], each: int, folder: Path, steps: int) -> Any:
+    """What jobs have seen that keep so many replicas, of ``each`` ranks, by replicas and case."""
+    return {
+        count: of_cases(each * count, cases, str(folder), steps, True, False)
+        for count in dict.fromkeys(ranks)
+    }
+
+
+def hold_sequence(
+    cases: list[Case], counts: tuple[int, ...], each: int, kept: Any, folder: Path, steps: int
+) -> None:
+    """Train on so many replicas one after the other; each sample once, losses and residuals hold.
+
+    Prints of each case the largest distance to the job that keeps the most replicas; that of two
+    jobs which change nothing; the largest error of a sum of residuals.
+    """
+    per = steps // len(counts)
+    ends = [*range(per, per * len(counts), per), steps]
+    parts = [of_cases(each * count, cases, str(folder), end, True)
+             for count, end in zip(counts, ends, strict=True)]  # fmt: skip
+    wrong = []
+    for case in cases:
+        whole = {count: ranks[case] for count, ranks in kept.items()}
+        try:
+            figures = held(case, [part[case] for part in parts], ends, whole)
+            print(f"{case.name} {counts}: {figures[0]:.1e} of {figures[1]:.1e}, sums "
+                  f"{figures[2]:.1e}", flush=True)  # fmt: skip
+        except AssertionError as error:
+            wrong.append(f"{case.name} {counts}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def held(
+    case: Case, segments: list[list[Segment]], ends: list[int], kept: dict[int, list[Segment]]
+) -> tuple[float, float, float]:
+    """The figures of one case. Raises AssertionError where it does not hold."""
+    refused = {one.refused for ranks in (*segments, *kept.values()) for one in ranks}
+    assert refused == {""}, refused
+    whole = kept[max(kept)]
+    read = [step for ranks in segments for step in samples_of(by_replica(ranks))]
+    assert read == samples_of(by_replica(whole)), "other samples"
+    assert {len(step) for step in read} == {case.samples}
+    counts = Counter(index for step in read for index in step)
+    epochs, rest = divmod(len(read) * case.samples, LENGTH)
+    wanted = Counter({epochs + 1: rest}) + Counter({epochs: LENGTH - rest} if epochs else {})
+    assert Counter(counts.values()) == wanted, counts
+    losses = sum((ranks[0].losses for ranks in segments), [])
+    apart = distance(losses, whole[0].losses)
+    natural = max(distance(ranks[0].losses, whole[0].losses) for ranks in kept.values())
+    most = 2 * natural if case.lossy or case.dtype != "fp32" else 1e-6
+    assert apart <= most, f"losses are {apart} apart, of {most}"
+    sums = [hold_sums(case, one, other) for one, other in pairwise(segments)]
+    for at, ranks in zip(ends, segments[1:], strict=False):
+        assert {one.resumed[:2] for one in ranks} == {(at, at * case.samples)}
+        assert "lacks files" not in ranks[0].said
+    if case.freezes is not None:
+        frozen = {one.frozen for ranks, end in zip(segments, ends, strict=True)
+                  for one in ranks if end > case.freezes}  # fmt: skip
+        assert frozen == {("0.down", "0.up")}, frozen
+    return apart, natural, max(sums)
+
+
+def by_replica(ranks: list[Segment]) -> list[Segment]:
+    """A rank of each replica: those that have drawn different samples."""
+    return list({repr(one.samples): one for one in ranks}.values())
+
+
+def test_ranks_change_at_random_by_day(tmp_path: Path) -> None:
+    cases = [Case("ddp", samples=12), Case("ddp", samples=12, freezes=0)]
+    kept = unchanged(cases, (4, 1), 1, tmp_path / "kept", 8)
+    hold_sequence(cases, (3, 1, 4, 2), 1, kept, tmp_path / "parts", 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("group", SWEEP)
+def test_ranks_change_at_random(group: str, tmp_path: Path) -> None:
+    """4, 2, 4 and five random sequences; the figures are those of docs/elastic.md."""
+    cases, each = SWEEP[group], 2 if group == "stages" else 1
+    orders = sequences(3 if group == "stages" else 4)
+    steps = 12
+    kept = unchanged(cases, (4, 3, 2, 1)[each - 1 :], each, tmp_path / "kept", steps)
+    wrong = []
+    for number, counts in enumerate(orders):
+        try:
+            hold_sequence(cases, counts, each, kept, tmp_path / f"parts{number}", steps)
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_two_stages_become_two_replicas(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.elastic.agents import Node
 from tests.paths import ROOT
 from tests.ranks import python_path
 from tests.scripts_on_ranks import free_port, run_script
@@ -22,6 +24,7 @@ from tests.scripts_on_ranks import free_port, run_script
 SCRIPT = str(ROOT / "scripts" / "examples" / "train_elastic.py")
 STEPS, SAMPLES, LENGTH = 40, 16, 300
 PATIENCE_S = 200.0
+Agent = subprocess.Popen[bytes] | Node
 
 
 def arguments(folder: Path, block: str) -> list[str]:
@@ -55,7 +58,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def until(holds: Callable[[], bool], agents: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def until(holds: Callable[[], bool], agents: list[Agent], folder: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         ended = [agent.returncode for agent in agents if agent.poll() is not None]
@@ -70,7 +73,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def kill(agent: subprocess.Popen[bytes]) -> None:
+def kill(agent: Agent) -> None:
     """Kill an agent and, as torchrun starts each in a session of its own, its ranks."""
     found = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(agent.pid)], capture_output=True, text=True, check=False
@@ -80,39 +83,79 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
     agent.wait()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("codec", ["none", "4bits"])
-def test_half_of_the_ranks_leave_and_come_back(codec: str, tmp_path: Path) -> None:
-    feedback = {"codec": "blockint", "bits": 4, "error_feedback": True}
-    block = json.dumps({"dp": "none" if codec == "none" else feedback, "min_bytes": 0})
-    whole, folder = tmp_path / "whole", tmp_path / "broken"
-    for one in (whole, folder):
-        (one / "checkpoints").mkdir(parents=True)
-    ended = run_script(whole, SCRIPT, *arguments(whole, block), ranks=4)
+def unbroken(folder: Path, block: str) -> dict[int, dict[str, Any]]:
+    """The steps of a job that keeps its four ranks."""
+    (folder / "checkpoints").mkdir(parents=True)
+    ended = run_script(folder, SCRIPT, *arguments(folder, block), ranks=4)
     assert ended.returncode == 0, ended.output
-    port, words = free_port(), [*arguments(folder, block), "--pause", "0.5"]
-    agents = [node(folder, port, *words)]
-    until(lambda: listens(port), agents, folder)  # the first agent holds the rendezvous
-    agents.append(node(folder, port, *words))
+    return {line["step"]: line for line in lines(folder)}
+
+
+def broken(folder: Path, start: Callable[[int], Agent], at: int = 5, away: int = 4) -> None:
+    """Run a job of which half is killed after step ``at``, and comes back ``away`` steps later."""
+    (folder / "checkpoints").mkdir(parents=True)
+    port = free_port()
+    agents = [start(port)]
     try:
-        until(lambda: any(line["ranks"] == 4 and line["step"] >= 5 for line in lines(folder)),
+        until(lambda: listens(port), agents, folder)  # the first agent holds the rendezvous
+        agents.append(start(port))
+        until(lambda: any(line["ranks"] == 4 and line["step"] >= at for line in lines(folder)),
               agents, folder)  # fmt: skip
         kill(agents.pop())
-        until(lambda: sum(line["ranks"] == 2 for line in lines(folder)) >= 4, agents, folder)
+        until(lambda: sum(line["ranks"] == 2 for line in lines(folder)) >= away, agents, folder)
         done = len(lines(folder))
-        agents.append(node(folder, port, *words))
+        agents.append(start(port))
         until(lambda: any(line["ranks"] == 4 for line in lines(folder)[done:]), agents, folder)
         until(lambda: all(agent.poll() == 0 for agent in agents), agents, folder)
     finally:
         for agent in agents:
             if agent.poll() is None:
                 kill(agent)
-    wanted = {line["step"]: line for line in lines(whole)}
+
+
+def hold(folder: Path, wanted: dict[int, dict[str, Any]], within: float) -> None:
+    """The broken job has trained each step on the samples of the other one, to its losses."""
     found = {line["step"]: line for line in lines(folder)}  # a step that was done again counts once
     assert found.keys() == wanted.keys() == set(range(1, STEPS + 1))
     assert {line["ranks"] for line in lines(folder)} == {2, 4}
     assert all(found[step]["samples"] == wanted[step]["samples"] for step in found)
     apart = max(abs(found[step]["loss"] - wanted[step]["loss"]) for step in found)
-    assert apart <= (1e-6 if codec == "none" else 0.02)
+    assert apart <= within
     text = (folder / "agents.log").read_text(errors="replace")
     assert "2 go on from step" in text and "4 go on from step" in text
+
+
+def block_of(codec: str) -> tuple[str, float]:
+    """A block, and how far the losses may be apart."""
+    feedback = {"codec": "blockint", "bits": 4, "error_feedback": True}
+    dp: Any = "none" if codec == "none" else feedback
+    return json.dumps({"dp": dp, "min_bytes": 0}), 1e-6 if codec == "none" else 0.02
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("codec", ["none", "4bits"])
+def test_half_of_the_ranks_leave_and_come_back(codec: str, tmp_path: Path) -> None:
+    block, within = block_of(codec)
+    wanted, folder = unbroken(tmp_path / "whole", block), tmp_path / "broken"
+    words = [*arguments(folder, block), "--pause", "0.5"]
+    broken(folder, lambda port: node(folder, port, *words))
+    hold(folder, wanted, within)
+
+
+@pytest.mark.nightly
+def test_half_of_the_ranks_leave_and_come_back_fifty_times(tmp_path: Path) -> None:
+    """Fifty jobs, killed at another step each; HYBRIDCOMP_ELASTIC_JOBS: so many."""
+    wanted = {codec: unbroken(tmp_path / codec, block_of(codec)[0]) for codec in ("none", "4bits")}
+    draw = random.Random(0)
+    for number in range(int(os.environ.get("HYBRIDCOMP_ELASTIC_JOBS", "50"))):
+        codec, folder = ("none", "4bits")[number % 2], tmp_path / f"job{number}"
+        block, within = block_of(codec)
+        words = (*arguments(folder, block), "--pause", "0.15")
+
+        def start(port: int, folder: Path = folder, words: tuple[str, ...] = words) -> Agent:
+            return Node(folder, port, SCRIPT, words)
+
+        began = time.monotonic()
+        broken(folder, start, draw.randrange(3, 13), draw.randrange(2, 7))
+        hold(folder, wanted[codec], within)
+        print(f"job {number} of {codec} ended right, {time.monotonic() - began:.0f} s", flush=True)

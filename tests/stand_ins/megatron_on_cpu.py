@@ -174,12 +174,41 @@ def patch() -> None:
 @functools.cache
 def patch_without_engine() -> None:
     """Let megatron-core do without Transformer Engine and apex, on a GPU as well."""
+    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils
 
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(_norm(torch_norm.WrappedTorchNorm.__new__))
+    if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):
+        _load_into_torchs_adam(distrib_optimizer.DistributedOptimizer)
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine: NameError
         moe_utils.te_general_gemm = None
+
+
+def _load_into_torchs_adam(optimizer: Any) -> None:
+    """torch's Adam below the distributed optimizer, whose ``step`` is a tensor of each parameter.
+
+    Upstream reads it before there is one (``state_dict``), looks for it among what it loads, and
+    has all parameters count in one.
+    """
+    state_dict, write = optimizer.state_dict, optimizer._set_main_param_and_optimizer_states
+
+    def with_states(self: Any) -> Any:
+        inner = self.optimizer
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.zeros(()), **zeros}
+        return state_dict(self)
+
+    def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        state["step"] = state["step"].clone()  # upstream loads one for all parameters
+        write(self, parameter, {**tensors, "step": state["step"]})
+
+    optimizer.state_dict = with_states
+    optimizer._set_main_param_and_optimizer_states = with_step
 
 
 def _norm(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -189,7 +189,7 @@ def train_step(job: Job, chunks: Sequence[Any], optimizer: Any, step: int) -> li
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     found = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=forward_step,
         data_iterator=[batches(job, step) for _ in chunks] if job.virtual else batches(job, step),
         model=chunks if job.virtual else chunks[0],
         num_microbatches=job.micro_batches,
@@ -389,11 +389,11 @@ def batches(job: Job, step: int) -> Iterator[Tensor]:
         yield (start + stride * torch.arange(LENGTH + 1) + noise) % VOCAB
 
 
-def _forward_step(iterator: Iterator[Tensor], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+def forward_step(iterator: Iterator[Tensor], model: Any) -> tuple[Tensor, Callable[..., Any]]:
     device = _device()
     tokens = next(iterator).to(device)
     mask = torch.ones(1, 1, LENGTH, LENGTH, device=device).triu(1).bool()
-    positions = torch.arange(LENGTH, device=device).expand(MICRO_BATCH, LENGTH)
+    positions = torch.arange(LENGTH, device=device).expand(len(tokens), LENGTH)
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
 
     def loss_of(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

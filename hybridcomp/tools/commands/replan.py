@@ -35,7 +35,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("checkpoint", type=Path, help="of a job of DeepSpeed or of torch.distributed.checkpoint")
+    add("checkpoint", type=Path, help="of DeepSpeed, megatron-core or torch.distributed.checkpoint")
     add("--ranks", type=int, required=True, metavar="N", help="that go on")
     add("--stages", type=int, metavar="N", help="of the pipeline (as many as there were)")
     add("--samples", type=int, metavar="N", help="of a step, whole job (as many as there were)")
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
         micro, accumulation = plan["micro_batch"], plan["accumulation"]
     is_moved = (replicas, stages * job.tensor) != (job.replicas, job.parts)
     converts = is_deepspeed and job.zero > 0 and is_moved
-    if is_deepspeed and not job.zero and stages * job.tensor != job.parts:
-        todo = "without ZeRO DeepSpeed saves the optimizer by stage: keep the stages"
+    if not job.zero and stages * job.tensor != job.parts:
+        todo = "only ZeRO 1 to 3 resumes on other stages: keep them"
         raise ConfigError("--stages", stages, todo)
     folder = conversion.convert(job) if converts else job.folder
     now = {"ranks": options.ranks, "stages": stages, "tensor": job.tensor,
@@ -96,20 +96,22 @@ def run(options: argparse.Namespace) -> int:
 def saved_job(place: Path) -> tuple[SavedJob, bool]:
     """Return the newest whole checkpoint, and whether it is DeepSpeed's. Raises ConfigError."""
     from hybridcomp.patches.ds import replanned as of_deepspeed
+    from hybridcomp.patches.mcore import replanned as of_megatron
     from hybridcomp.patches.torch import replanned as of_torch
 
-    wrong = "expected checkpoints of DeepSpeed or of torch.distributed.checkpoint"
+    wrong = "expected checkpoints of DeepSpeed, megatron-core or of torch.distributed.checkpoint"
     if not place.is_dir():
         raise ConfigError("CHECKPOINT", str(place), f"{wrong}: a folder")
-    is_deepspeed = of_deepspeed.is_here(place)
-    if not is_deepspeed and not of_torch.is_here(place):
+    engines = (of_deepspeed, of_megatron, of_torch)
+    of = next((one for one in engines if one.is_here(place)), None)
+    if of is None:
         raise ConfigError("CHECKPOINT", str(place), wrong)
-    job, skipped = (of_deepspeed if is_deepspeed else of_torch).find(place)
+    job, skipped = of.find(place)
     for text in skipped:
         print(foreign.printable(f"skipped {text}"))
     if job is None:
         raise ConfigError("CHECKPOINT", str(place), "no checkpoint there was finished")
-    return job if is_deepspeed else of_torch.with_sampler(job, alone=True), is_deepspeed
+    return of_torch.with_sampler(job, alone=True) if of is of_torch else job, of is of_deepspeed
 
 
 def _settings(base: Path | None, job: SavedJob) -> Mapping[str, Any]:

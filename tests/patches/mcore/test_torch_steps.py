@@ -158,7 +158,7 @@ def trained(name: str) -> tuple[Any, ...]:
             for step in range(job.steps):
                 optimizer.zero_grad()
                 get_forward_backward_func()(
-                    forward_step_func=mcore_trainer._forward_step,
+                    forward_step_func=mcore_trainer.forward_step,
                     data_iterator=mcore_trainer.batches(job, step), model=model,
                     num_microbatches=job.micro_batches, seq_length=mcore_trainer.LENGTH,
                     micro_batch_size=mcore_trainer.MICRO_BATCH, forward_only=False,

@@ -1,0 +1,217 @@
+"""Go on from a checkpoint of megatron.core.dist_checkpointing on other data-parallel ranks.
+
+Megatron reshards weights and the states of its optimizers by itself. hybridcomp's files lie beside
+them, and their sum over the data-parallel ranks is kept. Names of residuals hold the coordinates of
+tensor, pipeline and expert ranks: these numbers have to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import checkpoint, checkpoint_note
+from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.elastic import checkpoints
+from hybridcomp.elastic.batches import lr_factor
+from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
+from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.job import saved
+from hybridcomp.log import say
+from hybridcomp.patches.common.resumed_parts import (
+    KEY,
+    WHAT,
+    check_sampler,
+    say_skipped,
+    scale,
+    whole_index,
+)
+from hybridcomp.patches.common.together import on_first
+from hybridcomp.session import process
+from hybridcomp.session.engine_session import EngineSession
+
+#: Megatron writes this first, and that last
+COMMON, LAST = "common.pt", "metadata.json"
+#: how Megatron names the layout of the distributed optimizer's states, in metadata and checkpoints
+SHARDING, SAVED_SHARDING = "distrib_optim_sharding_type", "param_state_sharding_type"
+#: those that other data-parallel ranks load
+RESHARDABLE = ("fully_reshardable", "dp_reshardable")
+SAVE = (
+    'save {"model": ..., "optimizer": ..., "sampler": sampler.state_dict(), "iteration": step} '
+    "with megatron.core.dist_checkpointing, and hybridcomp.save_state into the same folder, see "
+    "docs/elastic.md"
+)
+
+
+def is_here(place: Path) -> bool:
+    """Return whether ``place`` is a checkpoint of Megatron, or a folder of some."""
+    return any((path / COMMON).is_file() for path in (place, *place.iterdir()))
+
+
+def find(place: Path) -> checkpoints.Picked:
+    """Return the newest whole checkpoint in ``place``, which may be one itself.
+
+    The one with the largest number at the end of its folder's name. Raises CheckpointError where
+    none is whole.
+    """
+    if (place / COMMON).is_file():
+        return checkpoints.newest([place], read)
+    inside = place.iterdir() if place.is_dir() else ()  # a job's first start
+    found = [path for path in inside if (path / COMMON).is_file()]
+    found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
+    done = [path for path in found if (path / LAST).is_file()]
+    job, skipped = checkpoints.newest(done, read)
+    return job, [f"{path} was not finished: it has no {LAST}" for path in found
+                 if path not in done] + skipped  # fmt: skip
+
+
+def read(folder: Path) -> SavedJob:
+    """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
+    from megatron.core import dist_checkpointing
+
+    known = whole_index(folder).state_dict_metadata
+    number = checkpoints.number_of(folder)
+    common: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
+    note = checkpoint_note.read(folder)
+    if note is not None and (lacking := checkpoint_note.missing(folder, note)):
+        raise CheckpointError(f"{folder} is not whole: {lacking[0]} is missing")
+    state = checkpoint.state_in(folder)
+    groups = {} if state is None else state["groups"]
+    tensor, stages = (int(groups.get(name, 1)) for name in ("tp", "pp"))
+    sampler = common.get("sampler")
+    sampler = sampler if isinstance(sampler, dict) else {}
+    settings = {
+        "sharding": _sharding(common.get("optimizer")), "groups": None if state is None else groups,
+        "metadata": common.get("content_metadata") or {},
+    }  # fmt: skip
+    return SavedJob(
+        folder, common.get("iteration", number if number >= 0 else None),
+        None if note is None else note["world_size"] // (tensor * stages), tensor * stages, tensor,
+        is_pipeline=stages > 1, samples=sampler.get("samples"), trained=sampler.get("trained"),
+        sampler=sampler or None, settings=settings, files=(*known, *common),
+    )  # fmt: skip
+
+
+def resume(
+    model: Any, place: Path, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
+) -> ResumedJob:
+    """See ``hybridcomp.resume``."""
+    if optimizer is None:
+        todo = "give Megatron's: hybridcomp.resume(model, folder, optimizer=optimizer)"
+        raise ConfigError(f"{KEY}: optimizer", NOTHING, todo)
+    chunks = [_unwrapped(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
+    job, skipped = on_first(lambda beat: find(place), WHAT)
+    say_skipped(skipped)
+    if job is None:
+        return ResumedJob()
+    session = process.own_session()
+    if session is not None:
+        _check_layout(session, job)
+    elif job.settings["groups"] is not None:
+        say(f"WARNING: {job.folder} is of a compressed run, and this job has no block: what error "
+            "feedback held back is dropped")  # fmt: skip
+    check_sampler(sampler, job)
+    factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
+    wanted = _sharded(chunks, optimizer, job)
+    _, problem = saved.attempt(lambda: _check_model(job, wanted))
+    saved.all_well(problem, WHAT)
+    found = _load(job, chunks, optimizer, wanted)
+    name = next((n for n in ("scheduler", "opt_param_scheduler") if n in found), None)
+    if scheduler is not None:
+        if name is None:
+            raise ConfigError(f"{KEY}: scheduler", Shown(f"none in {job.folder}"), SAVE)
+        scheduler.load_state_dict(found[name])
+    if session is not None:
+        process.load_state(job.folder)
+    scale(optimizer, scheduler, factor)
+    if sampler is not None:
+        sampler.load_state_dict(job.sampler)
+    step = job.step if sampler is None else sampler.steps
+    return ResumedJob(job.folder, step or 0, job.trained, job.ranks, factor)
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """Return the model below Megatron's wrappers, as its training script saves it."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _check_layout(session: EngineSession, job: SavedJob) -> None:
+    """Refuse what is not carried over to these ranks. Raises ConfigError."""
+    then, now = job.settings["groups"], dict(session.layout())
+    if then is not None and then != now:
+        said = Shown(f"{job.folder} of {_listed(then)}")
+        todo = f"this job has {_listed(now)}: only the number of replicas may change"
+        raise ConfigError(KEY, said, todo)
+    if session.channels.config.sync.acts and job.ranks not in (None, dist.get_world_size()):
+        said = Shown(f"{job.folder} of {job.ranks} ranks")
+        raise ConfigError(KEY, said, "islands of sync keep their ranks: resume on as many")
+
+
+def _listed(groups: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in groups.items())
+
+
+def _sharding(optimizer: Any) -> str | None:
+    """Return the layout of the distributed optimizer's states; None: there is none."""
+    if not isinstance(optimizer, Mapping):
+        return None
+    found = optimizer.get(SAVED_SHARDING)
+    inner = (_sharding(one) for one in optimizer.values() if isinstance(one, Mapping))
+    return found if isinstance(found, str) else next(filter(None, inner), None)
+
+
+def _sharded(chunks: Sequence[Any], optimizer: Any, job: SavedJob) -> dict[str, Any]:
+    """Return what Megatron is to load: the chunks, and their optimizer in the saved layout."""
+    kind = job.settings["sharding"]
+    if kind is not None and kind not in RESHARDABLE:
+        todo = f'expected {SHARDING} "{RESHARDABLE[0]}" in the metadata of what saved it'
+        raise ConfigError(KEY, Shown(f"optimizer states of {kind!r}"), todo)
+    metadata = dict(job.settings["metadata"])
+    if kind is not None:
+        metadata[SHARDING] = kind
+    names = ["model"] if len(chunks) == 1 else [f"model{n}" for n in range(len(chunks))]
+    found: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+    weights = found if len(chunks) > 1 else found["model"]
+    return found | {
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
+    }
+
+
+def _check_model(job: SavedJob, wanted: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the checkpoint has other weights."""
+    from megatron.core.dist_checkpointing import ShardedTensor, load_tensors_metadata
+
+    there = load_tensors_metadata(str(job.folder))
+    for name, part in wanted.items():
+        for one in part.values() if name != "optimizer" else ():
+            if not isinstance(one, ShardedTensor):
+                continue
+            shape = None if one.key not in there else tuple(there[one.key].global_shape)
+            if shape != tuple(one.global_shape):
+                raise CheckpointError(
+                    f"{job.folder} is of another model: {one.key} is {shape or 'not there'} there "
+                    f"and {tuple(one.global_shape)} here; nothing was loaded"
+                )
+
+
+def _load(
+    job: SavedJob, chunks: Sequence[Any], optimizer: Any, wanted: dict[str, Any]
+) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    names = [name for name in wanted if name != "optimizer"]
+    found: dict[str, Any] = dist_checkpointing.load(wanted, str(job.folder))
+    for name, chunk in zip(names, chunks, strict=True):
+        chunk.load_state_dict(found[name])
+    with torch.no_grad():  # upstream lacks it for dp_reshardable
+        optimizer.load_state_dict(found["optimizer"])
+    return found
