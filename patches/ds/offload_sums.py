@@ -173,7 +173,6 @@ def offloads(optimizer: Any) -> bool:
         bool(getattr(optimizer, "offload_optimizer", False))
         and type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"  # not SuperOffload's
         and not optimizer.swap_optimizer
-        and optimizer.partial_offload == 1.0
     )
 
 

@@ -70,7 +70,6 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("offload", offload(0), {}, "nothing is copied between device and host"),
     ("offload", offload(3, device="nvme"), {}, "go on to NVMe"),
     ("offload", offload(3, super_offload=True), {}, "remove super_offload"),
-    ("offload", offload(3, ratio=0.5), {}, "below 1"),
     (
         "offload",
         zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),

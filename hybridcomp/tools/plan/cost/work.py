@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
+from hybridcomp.autotune.zero3_moves import Knobs
 from hybridcomp.dimensions import Dimension
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, EngineCall, Price
 from hybridcomp.tools.plan.cost.copies import Whole, whole_of
+from hybridcomp.tools.plan.cost.gathers import Gathered, ModelPass
 from hybridcomp.tools.plan.cost.job import Item, PlannedJob
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.estimates import Estimate
@@ -179,14 +181,16 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
     each, reduce = _each_micro(layout, reduce)
     if layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
-        # parameters that fit into the live ones are not gathered again for backward
-        times = 1 if dense + experts <= LIVE else 2
+        times = gathered(job, layout, stage).times
         parts = [_in_parts(item, per_layer) for item in gather]
-        micro, gather = each + parts * times, []
+        gather = []
         if layout.hpz > 1:
-            micro = micro[: -len(parts) * times] + _inside(layout, parts, times)
+            micro = each + _inside(layout, parts, int(times))
             gather = _crossing(layout, parts)
-        if still := stage.dense + stage.experts - dense - experts:  # gathered in forward alone
+        else:
+            micro = each + [replace(one, count=one.count * times) for one in parts]
+        still = stage.dense + stage.experts - dense - experts
+        if still and not layout.knobs:  # gathered in forward alone
             micro += [one for one in job.gather_items(layout, index, still, "replicas")
                       if one.call.ranks > 1]  # fmt: skip
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
@@ -196,12 +200,45 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
     shards = layout.size("replicas") if job.sharded(layout) else 1
     own = (dense + experts) / shards
     copies: list[Item] = []
+    adam = job.adam(own, stage.rank, layout.offload)
     if layout.offload:
-        copies = job.copy_items(layout, own, len(stage.layers), _whole(job, layout, stage))
+        share = on_host(job, layout, stage)
+        whole = _whole(job, layout, stage)
+        copies = job.copy_items(layout, own, len(stage.layers), whole, share)
+        if share < 1:  # sub-groups step one after the other
+            adam = job.adam(share * own, stage.rank, True).plus(
+                job.adam((1 - share) * own, stage.rank))  # fmt: skip
     return replace(
-        stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather),
-        adam=job.adam(own, stage.rank, layout.offload), copies=merged(copies),
-    )  # fmt: skip
+        stage,
+        micro=merged(micro),
+        reduce=merged(reduce),
+        gather=merged(gather),
+        adam=adam,
+        copies=merged(copies),
+    )
+
+
+def model_pass(job: PlannedJob, layout: Layout, stage: StageWork) -> ModelPass:
+    """Return the parameters of a stage in the order in which a micro-batch uses them."""
+    tied = layout.stages == 1 and bool(job.model.shared(job.shape(layout)))
+    return ModelPass.of([layer for _, layer in stage.layers], layout.recompute, tied)
+
+
+def gathered(job: PlannedJob, layout: Layout, stage: StageWork) -> Gathered:
+    """Return what a micro-batch gathers at ZeRO 3, and the values that are there at once."""
+    if layout.knobs:
+        return model_pass(job, layout, stage).gathered(Knobs(*layout.knobs))
+    # parameters that fit into the live ones are not gathered again for backward
+    times = 1 if sum(stage.trained) <= LIVE else 2
+    return Gathered(times, min(stage.dense + stage.experts, LIVE))
+
+
+def on_host(job: PlannedJob, layout: Layout, stage: StageWork) -> float:
+    """Return the share of a rank's optimizer that steps on the host."""
+    if not layout.offload or layout.ratio == 1:
+        return float(layout.offload)
+    model, ranks = model_pass(job, layout, stage), layout.size("replicas")
+    return model.on_host(ranks, layout.ratio, layout.sub_group)
 
 
 def _each_micro(layout: Layout, reduce: list[Item]) -> tuple[list[Item], list[Item]]:
