@@ -32,8 +32,8 @@ MODULES = 40
 SUB_GROUPS, DEFAULT_SUB_GROUP = 32, 10**9
 #: parts of a model in which room for gathered parameters is counted
 ROOMS = 16
-#: settings of a layout whose gathers are still to be planned: nothing is kept
-TIGHT = Knobs(0, 0, 0)
+#: DeepSpeed's settings by default, and those of a layout whose gathers are still to be planned
+DEFAULT, TIGHT = Knobs(5 * 10**7, 10**9, 10**9), Knobs(0, 0, 0)
 
 #: values of each parameter of a layer, and whether it trains
 Sizes = tuple[tuple[int, ...], bool]

@@ -16,15 +16,13 @@ from hybridcomp.dimensions import Dimension
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, EngineCall, Price
 from hybridcomp.tools.plan.cost.copies import Whole, whole_of
-from hybridcomp.tools.plan.cost.gathers import Gathered, ModelPass
+from hybridcomp.tools.plan.cost.gathers import DEFAULT, Gathered, ModelPass
 from hybridcomp.tools.plan.cost.job import Item, PlannedJob
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
 
 Items = tuple[Item, ...]
-#: values that ZeRO 3 keeps gathered at most (``stage3_max_live_parameters``, DeepSpeed's default)
-LIVE = 1e9
 #: what crosses nodes with a secondary copy, and what is gathered of one inside a node
 STEPS = Choice.of("stepcode")
 COPIED = {"native": NATIVE, "exact": NATIVE, "bits8": Choice.of({"codec": "blockint", "bits": 8})}
@@ -159,13 +157,15 @@ def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float
 def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) -> StageWork:
     """Return ``stage`` with the reductions, gathers, optimizer and copies of a step."""
     dense, experts = stage.trained
+    # frozen parameters are gathered at ZeRO 3 alone, where no rank has them
+    used = (stage.dense, stage.experts) if layout.zero_stage == 3 else stage.trained
     reduce = job.gradient_items(layout, index, dense, "replicas")
-    gather = job.gather_items(layout, index, dense, "replicas")
-    if experts:
+    gather = job.gather_items(layout, index, used[0], "replicas")
+    if used[1]:
         # the experts of a rank have replicas on every ``expert``-th data rank only
         outer = layout.replace(data=layout.data // layout.expert, expert=1)
         reduce += job.gradient_items(outer, 0, experts, "replicas")
-        gather += job.gather_items(outer, 0, experts, "replicas")
+        gather += job.gather_items(outer, 0, used[1], "replicas")
     reduce = [item for item in reduce if item.call.ranks > 1]
     gather = [item for item in gather if item.call.ranks > 1 and job.sharded(layout)]
     if (
@@ -185,14 +185,10 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         parts = [_in_parts(item, per_layer) for item in gather]
         gather = []
         if layout.hpz > 1:
-            micro = each + _inside(layout, parts, int(times))
+            micro = each + _inside(layout, parts, times)
             gather = _crossing(layout, parts)
         else:
             micro = each + [replace(one, count=one.count * times) for one in parts]
-        still = stage.dense + stage.experts - dense - experts
-        if still and not layout.knobs:  # gathered in forward alone
-            micro += [one for one in job.gather_items(layout, index, still, "replicas")
-                      if one.call.ranks > 1]  # fmt: skip
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
         micro = each
     else:
@@ -226,11 +222,8 @@ def model_pass(job: PlannedJob, layout: Layout, stage: StageWork) -> ModelPass:
 
 def gathered(job: PlannedJob, layout: Layout, stage: StageWork) -> Gathered:
     """Return what a micro-batch gathers at ZeRO 3, and the values that are there at once."""
-    if layout.knobs:
-        return model_pass(job, layout, stage).gathered(Knobs(*layout.knobs))
-    # parameters that fit into the live ones are not gathered again for backward
-    times = 1 if sum(stage.trained) <= LIVE else 2
-    return Gathered(times, min(stage.dense + stage.experts, LIVE))
+    knobs = Knobs(*layout.knobs) if layout.knobs else DEFAULT
+    return model_pass(job, layout, stage).gathered(knobs)
 
 
 def on_host(job: PlannedJob, layout: Layout, stage: StageWork) -> float:
@@ -278,12 +271,12 @@ def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
     ))  # fmt: skip
 
 
-def _inside(layout: Layout, parts: Sequence[Item], times: int) -> list[Item]:
+def _inside(layout: Layout, parts: Sequence[Item], times: float) -> list[Item]:
     """Return the gathers of a micro-batch inside a node, from its secondary copy.
 
     DeepSpeed's own copy is made by the first gather of a step, which crosses nodes.
     """
-    count = float(times)
+    count = times
     if layout.copy == "native":
         count -= 1 / layout.accumulation
     how = COPIED[layout.copy]

@@ -180,13 +180,19 @@ def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
 
 def _knobs(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:
     """Yield ZeRO 3's settings as decided, or those from which they are searched (``tiers``)."""
-    asked = job.limits.fixed.get("offload", job.limits.offload and not job.on_cpu)
     given = job.limits.fixed.get("knobs")
-    here = job.limits.engine == "deepspeed" and layout.zero_stage == 3 and layout.innermost == 1
-    if here and given:
+    if given and layout.zero_stage == 3:
         yield tuple(given)
-    elif here and asked and layout.size("replicas") > 1:
+    elif searches_gathers(job, layout):
         yield TIGHT
+
+
+def searches_gathers(job: PlannedJob, layout: Layout) -> bool:
+    """Return whether ZeRO 3's settings are searched: where states may be on the host at all."""
+    asked = job.limits.fixed.get("offload", job.limits.offload and not job.on_cpu)
+    here = job.limits.engine == "deepspeed" and layout.zero_stage == 3 and layout.innermost == 1
+    free = "knobs" not in job.limits.fixed and layout.hpz == 1
+    return bool(asked) and here and free and layout.size("replicas") > 1
 
 
 def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:

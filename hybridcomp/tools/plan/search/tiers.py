@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridcomp.tools.plan.choices import Choices
-from hybridcomp.tools.plan.cost.gathers import TIGHT
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.work import Work, gathered, model_pass, work_of
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.search.evaluate import Evaluator
+from hybridcomp.tools.plan.search.space import searches_gathers
 
 #: shares of the optimizer's sub-groups that are tried
 SHARES = 16
 
 
 def divisions(job: PlannedJob, evaluator: Evaluator, work: Work) -> Iterator[Work]:
-    """Yield a placed layout with every share of its optimizer on the host that fits.
+    """Yield a placed layout, and it with every share of its optimizer on the host that fits.
 
     What memory is left holds gathered parameters, with and without room for buffers of codecs.
-    Layouts whose gathers are not searched come back as they are.
+    Layouts whose gathers are not searched come back alone.
     """
     layout, (stage, *_) = work.layout, work.stages
     model, seen = model_pass(job, layout, stage), set[Layout]()
-    searched = layout.knobs == TIGHT and "knobs" not in job.limits.fixed
+    searched = searches_gathers(job, layout)
+    if searched and not layout.knobs:
+        yield work
     for ratio in _ratios(job, layout) if searched else (layout.ratio,):
         size = model.sub_group(layout.size("replicas")) if ratio < 1 else 0
         given = layout.replace(ratio=ratio, sub_group=size)
