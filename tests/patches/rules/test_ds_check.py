@@ -94,6 +94,7 @@ PLANNED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (zero(3, offload_param={"device": "nvme"}), {}, "offload parameters to the cpu"),
     ({**zero(3), "compile": {"deepcompile": True}}, {}, "a schedule of its own"),
     (offload(3, super_offload=True), {}, "moves states on paths of its own"),
+    (zero(3, zenflow={"topk_ratio": 0.1}), {}, "it gathers on paths of its own"),
     (zero(3), {"host_gb": 1}, "device nvme only"),
 ]
 NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
