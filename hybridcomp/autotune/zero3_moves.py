@@ -298,6 +298,7 @@ def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
         else:
             high = middle
     reuses |= {low, max(0, low - limit // 16), max(0, low - limit // 8)}
+    reuses = {reuse for reuse in reuses if reuse <= low}  # a prefetch takes more room, not less
     for prefetch in dict.fromkeys(int(share * trace.moved) for share in PREFETCH):
         for live in (limit, limit * 3 // 4) if prefetch else (limit,):
             yield from (Knobs(prefetch, live, reuse) for reuse in sorted(reuses))

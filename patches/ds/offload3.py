@@ -12,8 +12,10 @@ Seams:
 * ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums if the script sets the boundary.
 * ``_get_fp32_grad_state_partition``: code that reads a gradient before the step waits for it.
 
-Not covered: NVMe, ``ratio`` below 1, SuperOffload, and parameters that stay on the host
-(``offload_param``), which the check of the config refuses or announces.
+With ``ratio`` below 1 the first sub-groups step on the device: they are left to upstream.
+
+Not covered: NVMe, SuperOffload, and parameters that stay on the host (``offload_param``), which the
+check of the config refuses or announces.
 """
 
 from __future__ import annotations
@@ -85,6 +87,9 @@ def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
     # upstream sums in the buffer's dtype, and widens the gradient if that is wider
     narrow = total.itemsize >= part.itemsize
     values = part.detach().view(-1) if narrow else part.detach().view(-1).to(total.dtype)
+    if steps_on_device(optimizer, group):
+        channels["offload"].count_native(raw_nbytes - last, "backward")
+        return False
     codec = channels.host.copy_codec(values.numel(), values.dtype, "backward")
     owned = optimizer.grad_partitions_flat_buffer.numel()
     if not (first and boundary) and adds_on_device(
@@ -177,7 +182,7 @@ def make_reassign(original: Callable[..., None]) -> Callable[..., None]:
     def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
         channels, flat = channels_of(self), self.fp16_partitioned_groups_flat[sub_group_id]
         ours = channels is not None and offloads(self) and not self.offload_param
-        if not ours or flat is None:
+        if not ours or flat is None or steps_on_device(self, sub_group_id):
             original(self, sub_group_id)
             return
         assert channels is not None
@@ -190,6 +195,12 @@ def make_reassign(original: Callable[..., None]) -> Callable[..., None]:
             original(self, sub_group_id)
 
     return _reassign_or_swap_out_partitioned_parameters
+
+
+def steps_on_device(optimizer: Any, sub_group_id: int) -> bool:
+    """Return whether the device steps a sub-group, as ``ratio`` below 1 has it for the first."""
+    place: str = optimizer.subgroup_to_device[sub_group_id]
+    return place != "cpu"
 
 
 def _zero_padding(params: list[Any], master: Tensor) -> None:

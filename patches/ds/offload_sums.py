@@ -177,7 +177,6 @@ def offloads(optimizer: Any) -> bool:
         # excludes SuperOffload's optimizer
         and type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
         and not optimizer.swap_optimizer
-        and optimizer.partial_offload == 1.0
     )
 
 

@@ -36,7 +36,7 @@ from hybridcomp.config.memory_policy import MemoryPolicy
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
-from hybridcomp.patches.ds.nvme import BLOCK_OF
+from hybridcomp.patches.ds.nvme import BLOCK_OF, STATES
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.patching import Seam
 
@@ -55,8 +55,6 @@ GB = 1e9
 SPARE = 0.05
 #: fraction by which a pass may deviate from the prediction
 CLOSE = 0.01
-#: bytes of a parameter's states: master, two moments, gradient
-STATES = 16
 
 
 @dataclass

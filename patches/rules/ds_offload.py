@@ -65,13 +65,6 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.stage == 3 and job.cpu_offload and bool(_offload(job, "super_offload")),
     ),
     Rule(
-        "bypass", ("offload",), '"zero_optimization.offload_optimizer.ratio" below 1',
-        "a part of the optimizer then stays on the device, and its gradients do, too",
-        "remove ratio (1 is the default)",
-        lambda job: job.stage == 3 and job.cpu_offload and _offload(job, "ratio", 1.0) < 1.0,
-        settings=_copies,
-    ),
-    Rule(
         "bypass", ("offload",), '"zero_optimization.offload_param" beside offload_optimizer',
         "updated parameters stay on the host, and are copied when a layer is fetched, on a path "
         "that no seam covers", 'remove offload_param, set "offload": {"forward": "none", ...}',

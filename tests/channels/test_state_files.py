@@ -8,20 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.state_files import FORMS, SIZE, Footer, StateFiles, sweep
+from hybridcomp.channels.state_files import FORMS, NEW, SIZE, Footer, StateFiles, sweep
 from hybridcomp.channels.state_io import StateHandle
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import StateFileError
 from tests.paths import ROOT
+from tests.ranks import fork_server
 from tests.stand_ins.aio_handle import AioHandle
 
-NUMEL = 40_000
+NUMEL, MANY = 40_000, 2_000_000
 
 
 def files(**more: object) -> StateFiles:
@@ -217,42 +219,50 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
 
 
 def version(number: float) -> Tensor:
-    """Values of which every one tells the version."""
-    return number + torch.arange(200_000) % 97
+    """Values, 8 MB of them, of which every one tells the version."""
+    return number + torch.arange(MANY) % 97
 
 
-def write_versions(path: Path) -> None:
+def write_versions(path: Path, kind: str, told: Connection) -> None:
     """Write one version after the other, and tell of each."""
-    one = handle("threads", files())
+    torch.set_num_threads(1)
+    one = handle(kind, files())
     for number in itertools.count():
         put(one, version(float(number)), path)
-        print(number, flush=True)
+        told.send(number)
 
 
-def killed(path: Path, count: int) -> None:
-    """Kill writers, each one version later and at another moment of its next write."""
-    code = "from tests.channels.test_state_files import *; write_versions(Path(sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(path)]
+def killed(path: Path, count: int) -> int:
+    """Kill writers at any moment, every second one in a write; return how many left a part."""
+    context, new, partly = fork_server(), path.with_name(path.name + NEW), 0
     for trial in range(count):
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            while int(child.stdout.readline()) < trial % 10:
-                pass
-            time.sleep(0.0003 * (trial % 17))
-            child.kill()
+        ours, theirs = context.Pipe(duplex=False)
+        kind = ("threads", "aio")[trial // 2 % 2]
+        child = context.Process(target=write_versions, args=(path, kind, theirs))
+        child.start()
+        theirs.close()
+        while ours.recv() < trial % 3:
+            pass
+        while trial % 2 and not new.exists():
+            pass
+        time.sleep(0.002 * (trial % 17) if trial % 2 == 0 else 0)
+        child.kill()
+        child.join()
+        partly += new.exists()
         sweep(str(path.parent))
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-        values = get(handle("threads", files()), torch.zeros(200_000), path)
-        assert values[0] >= trial % 10 and torch.equal(values, version(float(values[0])))
+        values = get(handle("threads", files()), torch.zeros(MANY), path)
+        assert values[0] >= trial % 3 and torch.equal(values, version(float(values[0])))
+    return partly
 
 
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
-    killed(tmp_path / "1_2.tensor.swp", 3)
+    killed(tmp_path / "1_2.tensor.swp", 4)
 
 
 @pytest.mark.nightly
 def test_a_hundred_killed_writers_leave_whole_files(tmp_path: Path) -> None:
-    killed(tmp_path / "1_2.tensor.swp", 100)
+    assert killed(tmp_path / "1_2.tensor.swp", 100), "none met a write"
 
 
 def test_footers_that_are_none() -> None:

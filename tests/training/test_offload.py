@@ -157,6 +157,41 @@ def test_lossless_variants(train: Train, variant: str, sums: str) -> None:
         assert coded.ledger[BACKWARD][2] == plain.ledger[BACKWARD][2]
 
 
+def half_on_device(jobs: list[Job]) -> list[Outcome]:
+    """Outcomes of jobs whose first sub-groups step on what upstream takes for a device, cpu:0."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import stage3
+
+    before = stage3.DeepSpeedCPUAdam, get_accelerator()._name
+    stage3.DeepSpeedCPUAdam, get_accelerator()._name = torch.optim.AdamW, "cpu:0"
+    try:
+        return run(jobs)
+    finally:
+        stage3.DeepSpeedCPUAdam, get_accelerator()._name = before
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sub_groups_on_the_device_are_left_to_upstream(pool: RankPool, accumulation: int) -> None:
+    """With ``ratio`` below 1 the others are encoded, with the same bits."""
+    kept = {"device": "cpu", "pin_memory": False, "ratio": 0.5}
+    job = offloading(3, accumulation=accumulation, steps=FEW,
+                     zero={"sub_group_size": 500, "offload_optimizer": kept})  # fmt: skip
+    blocks = ("none", {"codec": "mpc", "sums": "device"}, {"codec": "mpc", "sums": "host"})
+    jobs = [job, *(with_block(job, one) for one in blocks), with_block(job, BLOCKINT)]
+    for base, none, *lossless, lossy in pool.run(half_on_device, jobs, timeout=280):
+        for other in (none, *lossless):
+            assert_same([base], [other])
+        assert lossy.losses != base.losses
+        assert lossy.losses == pytest.approx(base.losses, rel=0.03)
+        for coded in (*lossless, lossy):
+            messages, native, raw, wire = coded.ledger[BACKWARD]
+            assert 0 < native < messages and wire < raw == none.ledger[BACKWARD][2]
+            messages, native, raw, wire = coded.ledger[FORWARD]
+            assert messages > native == 0 and wire < raw == none.ledger[FORWARD][2]
+        whole = sum(one.numel() for one in Tiny().parameters())
+        assert none.ledger[FORWARD][2] < 0.7 * FEW * whole  # bf16, of one of two ranks
+
+
 @pytest.mark.parametrize("kind", by_day(KINDS, ["zero1-bf16", "zero2-fp32", "zero3-bf16"]))
 def test_lossy_trains_as_well(train: Train, kind: str) -> None:
     job = KINDS[kind]

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +20,10 @@ from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import AllToAll
 from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.row_sums import ANY_SIZE
 from hybridcomp.codecs.row_ids import decode_ids, encode_ids
 from hybridcomp.collectives import Group, Meter, Splits
+from hybridcomp.collectives.all_gather_all_to_all import gather_words
 from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Direction
@@ -29,8 +31,6 @@ from hybridcomp.errors import AgreementError, ConfigError, HybridcompError
 from hybridcomp.job import small_messages
 from hybridcomp.session import process
 
-#: numel passed to the policy: ranks send different numbers of rows, so ``min_bytes`` does not apply
-ANY_SIZE = 1 << 60
 #: words of a header in front of those for each rank: call, problem, its value
 WORDS = 3
 #: calls, by their number in a header
@@ -145,7 +145,7 @@ class Owners:
         header = [self.number << 8 | call, *(problem or CallProblem(FINE))]
         header += [count << 32 | size for count, size in zip(gives, sizes, strict=True)]
         meter = self._meter()
-        every = self._gathered(torch.tensor(header), meter)
+        every = self._gathered(header, meter)
         self._raise_problems(every)
         if call == AS_READ:
             self._record(meter, 0)
@@ -228,7 +228,7 @@ class Owners:
         most = (every[:, WORDS:] >> 32).sum(0).tolist()
         if all(asked <= slots for asked, slots in zip(most, self.slots, strict=True)):
             return
-        self._refuse_slots(self._gathered(torch.tensor([wanted]), meter).flatten().tolist())
+        self._refuse_slots(self._gathered([wanted], meter).flatten().tolist())
 
     def _refuse_slots(self, wanted: Sequence[int]) -> None:
         for rank, (asked, slots) in enumerate(zip(wanted, self.slots, strict=True)):
@@ -257,28 +257,29 @@ class Owners:
                 f"{self.name}: rank {rank} asks for row {problem.value}; expected 0 to "
                 f"{self.rows - 1}; look at the ids of its batch"
             )
-        todo = {
-            WRONG_DTYPE: "expected ids of int32 or int64",
-            OTHER_IDS: "forward takes the batches in the order of prefetch; expected these ids",
-            HALF: "rows have no loss scale; expected fp32 or bf16",
-            UNTRAINED: "no RowOptimizer has this table; give it one before a batch that trains, "
-            "or call requires_grad_(False)",
+        value = problem.value
+        found, todo = {
+            WRONG_DTYPE: (
+                str(DTYPES[value]) if value >= 0 else "another dtype",
+                "expected ids of int32 or int64",
+            ),
+            OTHER_IDS: (
+                "other ids than were prefetched",
+                "forward takes the batches in the order of prefetch; expected these ids",
+            ),
+            HALF: ("a module in fp16", "rows have no loss scale; expected fp32 or bf16"),
+            UNTRAINED: (
+                "gradients that nobody takes",
+                "no RowOptimizer has this table; give it one before a batch that trains, or call "
+                "requires_grad_(False)",
+            ),
         }[problem.kind]
-        found: Callable[[int], str] = {
-            WRONG_DTYPE: lambda value: str(DTYPES[value]) if value >= 0 else "another dtype",
-            OTHER_IDS: lambda value: "other ids than were prefetched",
-            HALF: lambda value: "a module in fp16",
-            UNTRAINED: lambda value: "gradients that nobody takes",
-        }[problem.kind]
-        return ConfigError(self.name, Shown(f"{found(problem.value)} on rank {rank}"), todo)
+        return ConfigError(self.name, Shown(f"{found} on rank {rank}"), todo)
 
-    def _gathered(self, own: Tensor, meter: Meter) -> Tensor:
+    def _gathered(self, own: Sequence[int], meter: Meter) -> Tensor:
         """Return the words of all ranks, (ranks, words)."""
-        sent = own.to(self._wire)
-        out = sent.new_empty(self.ranks * len(own))
-        group = self._group()
-        transfer(lambda: transport.all_gather(out, sent, group, meter), meter)
-        return out.cpu().view(self.ranks, -1)
+        words = torch.tensor(own, device=self._wire)
+        return torch.tensor(gather_words(words, self._group(), meter))
 
     def _exchanged(
         self, data: Tensor, come: Sequence[int], sizes: Sequence[int], meter: Meter

@@ -10,13 +10,13 @@ from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout, Sums
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
            "accumulation", "mesh", "hpz")  # fmt: skip
 SWITCHES = ("sequence", "offload")
-#: field that follows from the cuts of a model that is no chain
-DERIVED = "nodes"
+#: follow from the cuts of a model that is no chain, and from ``ratio``
+DERIVED = {"nodes", "sub_group"}
 
 
 def check(name: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` is allowed for the layout's field ``name``."""
-    known = sorted(set(Layout.__dataclass_fields__) - {DERIVED})
+    """Raise ConfigError unless ``value`` can be that of the field ``name`` of a layout."""
+    known = sorted(set(Layout.__dataclass_fields__) - DERIVED)
     if name not in known:
         raise ConfigError(f"fixed.{name}", value, f"expected one of {', '.join(known)}")
     expected = _unfit(name, value)
@@ -42,10 +42,13 @@ def _unfit(name: str, value: Any) -> str:
     if name in ("copy", "accumulate"):
         kinds = get_args(Copy if name == "copy" else Sums)
         return "" if value in kinds else " or ".join(f'"{kind}"' for kind in kinds)
+    if name == "ratio":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return "" if is_number and 0 <= value <= 1 else "a share from 0 to 1"
     numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
     if name == "recompute":
         return "" if all(map(_is_segment, numbers)) else "segments of layers, such as [[1, 3]]"
-    least = 0 if name == "cuts" else 1
+    least = 0 if name in ("cuts", "knobs") else 1
     fits = all(_is_whole(one) and one >= least for one in numbers)
     return "" if fits else f"numbers of {least} or more, such as [3, 2]"
 

@@ -23,7 +23,8 @@ ContextWay = Literal["ulysses", "ring"]
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
-LATER = ("mesh", "slices", "hpz", "copy", "accumulate")
+LATER = ("mesh", "slices", "hpz", "copy", "accumulate", "ratio", "sub_group",
+         "knobs")  # fmt: skip
 #: a node's secondary copy: DeepSpeed's, dropped after each step, or one that steps are sent against
 Copy = Literal["native", "exact", "bits8"]
 #: where the gradients of micro-batches are summed at ZeRO 2 and 3 (``dp.accumulate``)
@@ -53,6 +54,10 @@ class Layout:
     hpz: ranks of a node over which its secondary copy is cut (``zero_hpz_partition_size``, ZeRO 3);
         1: no copy. copy: what it is (``"zero": {"secondary": ..}``).
     accumulate: ``"node"``: micro-batches are summed inside nodes and cross them once a step.
+    ratio: of the optimizer's sub-groups on the host those that step there (ZeRO 3, ``offload``).
+    sub_group: values of each on a rank (``sub_group_size``); 0: DeepSpeed's default.
+    knobs: ZeRO 3's prefetch_bucket_size, max_live_parameters and max_reuse_distance; empty:
+        DeepSpeed's defaults.
     """
 
     tensor: int = 1
@@ -76,6 +81,9 @@ class Layout:
     hpz: int = 1
     copy: Copy = "native"
     accumulate: Sums = "native"
+    ratio: float = 1.0
+    sub_group: int = 0
+    knobs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1 and fields that contradict each other."""
@@ -103,6 +111,18 @@ class Layout:
                 f"layout: accumulate {self.accumulate!r} at ZeRO {self.zero_stage} and "
                 f"{self.accumulation} micro-batches; expected native, or node with ZeRO 2 or 3 and "
                 "several of them"
+            )
+        if not 0 <= self.ratio <= 1 or (
+            self.ratio < 1 and (self.zero_stage, self.offload) != (3, True)
+        ):
+            raise HybridcompError(
+                f"layout: ratio {self.ratio} at ZeRO {self.zero_stage}; expected 0 to 1, and below "
+                "1 at ZeRO 3 with offload only"
+            )
+        if self.knobs and (len(self.knobs) != 3 or self.zero_stage != 3 or self.hpz > 1):
+            raise HybridcompError(
+                f"layout: knobs {self.knobs} at ZeRO {self.zero_stage}; expected three numbers, at "
+                "ZeRO 3 and without a secondary copy"
             )
         if self.data % self.expert:
             raise HybridcompError(
@@ -207,7 +227,7 @@ class Layout:
         found["cuts"] = list(self.cuts)
         found["nodes"] = [list(stage) for stage in self.nodes]
         found["recompute"] = [list(segment) for segment in self.recompute]
-        found["slices"] = list(self.slices)
+        found["slices"], found["knobs"] = list(self.slices), list(self.knobs)
         if isinstance(self.hierarchy, tuple):
             found["hierarchy"] = list(self.hierarchy)
         for name in LATER:
@@ -228,6 +248,7 @@ class Layout:
         values["cuts"] = tuple(values.get("cuts", ()))
         values["nodes"] = tuple(map(tuple, values.get("nodes", ())))
         values["slices"] = tuple(values.get("slices", ()))
+        values["knobs"] = tuple(values.get("knobs", ()))
         if isinstance(values.get("hierarchy"), list):
             values["hierarchy"] = tuple(values["hierarchy"])
         values["recompute"] = tuple(
@@ -251,7 +272,7 @@ class Layout:
             f"hpz{self.hpz}{f'-{self.copy}' * (self.copy != 'native')}" if self.hpz > 1 else "",
             f"mb{self.micro_batch}x{self.accumulation}{'-node' * (self.accumulate == 'node')}",
             f"recompute {len(self.recomputed)}" if self.recompute else "",
-            "offload" if self.offload else "",
+            f"offload{f' {self.ratio:.3g}' * (self.ratio < 1)}" if self.offload else "",
             f"levels {'x'.join(map(str, self.hierarchy))}"
             if isinstance(self.hierarchy, tuple) else "",
         ]  # fmt: skip

@@ -115,7 +115,8 @@ def test_versions_have_the_rows(on_ranks: RunRanks, tmp_path: Path, world: int) 
     assert on_ranks(world, published, str(tmp_path))[0] == [True] * 6
 
 
-def under_deepspeed(stage: int, block: Any) -> list[Tensor]:
+def under_deepspeed(stage: int, block: Any, backend: str | None = None) -> list[Tensor]:
+    """``backend``: of ``torch.compile``, by DeepSpeed's own call."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
@@ -129,6 +130,8 @@ def under_deepspeed(stage: int, block: Any) -> list[Tensor]:
     }
     hybridcomp.install()
     engine, *_ = deepspeed.initialize(model=model, config=config)
+    if backend is not None:
+        engine.compile(backend=backend)
 
     def step(loss: Tensor) -> None:
         engine.backward(loss)
@@ -141,6 +144,21 @@ def under_deepspeed(stage: int, block: Any) -> list[Tensor]:
         assert channels.ledger.interval["embed", "backward"].messages > 0
     engine.destroy()
     return found
+
+
+def compiled_under_deepspeed(backend: str) -> tuple[list[Tensor], list[Tensor]]:
+    block = {"embed": "expcode", "preset": "none"}
+    return under_deepspeed(1, block), under_deepspeed(1, block, backend)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
+def test_zero_1_with_a_compiled_model(backend: str) -> None:
+    """The lookup and its collectives run as they are, between graphs; the same rows come of it."""
+    eager, compiled = run_ranks(2, compiled_under_deepspeed, backend)[0]
+    assert torch.equal(eager[0], compiled[0]) or backend == "inductor"
+    assert torch.allclose(eager[0], compiled[0], atol=1e-6)
 
 
 def of_deepspeed() -> list[list[Tensor]]:

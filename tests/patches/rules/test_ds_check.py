@@ -70,7 +70,6 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("offload", offload(0), {}, "nothing is copied between device and host"),
     ("offload", offload(3, device="nvme"), {}, "go on to NVMe"),
     ("offload", offload(3, super_offload=True), {}, "remove super_offload"),
-    ("offload", offload(3, ratio=0.5), {}, "below 1"),
     (
         "offload",
         zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
@@ -95,6 +94,7 @@ PLANNED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (zero(3, offload_param={"device": "nvme"}), {}, "offload parameters to the cpu"),
     ({**zero(3), "compile": {"deepcompile": True}}, {}, "a schedule of its own"),
     (offload(3, super_offload=True), {}, "moves states on paths of its own"),
+    (zero(3, zenflow={"topk_ratio": 0.1}), {}, "it gathers on paths of its own"),
     (zero(3), {"host_gb": 1}, "device nvme only"),
 ]
 NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

@@ -32,6 +32,10 @@ from hybridcomp.tools.plan.engines import (
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import Plan
 
+#: keys of ZeRO 3 in the order of ``Layout.knobs``
+KNOBS = (
+    "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+)  # fmt: skip
 PLAN_FILE, START_FILE = "plan.json", "start.sh"
 
 
@@ -57,6 +61,12 @@ def write(
     plan.write(path)
     config = folder / CONFIGS[plan.engine]
     block: dict[str, Any] = {**_kept(base or {}), "preset": PLANNED, "plan": str(path)}
+    if plan.layout.knobs:  # searched again on the step that DeepSpeed records
+        gathered = plan.prediction.memory["gathered"] / 1e9
+        block["memory"] = {
+            "policy": "planned",
+            **({"device_gb": gathered} if cluster.on_cpu else {}),
+        }
     if ledger is not None:
         block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
     written = [path, config]
@@ -107,6 +117,10 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
         zero["zero_hpz_partition_size"] = layout.hpz
     if layout.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if layout.offload and layout.ratio < 1:
+        zero["offload_optimizer"]["ratio"] = layout.ratio
+        zero["sub_group_size"] = layout.sub_group
+    zero |= dict(zip(KNOBS, layout.knobs, strict=False))
     kept = {key: value for key, value in base.items() if key != "train_batch_size"}
     return {
         **kept,

@@ -10,6 +10,7 @@ from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.tools.compare.report import aligned
 from hybridcomp.tools.plan import bits_between
+from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction
 from hybridcomp.tools.plan.request import Found
@@ -157,6 +158,7 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
     known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
     has = f"its device has {size(min(known))}" if known else "nobody knows what its device has"
     yield f"memory of the fullest rank: {', '.join(kinds)} ({has})"
+    yield from _tiers(plan.layout)
     for name, sent in told.nbytes.items():
         native = told.native_nbytes.get(name, sent)
         if sent:
@@ -174,6 +176,21 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
     bits = bits_between.of_plan(plan)
     if bits is not None and crossing[1]:
         yield bits_between.told(*bits)
+
+
+def _tiers(layout: Layout) -> Iterator[str]:
+    """Yield how ZeRO 3 divides the memory of a device, where that was searched."""
+    if layout.knobs:
+        prefetch, live, reuse = layout.knobs
+        yield (
+            f"ZeRO 3 prefetches {prefetch:.3g} values, with {live:.3g} live, and keeps what is "
+            f"used again within {reuse:.3g}"
+        )
+    if layout.ratio < 1:
+        yield (
+            f"{1 - layout.ratio:.1%} of the optimizer's sub-groups, of {layout.sub_group:.3g} "
+            "values, step on the device"
+        )
 
 
 def _between(told: Prediction, name: str) -> str:

@@ -276,16 +276,29 @@ class PlannedJob:
         call = replace(call, encoded_as=encoded, levels=layout.levels)
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
 
-    def copy_items(self, layout: Layout, values: float, layers: int, whole: Whole) -> list[Item]:
-        """Return copies of ``values`` gradients to the host and of parameters back."""
-        # at stage 3 a rank owns a part of every layer, otherwise whole layers
+    def copy_items(
+        self, layout: Layout, values: float, layers: int, whole: Whole, share: float = 1.0
+    ) -> list[Item]:
+        """Return copies of ``values`` gradients to the host and of parameters back.
+
+        share: of them that steps on the host. DeepSpeed copies the sums of the others there and
+        back all the same, in every micro-batch.
+        """
+        # at stage 3 a rank has a part of every layer, else whole layers
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")
-        count = max(1.0, layers / shards)
-        there, back = copyings(layout, values, self.dtype.itemsize, count, whole)
-        return [
+        count, width = max(1.0, layers / shards), self.dtype.itemsize
+        there, back = copyings(layout, share * values, width, count, whole)
+        found = [
             Item(("offload", "backward"), there, self.dtype, count),
             Item(("offload", "forward"), back, self.dtype, count),
         ]
+        if share == 1:
+            return found
+        numel = (1 - share) * values / count
+        nbytes = width * layout.accumulation * numel
+        bounced = Copying("to_host", numel, nbytes, nbytes)
+        found.append(Item(("offload", "backward"), bounced, self.dtype, count, fixed=NATIVE))
+        return found if share else found[2:]
 
     def gather_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
         """Return one all-gather of ``values`` parameters over ``group``, in buckets."""

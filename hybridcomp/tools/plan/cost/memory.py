@@ -23,7 +23,7 @@ from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.prices import MIN_BYTES
 from hybridcomp.tools.plan.cost.schedule import in_flight
-from hybridcomp.tools.plan.cost.work import COPIED, LIVE, StageWork, Work
+from hybridcomp.tools.plan.cost.work import COPIED, StageWork, Work, gathered, on_host
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.model import ModelLayer
 
@@ -73,7 +73,11 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
         gradients += FP32 * values  # BF16_Optimizer accumulates in fp32
     host = 0.0
     if layout.offload:
-        host, optimizer = optimizer, 0.0
+        kept = 1 - on_host(job, layout, stage)
+        host = (1 - kept) * optimizer
+        # on the device these states have gradients in fp32 beside them
+        own = share if job.sharded(layout) else values
+        optimizer = kept * (optimizer + FP32 * own)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
 
 
@@ -82,7 +86,7 @@ def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
     found: dict[str, float] = {}
     if layout.zero_stage == 3:
         values = stage.dense + stage.experts
-        found = {"gathered": job.dtype.itemsize * min(values, LIVE)}
+        found = {"gathered": job.dtype.itemsize * gathered(job, layout, stage).peak}
         if layout.hpz > 1:
             width = COPIED[layout.copy].bits(job.dtype) / 8
             found["copy"] = width * values / layout.hpz

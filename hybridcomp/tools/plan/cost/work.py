@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
+from hybridcomp.autotune.zero3_moves import Knobs
 from hybridcomp.dimensions import Dimension
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, EngineCall, Price
 from hybridcomp.tools.plan.cost.copies import Whole, whole_of
+from hybridcomp.tools.plan.cost.gathers import DEFAULT, Gathered, ModelPass
 from hybridcomp.tools.plan.cost.job import Item, PlannedJob
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
 
 Items = tuple[Item, ...]
-#: most values that ZeRO 3 keeps gathered (``stage3_max_live_parameters``, DeepSpeed's default)
-LIVE = 1e9
-#: codec of messages that cross nodes with a secondary copy, and of gathers inside a node
+#: what crosses nodes with a secondary copy, and what is gathered of one inside a node
 STEPS = Choice.of("stepcode")
 COPIED = {"native": NATIVE, "exact": NATIVE, "bits8": Choice.of({"codec": "blockint", "bits": 8})}
 
@@ -157,13 +157,15 @@ def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float
 def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) -> StageWork:
     """Return ``stage`` with the reductions, gathers, optimizer and copies of a step."""
     dense, experts = stage.trained
+    # frozen parameters are gathered at ZeRO 3 alone, where no rank has them
+    used = (stage.dense, stage.experts) if layout.zero_stage == 3 else stage.trained
     reduce = job.gradient_items(layout, index, dense, "replicas")
-    gather = job.gather_items(layout, index, dense, "replicas")
-    if experts:
+    gather = job.gather_items(layout, index, used[0], "replicas")
+    if used[1]:
         # the experts of a rank have replicas on every ``expert``-th data rank only
         outer = layout.replace(data=layout.data // layout.expert, expert=1)
         reduce += job.gradient_items(outer, 0, experts, "replicas")
-        gather += job.gather_items(outer, 0, experts, "replicas")
+        gather += job.gather_items(outer, 0, used[1], "replicas")
     reduce = [item for item in reduce if item.call.ranks > 1]
     gather = [item for item in gather if item.call.ranks > 1 and job.sharded(layout)]
     if (
@@ -179,17 +181,14 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
     each, reduce = _each_micro(layout, reduce)
     if layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
-        # parameters within LIVE are not gathered again for backward
-        times = 1 if dense + experts <= LIVE else 2
+        times = gathered(job, layout, stage).times
         parts = [_in_parts(item, per_layer) for item in gather]
-        micro, gather = each + parts * times, []
+        gather = []
         if layout.hpz > 1:
-            micro = micro[: -len(parts) * times] + _inside(layout, parts, times)
+            micro = each + _inside(layout, parts, times)
             gather = _crossing(layout, parts)
-        # frozen parameters are gathered in forward only
-        if still := stage.dense + stage.experts - dense - experts:
-            micro += [one for one in job.gather_items(layout, index, still, "replicas")
-                      if one.call.ranks > 1]  # fmt: skip
+        else:
+            micro = each + [replace(one, count=one.count * times) for one in parts]
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
         micro = each
     else:
@@ -197,12 +196,42 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
     shards = layout.size("replicas") if job.sharded(layout) else 1
     own = (dense + experts) / shards
     copies: list[Item] = []
+    adam = job.adam(own, stage.rank, layout.offload)
     if layout.offload:
-        copies = job.copy_items(layout, own, len(stage.layers), _whole(job, layout, stage))
+        share = on_host(job, layout, stage)
+        whole = _whole(job, layout, stage)
+        copies = job.copy_items(layout, own, len(stage.layers), whole, share)
+        if share < 1:  # sub-groups step one after the other
+            adam = job.adam(share * own, stage.rank, True).plus(
+                job.adam((1 - share) * own, stage.rank))  # fmt: skip
     return replace(
-        stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather),
-        adam=job.adam(own, stage.rank, layout.offload), copies=merged(copies),
-    )  # fmt: skip
+        stage,
+        micro=merged(micro),
+        reduce=merged(reduce),
+        gather=merged(gather),
+        adam=adam,
+        copies=merged(copies),
+    )
+
+
+def model_pass(job: PlannedJob, layout: Layout, stage: StageWork) -> ModelPass:
+    """Return the parameters of a stage in the order in which a micro-batch uses them."""
+    tied = layout.stages == 1 and bool(job.model.shared(job.shape(layout)))
+    return ModelPass.of([layer for _, layer in stage.layers], layout.recompute, tied)
+
+
+def gathered(job: PlannedJob, layout: Layout, stage: StageWork) -> Gathered:
+    """Return what a micro-batch gathers at ZeRO 3, and the values that are there at once."""
+    knobs = Knobs(*layout.knobs) if layout.knobs else DEFAULT
+    return model_pass(job, layout, stage).gathered(knobs)
+
+
+def on_host(job: PlannedJob, layout: Layout, stage: StageWork) -> float:
+    """Return the share of a rank's optimizer that steps on the host."""
+    if not layout.offload or layout.ratio == 1:
+        return float(layout.offload)
+    model, ranks = model_pass(job, layout, stage), layout.size("replicas")
+    return model.on_host(ranks, layout.ratio, layout.sub_group)
 
 
 def _each_micro(layout: Layout, reduce: list[Item]) -> tuple[list[Item], list[Item]]:
@@ -242,12 +271,12 @@ def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
     ))  # fmt: skip
 
 
-def _inside(layout: Layout, parts: Sequence[Item], times: int) -> list[Item]:
+def _inside(layout: Layout, parts: Sequence[Item], times: float) -> list[Item]:
     """Return the gathers of a micro-batch inside a node, from its secondary copy.
 
     DeepSpeed's own copy is made by the first gather of a step, which crosses nodes.
     """
-    count = float(times)
+    count = times
     if layout.copy == "native":
         count -= 1 / layout.accumulation
     how = COPIED[layout.copy]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridcomp.config.hierarchy_level import SUMMED
@@ -136,11 +136,8 @@ class Evaluator:
         One beats another where no part of any stage takes longer with it, and it keeps no more
         bytes. Each option comes with its seconds summed over all stages.
         """
-        keys = dict.fromkeys(
-            item.key for stage in work.stages for items in _all(stage) for item in items
-            if not item.fixed and item.call.ranks > 1
-        )  # fmt: skip
-        roomy = self._roomy(work, list(keys))
+        keys = _keys(work)
+        roomy = self.need(work, Choices()) + self.largest(work) <= self.job.capacity
         found: dict[Key, tuple[tuple[float, Choice], ...]] = {}
         for key in keys:
             kept: list[tuple[Costs, Choice]] = []
@@ -186,17 +183,25 @@ class Evaluator:
                 kept = max(kept, sum(more.values()))
         return (*costs, kept)
 
-    def _roomy(self, work: Work, keys: Sequence[Key]) -> bool:
-        """Return whether memory rules out no choices: the largest buffers fit all at once."""
+    def largest(self, work: Work) -> float:
+        """Return the bytes of the largest buffers that choices have, all at once."""
         zero_stage = work.layout.zero_stage
         most: dict[str, float] = {}
-        for key in keys:
+        for key in _keys(work):
             for choice in options_of(self.job, self.budget, key, zero_stage):
                 for stage in work.stages:
                     found = kept_by_codecs(self.job, work.layout, stage, Choices.of({key: choice}))
                     for name, nbytes in found.items():
                         most[name] = max(most.get(name, 0.0), nbytes)
-        return self.need(work, Choices()) + sum(most.values()) <= self.job.capacity
+        return sum(most.values())
+
+
+def _keys(work: Work) -> dict[Key, None]:
+    """Return the keys of messages that choices are about."""
+    return dict.fromkeys(
+        item.key for stage in work.stages for items in _all(stage) for item in items
+        if not item.fixed and item.call.ranks > 1
+    )  # fmt: skip
 
 
 def options_of(

@@ -27,6 +27,7 @@ from hybridcomp.tools.plan.search.evaluate import Evaluator
 from hybridcomp.tools.plan.search.nearest import NO_ROOM, nothing
 from hybridcomp.tools.plan.search.placing import Placer
 from hybridcomp.tools.plan.search.space import layouts, world
+from hybridcomp.tools.plan.search.tiers import divisions
 
 DEFAULT = SearchLimits()
 #: budget of the first plan's layout without compression
@@ -127,7 +128,8 @@ class _Search:
         if not works:
             self.refused[self.placer.unable.get(layout, NO_ROOM)] += 1
         for work in works:
-            self._push(self.evaluator.bound(work), work)
+            for one in divisions(self.job, self.evaluator, work):
+                self._push(self.evaluator.bound(one), one)
 
     def _judge(self, work: Work) -> None:
         best = self.evaluator.best(work)
@@ -139,9 +141,12 @@ class _Search:
 
 
 def _family(layout: Layout) -> Layout:
-    """Return the key of one entry of the ranking: no cuts, recomputation, levels, slice lengths."""
-    slices = (1, 1) if layout.slices else ()
-    return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices)
+    """Return the key of one entry of the ranking: no cuts, recomputation, levels, slice lengths.
+
+    Nor how memory is divided.
+    """
+    slices, rest = (1, 1) if layout.slices else (), {"ratio": 1.0, "knobs": ()}
+    return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices, **rest)
 
 
 def balanced_seconds(job: PlannedJob, evaluator: Evaluator, layout: Layout) -> float:

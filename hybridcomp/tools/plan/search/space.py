@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from hybridcomp.tools.plan.cost.gathers import TIGHT
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout
 from hybridcomp.tools.plan.search.slicing import sliced
@@ -101,7 +102,7 @@ def _refined(
         refused["the samples of a step cannot be divided among the replicas"] += 1
         return
     names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
-             "hierarchy", "slices", "hpz", "copy", "accumulate")  # fmt: skip
+             "hierarchy", "slices", "hpz", "copy", "accumulate", "ratio", "knobs")  # fmt: skip
     for sequence in (False, True) if _sequences(job, base) else (False,):
         for micro_batch in divisors(samples):
             if micro_batch > job.limits.most_micro_batch:
@@ -165,13 +166,33 @@ def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
         for offload in _offloads(job, cut, zero_stage):
             for hierarchy in _levels(job, cut):
                 found = cut.replace(zero_stage=zero_stage, offload=offload, hierarchy=hierarchy)
+                if offload and zero_stage == 3:
+                    found = found.replace(ratio=float(job.limits.fixed.get("ratio", 1.0)))
                 yield found
+                yield from (found.replace(knobs=knobs) for knobs in _knobs(job, found))
                 if not offload:
                     copied = [found.replace(hpz=n, copy=what) for n, what in _copies(job, found)]
                     yield from copied
                     if _sums_in_nodes(job, found):
                         yield from (one.replace(accumulate="node") for one in (found, *copied))
                 yield from (found.replace(slices=slices) for slices in _slices(job, found))
+
+
+def _knobs(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Yield ZeRO 3's settings as decided, or those from which they are searched (``tiers``)."""
+    given = job.limits.fixed.get("knobs")
+    if given and layout.zero_stage == 3:
+        yield tuple(given)
+    elif searches_gathers(job, layout):
+        yield TIGHT
+
+
+def searches_gathers(job: PlannedJob, layout: Layout) -> bool:
+    """Return whether ZeRO 3's settings are searched: where states may be on the host at all."""
+    asked = job.limits.fixed.get("offload", job.limits.offload and not job.on_cpu)
+    here = job.limits.engine == "deepspeed" and layout.zero_stage == 3 and layout.innermost == 1
+    free = "knobs" not in job.limits.fixed and layout.hpz == 1
+    return bool(asked) and here and free and layout.size("replicas") > 1
 
 
 def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:

@@ -15,9 +15,11 @@ from hybridcomp.channels.pinned_receive_buffers import LONG_NUMEL
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.answer import files
+from hybridcomp.tools.plan.answer.report import details
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import Price
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying, Whole, whole_of
+from hybridcomp.tools.plan.cost.gathers import ModelPass
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import kept_by_codecs
 from hybridcomp.tools.plan.cost.predict import predicted
@@ -47,13 +49,15 @@ def machines(bus: float = 0.5, memory_gb: float = 10.0, **more: Any) -> Cluster:
 def planned(
     memory_gb: float, bus: float = 0.5, budget: AllowedChoices = BUDGET, **more: Any
 ) -> Found:
-    limits = SearchLimits(offload=True, recompute=False, keep=3, fixed={"tensor": 1, "stages": 1})
+    fixed = {"tensor": 1, "stages": 1, "zero_stage": 2}
+    limits = SearchLimits(offload=True, recompute=False, keep=3, fixed=fixed)
     return search(small(blocks=8), machines(bus, memory_gb, **more), budget, BATCH, limits)
 
 
 def tight() -> float:
     """GB in which only a layout with its optimizer on the host fits."""
-    limits = SearchLimits(recompute=False, keep=20, fixed={"tensor": 1, "stages": 1})
+    fixed = {"tensor": 1, "stages": 1, "zero_stage": 2}
+    limits = SearchLimits(recompute=False, keep=20, fixed=fixed)
     roomy = search(small(blocks=8), machines(), BUDGET, BATCH, limits)
     least = min(plan.prediction.device_nbytes for plan in roomy.plans)
     return 0.9 * least / 0.92e9
@@ -76,21 +80,75 @@ def test_too_little_memory_puts_the_optimizer_on_the_host() -> None:
     assert native.prediction.nbytes["offload"] == native.prediction.native_nbytes["offload"]
 
 
+BOTH = AllowedChoices.parse({"offload": [EIGHT, {"codec": "expcode"}], "dp": EIGHT})
+
+
+def few_of(bus: float, share: float) -> Cluster:
+    """Hosts that copy and code, with and without room for anything else."""
+    return machines(bus, share * tight() / 0.9, host_codecs={
+        "blockint": {"gbytes_per_second": 5.0}, "expcode": {"gbytes_per_second": 0.5},
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize("bus", [0.1, 5.0])
 @pytest.mark.parametrize("share", [0.7, 2.0])
 def test_the_best_of_all_is_found_among_them(bus: float, share: float) -> None:
-    """Bounds are right beside hosts that copy and code, with and without room for anything else."""
-    budget = AllowedChoices.parse({"offload": [EIGHT, {"codec": "expcode"}], "dp": EIGHT})
-    fixed: dict[str, Any] = {"context": 1, "virtual": 1, "stages": 1}
-    limits = SearchLimits(offload=True, recompute=False, keep=3, most_micro_batch=4, fixed=fixed)
-    memory = share * tight() / 0.9
-    few = machines(bus, memory, host_codecs={
-        "blockint": {"gbytes_per_second": 5.0}, "expcode": {"gbytes_per_second": 0.5},
-    })  # fmt: skip
-    found = search(small(blocks=8), few, budget, BATCH, limits)
-    best, _ = best_of_all(PlannedJob(small(blocks=8), few, BATCH, limits), budget)
-    seconds = found.plans[0].prediction.seconds
-    assert seconds == pytest.approx(best[small(blocks=8).depth,], rel=1e-9)
+    few = few_of(bus, share)
+    for stage in (1, 2):
+        fixed: dict[str, Any] = {"context": 1, "virtual": 1, "stages": 1, "zero_stage": stage}
+        limits = SearchLimits(offload=True, recompute=False, keep=3, most_micro_batch=4,
+                              fixed=fixed)  # fmt: skip
+        found = search(small(blocks=8), few, BOTH, BATCH, limits)
+        best, _ = best_of_all(PlannedJob(small(blocks=8), few, BATCH, limits), BOTH)
+        seconds = found.plans[0].prediction.seconds
+        assert seconds == pytest.approx(best[small(blocks=8).depth,], rel=1e-9)
+
+
+def seconds_of(plan: Plan) -> float:
+    return plan.prediction.seconds
+
+
+@pytest.mark.parametrize(("bus", "share"), [(0.1, 0.7), (5.0, 0.7), (5.0, 1.1)])
+def test_memory_goes_to_what_saves_most(bus: float, share: float) -> None:
+    """No share of states on the device with DeepSpeed's gathers or none kept is any faster."""
+    few = few_of(bus, share)
+    fixed: dict[str, Any] = {"context": 1, "stages": 1, "zero_stage": 3, "offload": True}
+    limits = SearchLimits(recompute=False, keep=1, most_micro_batch=4, fixed=fixed)
+    (plan,) = search(small(blocks=8), few, BOTH, BATCH, limits).plans
+    layout, told = plan.layout, plan.prediction
+    assert told.device_nbytes <= 0.92 * few.ranks[0].nbytes
+    others = []
+    for ratio in (0.0, 0.25, 0.5, 0.75, 1.0):
+        for knobs in ((0, 0, 0), (0, 10**9, 10**9)):
+            given = replace(limits, fixed={**fixed, "ratio": ratio, "knobs": knobs})
+            found = search(small(blocks=8), few, BOTH, BATCH, given).plans
+            others += [seconds_of(one) for one in found if one.layout.knobs == knobs]
+            assert all(one.layout.ratio == ratio for one in found)
+    assert others and told.seconds <= min(others) * (1 + 1e-9)
+    if bus == 5.0:
+        assert layout.ratio < 1 and told.memory["optimizer"] > 0, "some states are on the device"
+        assert layout.knobs and "of the optimizer's sub-groups" in " ".join(details(plan, few))
+
+
+def test_sub_groups_and_gathers_are_deepspeeds(tmp_path: Path) -> None:
+    """Written as its keys, and searched again in the run."""
+    fixed: dict[str, Any] = {"context": 1, "zero_stage": 3, "offload": True, "ratio": 0.5}
+    limits = SearchLimits(keep=1, fixed=fixed)
+    (plan,) = search(small(blocks=8), few_of(5.0, 1.0), BOTH, BATCH, limits).plans
+    files.write(plan, few_of(5.0, 1.0), tmp_path)
+    config = json.loads((tmp_path / "ds_config.json").read_text())
+    zero, layout = config["zero_optimization"], plan.layout
+    assert zero["offload_optimizer"] == {"device": "cpu", "ratio": 0.5}
+    assert zero["sub_group_size"] == layout.sub_group
+    assert [zero[key] for key in files.KNOBS] == list(layout.knobs)
+    assert CompressionConfig.parse(config["compression"]).memory.planned
+    sizes = [10, 10, 30, 10, 40]
+    model = ModelPass(tuple(((size,), True) for size in sizes), (), False)
+    assert model.sub_group(2) == 2
+    # of 3 sub-groups (20, 30 and 50 of 100 values, on each of 2 ranks half) the first stays
+    assert model.on_host(2, 0.6, 8) == 0.8 and model.on_host(2, 0.7, 8) == 1.0
+    assert model.on_host(2, 0.5, 0) == 1.0, "one sub-group by default"
+    assert Layout.from_json(layout.to_json()) == layout
 
 
 def test_hosts_that_code_slowly_leave_the_bus_native() -> None:

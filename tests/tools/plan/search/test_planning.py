@@ -50,7 +50,8 @@ def every_layout(job: PlannedJob) -> Iterator[Layout]:
         cut = itertools.combinations(range(1, depth), stages - 1)
         for borders, (zero_stage, sequence, size, offload) in itertools.product(cut, free):
             cuts = tuple(b - a for a, b in itertools.pairwise((0, *borders, depth)))
-            if zero_stage or not offload:
+            wanted = job.limits.fixed.get("zero_stage", zero_stage) == zero_stage
+            if wanted and (zero_stage or not offload):
                 yield Layout(tensor, sequence, stages, cuts=cuts, data=data, zero_stage=zero_stage,
                              micro_batch=size, accumulation=job.batch.samples // data // size,
                              offload=offload)  # fmt: skip
