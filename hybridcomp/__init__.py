@@ -121,10 +121,11 @@ __all__ = [
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
     """Arm all patches.
 
-    It patches imported upstream packages at once, others when they are imported. Call it before
-    engines and wrappers are built; existing models under FSDP2 and DDP are attached in their next
-    forward pass. Another call without a config changes nothing. From then on hybridcomp's errors
-    end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows the traceback).
+    It patches upstream packages that are already imported at once, others when they are imported.
+    Call it before engines and wrappers are built; existing models under FSDP2 and DDP are attached
+    in their next forward pass. Another call without a config changes nothing. From then on
+    hybridcomp's errors end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows the
+    traceback).
 
     Args:
         config: the block of this process, for jobs without a ds_config.json: a CompressionConfig, a
@@ -175,7 +176,7 @@ def attach(
 
     Every rank calls it after ``fully_shard`` or ``DistributedDataParallel`` and before the first
     forward pass, for the same models in the same order. Under ``hybridcomp.run``, or after
-    ``install``, models are attached by themselves.
+    ``install``, models are attached automatically.
 
     Args:
         model: the root of ``fully_shard``, the DistributedDataParallel, what torch.compile made of
@@ -190,7 +191,8 @@ def attach(
     from hybridcomp.job import error_exit
     from hybridcomp.patches.torch.attach import attach
 
-    error_exit.install()  # blocks that differ are one line of the job, not a traceback of each rank
+    # so that differing blocks end the job in one line instead of a traceback on each rank
+    error_exit.install()
     return attach(model, block)
 
 
@@ -241,8 +243,8 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 def resync(engine: Any = None) -> None:
     """Make the next gather of parameters exact, with deltas or stepcode under ``"zero"``.
 
-    For master weights that were rewritten by hand, as a large change takes several gathers to
-    arrive by deltas. Loading a checkpoint does it by itself. One rank that calls it is enough.
+    Use it after rewriting master weights by hand, since deltas need several gathers for a large
+    change. Loading a checkpoint does it automatically. A call on one rank is enough.
 
     Args:
         engine: the DeepSpeed engine, or the model under FSDP2; None for megatron-core, and for a

@@ -24,24 +24,24 @@ Dimension = Literal[
     "sync",
     "embed",
 ]
-#: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Reductions of
-#: gradients and gathers of parameters are ``forward``; in offload that moves parameters to the
-#: device, and ``backward`` gradients to the host. Messages of tp2d have kinds in the place of
-#: directions, which are sent in both passes. ``states`` of offload are files on NVMe.
+#: ``forward`` is for activations and parameters, ``backward`` for gradients of activations.
+#: Reductions of gradients and gathers of parameters are ``forward``. In offload ``forward`` moves
+#: parameters to the device, ``backward`` gradients to the host. Messages of tp2d have kinds instead
+#: of directions, which are sent in both passes. ``states`` of offload are files on NVMe.
 Direction = Literal["forward", "backward", "activations", "weights", "gradients", "states"]
-#: how a message is sent natively: ``all_reduce`` adds values up, the others move them, ``copy``
-#: between a device and its host
+#: native operation: ``all_reduce`` sums values, the others move them, ``copy`` between device and
+#: host
 Operation = Literal["all_reduce", "all_gather", "broadcast", "send", "all_to_all", "copy"]
-#: when ``"when": "auto"`` times a dimension
+#: when a dimension under ``"when": "auto"`` is timed
 Timed = Literal["at start-up", "after the first step", "in real steps"]
-#: which keys the dimension has in the block beside the codec's: a model of ``hybridcomp.config``
+#: model in ``hybridcomp.config`` that gives the dimension's keys besides the codec's
 Settings = Literal[
     "plain", "gradients", "parameters", "activations", "tensor", "pipeline", "offload", "mesh",
     "islands",
 ]  # fmt: skip
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-#: kinds of messages of tp2d, in the place of directions
+#: kinds of messages of tp2d, used instead of directions
 KINDS: tuple[Direction, ...] = ("activations", "weights", "gradients")
 
 DEEPSPEED, MEGATRON, FSDP2, DDP = "DeepSpeed", "Megatron", "FSDP2", "DDP"
@@ -56,17 +56,18 @@ class DimensionRow:
         about: what its messages are; a sentence of the block's schema and pages.
         operation: how upstream sends them.
         settings: which keys it has in the block.
-        directions: for which it has codecs and counters: directions, or kinds.
-        apart: those of them that are native unless they name a codec of their own.
+        directions: the directions, or kinds, that have codecs and counters of their own.
+        apart: the directions that are native unless they name a codec of their own.
         timed: when ``"when": "auto"`` compares its codec with native; None: it cannot.
         recommended: its settings in the preset ``recommended``; None: no preset names it.
-        engines: whose seams encode its messages.
+        engines: engines whose seams encode its messages.
         group: its process groups, in words.
         two_levels: whether ``hierarchy`` sees its groups as nodes times local ranks.
-        in_layers: whether layers send it that do not know their engine and ask the process.
-        by_script: whether only a script that builds its layers from ``hybridcomp.nn`` has it: other
-            users get no message about it.
-        by_request: whether only a block that names it has it, likewise.
+        in_layers: whether its messages come from layers that do not know their engine and look it
+            up in the process.
+        by_script: whether only scripts that build layers from ``hybridcomp.nn`` use it: others get
+            no message about it.
+        by_request: whether only blocks that name it use it: others get no message about it.
     """
 
     about: str
@@ -90,7 +91,7 @@ class DimensionRow:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether jobs whose block does not name it hear nothing of it."""
+        """Return whether jobs get no message about it unless their block names it."""
         return self.by_script or self.by_request
 
     @property
@@ -105,17 +106,17 @@ class DimensionRow:
 
     @property
     def together(self) -> tuple[Direction, ...]:
-        """Return the directions that have the dimension's codec unless they name another."""
+        """Return the directions that use the dimension's codec unless they name another."""
         return tuple(way for way in self.directions if way not in self.apart)
 
     @property
     def keeps_residuals(self) -> bool:
-        """Return whether error feedback may keep what a message left out."""
+        """Return whether error feedback may keep the encoding error of messages."""
         return self.settings == "gradients"
 
     @property
     def sends_deltas(self) -> bool:
-        """Return whether messages may be differences from the last ones."""
+        """Return whether messages may be differences from the previous ones."""
         return self.settings == "parameters"
 
 
@@ -214,23 +215,23 @@ ROWS: Mapping[Dimension, DimensionRow] = {
 
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 Key = tuple[Dimension, Direction]
-#: every dimension and direction that has its codec and its counters
+#: every dimension and direction that has a codec and counters of its own
 KEYS: tuple[Key, ...] = tuple((name, way) for name, row in ROWS.items() for way in row.directions)
 #: dimensions whose messages have one direction
 ONE_WAY = tuple(name for name, row in ROWS.items() if row.one_way)
 #: dimensions whose codec is compared with native message by message
 MEASURED = tuple(name for name, row in ROWS.items() if row.timed not in (None, "in real steps"))
-#: of these, the dimensions that are compared before the first step
+#: those of MEASURED that are compared before the first step
 MEASURED_EARLY = tuple(name for name, row in ROWS.items() if row.timed == "at start-up")
 #: dimensions whose messages go from rank to rank
 BETWEEN_RANKS = tuple(name for name, row in ROWS.items() if row.between_ranks)
-#: dimensions that presets name
+#: dimensions that the presets name
 IN_PRESETS = tuple(name for name, row in ROWS.items() if row.recommended is not None)
-#: dimensions whose groups are seen as nodes times local ranks
+#: dimensions whose groups ``hierarchy`` sees as nodes times local ranks
 TWO_LEVELS = tuple(name for name, row in ROWS.items() if row.two_levels)
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names as a sentence does: ``dp, zero and tp``."""
+    """Join names as in a sentence: ``dp, zero and tp``."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

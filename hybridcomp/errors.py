@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: how to install hybridcomp itself
+#: command that installs hybridcomp itself
 CLONE = "pip install -e . in the clone of hybridcomp"
 
 
 def install_hint(extra: str = "") -> str:
-    """Say how to install hybridcomp, which is on no package index, or what an extra brings.
+    """Return the command that installs hybridcomp (from its clone), or an extra's packages.
 
-    The packages of an extra by their names: to install the extra would build hybridcomp again.
+    It lists the packages of an extra, since installing the extra itself would rebuild hybridcomp.
     """
     wanted = _packages(extra) if extra else []
     return f"pip install {shlex.join(wanted)}" if wanted else CLONE
 
 
 def _packages(extra: str) -> list[str]:
-    """Return the packages of an extra, with their versions; none where that is not known."""
+    """Return the packages of an extra, with their versions; empty if unknown."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -55,7 +55,7 @@ class HybridcompError(Exception):
     """Base class of every error that hybridcomp raises on purpose.
 
     Attributes:
-        names_rank: whether the message names the rank that failed, on whichever rank it is raised.
+        names_rank: whether the message names the rank that failed, whichever rank raises it.
     """
 
     names_rank = False
@@ -79,7 +79,7 @@ class ConfigError(HybridcompError, ValueError):
 
     def __init__(self, key: str, found: object, todo: str) -> None:
         self.key, self.found, self.todo = key, found, todo
-        # a part of it may be a key of somebody's file: a line feed in it would make two lines
+        # a part of the key may come from a user's file, and a line feed in it would break the line
         shown = key if key.isprintable() else repr(key)[1:-1]
         super().__init__(f"{shown}: found {found!r}; {todo}")
 

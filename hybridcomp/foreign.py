@@ -1,19 +1,14 @@
-"""Escape texts of foreign files, so that they stay data wherever they are written.
+"""Escape texts from foreign files, so that they stay data wherever they are written.
 
 A ``config.json``, a description of a cluster, a log and a path may contain any character. Code that
 prints such a text, or writes it into a file that is run, parsed or rendered, takes the function for
 that target from here:
 
-one_line        a comment, a message, a line of a table
-quoted_path     a path in a message, so that it can be told which one it is
-printable       text for a terminal, whose lines stay
-message         an error for a terminal
-shell_words     a command of a POSIX shell
-json_document   settings as JSON
-yaml_document   settings as JSON that YAML 1.1 reads as the same values
-markdown        a sentence or a cell of Markdown
-fenced          a block of code of Markdown
-picture         a label of matplotlib
+one_line a comment, a message, a line of a table quoted_path a path in a message, unambiguous even
+with odd characters printable text for a terminal, with its line breaks message an error for a
+terminal shell_words a command of a POSIX shell json_document settings as JSON yaml_document
+settings as JSON that YAML 1.1 reads as the same values markdown a sentence or a cell of Markdown
+fenced a block of code of Markdown picture a label of matplotlib
 
 ``parsed_json`` and ``parsed_yaml`` read such files, ``folder_path`` a folder's URL; they raise a
 ValueError of one line for anything that cannot be read.
@@ -33,21 +28,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-#: error about brackets nested deeper than the parser's stack
+#: error text for brackets nested deeper than the parser's stack
 TOO_DEEP = "nested too deeply"
-#: length of a key, with its escapes, that YAML can parse
+#: longest key, with its escapes, that YAML can parse
 LONGEST_KEY = 1000
 #: most characters shown of a name, and of a sentence
 MOST, SENTENCE = 200, 2000
-#: categories of characters that no folder's name may have: controls, marks of direction and other
-#: invisible ones, halves of a pair, ends of a line or paragraph; but for the two that join letters
+#: Unicode categories that no folder name may contain: controls, direction marks and other invisible
+#: characters, surrogates, line and paragraph separators, except for the two joiners of letters
 UNSEEN, JOINERS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"}), "\u200c\u200d"
-#: characters that are shown of each end of a long line of an error
+#: characters shown of each end of a long error line
 END = 600
 
 
 class MissingPackage(ValueError):
-    """A package that reads files of some kind is not installed; the message is its name."""
+    """A package that reads some kind of file is not installed; the message is its name."""
 
 
 def parsed_json(text: str) -> Any:
@@ -59,10 +54,10 @@ def parsed_json(text: str) -> Any:
 
 
 def folder_path(text: str) -> Path:
-    """Return the folder of a ``file://`` URL or a path, as it stands: nothing is expanded.
+    """Return the folder of a ``file://`` URL or a path, without expanding anything.
 
-    Raises ValueError, which says what was expected, for what would name another folder than is
-    seen in it.
+    Raises ValueError, saying what was expected, if the text would name a different folder than a
+    reader sees in it.
     """
     parts = urlsplit(text)
     path = unquote(parts.path) if "://" in text else text
@@ -82,9 +77,9 @@ def folder_path(text: str) -> Path:
 
 
 def parsed_yaml(text: str) -> Any:
-    """Parse YAML, without tags of Python. Raises ValueError in one line."""
+    """Parse YAML without Python tags. Raises ValueError in one line."""
     try:
-        import yaml  # a dependency of GPT-NeoX, whose files these are
+        import yaml  # yaml is a dependency of GPT-NeoX, whose files these are
     except ImportError:
         raise MissingPackage("pyyaml") from None
     try:
@@ -98,13 +93,13 @@ def parsed_yaml(text: str) -> Any:
 def printable(text: object) -> str:
     r"""Escape control characters, surrogates and direction marks of ``text`` as ``\x1b``.
 
-    Line feeds stay.
+    Line feeds are kept.
     """
     return "".join(one if one.isprintable() or one == "\n" else _escaped(one) for one in str(text))
 
 
 def one_line(text: object, most: int = MOST) -> str:
-    """Return ``text`` in one line: runs of white space become a space, other characters escaped.
+    """Return ``text`` on one line: white space becomes single spaces, other characters are escaped.
 
     ``most``: most characters to keep.
     """
@@ -113,13 +108,13 @@ def one_line(text: object, most: int = MOST) -> str:
 
 
 def quoted_path(path: str | os.PathLike[str]) -> str:
-    r"""Return ``path``, in quotes and with ``\xa0`` where what is seen might be another one."""
+    r"""Return ``path``, quoted and escaped if it could be mistaken for another path on sight."""
     text = os.fspath(path)
     return text if text.isprintable() and text == text.strip() else repr(text)
 
 
 def message(error: object) -> str:
-    """Make ``error`` printable; of a long line both ends stay: what is wrong, and what to do."""
+    """Make ``error`` printable; a long line keeps both ends, with the fault and the advice."""
     return "\n".join(
         line if len(line) <= 2 * END else f"{line[:END]} ... {line[-END:]}"
         for line in printable(error).split("\n")
@@ -127,12 +122,12 @@ def message(error: object) -> str:
 
 
 def shell_words(words: Iterable[object]) -> str:
-    """Join words to a POSIX shell command, each one quoted where it has to be."""
+    """Join words to a POSIX shell command, quoting where needed."""
     return " ".join(shlex.quote(str(word)) for word in words)
 
 
 def json_document(value: object) -> str:
-    """Write settings as JSON. Raises ValueError for values that JSON lacks: a date, a set."""
+    """Write settings as JSON. Raises ValueError for values that JSON lacks, like dates or sets."""
     try:
         return json.dumps(value, indent=2) + "\n"
     except (TypeError, RecursionError) as error:
@@ -153,7 +148,7 @@ def yaml_document(value: object) -> str:
 
 
 def markdown(text: object) -> str:
-    """Escape ``text`` for a sentence or a cell of a table: nothing in it is a mark or a tag."""
+    """Escape ``text`` for a sentence or table cell, so that nothing in it acts as a mark or tag."""
     shown = one_line(text, SENTENCE).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`|*\[])", r"\\\1", shown)
 
@@ -167,7 +162,7 @@ def fenced(text: object) -> list[str]:
 
 
 def picture(text: object) -> str:
-    """Escape ``text`` for a label of matplotlib, lines kept: a dollar sign starts no formula.
+    """Escape ``text`` for a label of matplotlib, keeping lines: a dollar sign starts no formula.
 
     Adds a space before a leading underscore, which would keep a label out of the legend.
     """
@@ -180,7 +175,7 @@ def _escaped(character: str) -> str:
 
 
 def _yaml(value: object, indent: str) -> str:
-    """Write one value, with ``indent`` before its lines but the first."""
+    """Write one value, with ``indent`` before every line except the first."""
     inner = f"{indent}  "
     if isinstance(value, Mapping):
         parts = [f"{_key(key)}: {_yaml(one, inner)}" for key, one in value.items()]
@@ -196,7 +191,7 @@ def _block(marks: str, parts: list[str], indent: str) -> str:
 
 
 def _key(key: object) -> str:
-    """Write a key: a text, or a number, switch or null, which stays one in YAML."""
+    """Write a key: text, or a number, switch or null that YAML must not read as text."""
     if not (key is None or isinstance(key, str | bool | int | float)):
         raise ValueError(f"a key of type {type(key).__name__}")
     written = _scalar(key)

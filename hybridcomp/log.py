@@ -1,8 +1,8 @@
-"""Print messages to the user: by one logger, on rank 0 unless asked otherwise.
+"""Print messages to the user: through one logger, on rank 0 unless asked otherwise.
 
 The logger is ``logging.getLogger("hybridcomp")``, so that a job can silence or redirect it. By
-default every text goes to standard output after ``[hybridcomp]``, where tools read it. Functions
-below ``patches`` return their sentences; their callers print them here.
+default every text goes to standard output after ``[hybridcomp]``, where tools read it. Functions in
+layers below ``patches`` return their sentences; callers print them here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _logger() -> logging.Logger:
     if not any(isinstance(handler, _Handler) for handler in logger.handlers):
         logger.addHandler(_Handler())
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # a job's root logger would repeat everything
+        logger.propagate = False  # else a job's root logger would repeat every text
     return logger
 
 
@@ -50,7 +50,7 @@ _LOGGER = _logger()
 
 
 def rank() -> int:
-    """Return the rank of this process: of torch.distributed, else of the launcher, else 0."""
+    """Return the rank of this process: from torch.distributed, else from the launcher, else 0."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -61,14 +61,14 @@ def rank() -> int:
 
 
 def say(*texts: str, anywhere: bool = False) -> None:
-    """Print each text on rank 0; ``anywhere``: on this rank, whichever it is."""
+    """Print each text on rank 0, or with ``anywhere`` on whichever rank this is."""
     if anywhere or rank() == 0:
         for text in texts:
             _LOGGER.info("%s", text)
 
 
 class Once:
-    """``say`` for texts that this object has not printed before."""
+    """Print texts like ``say``, but each only once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -88,5 +88,5 @@ say_once = Once()
 
 
 def complain(text: str) -> None:
-    """Print on standard error, on any rank, as the others may not know the problem."""
+    """Print on standard error, on any rank, since other ranks may not know the problem."""
     _LOGGER.error("%s", text)

@@ -69,19 +69,19 @@ FIGURES = (
 RESIDUAL_NORM = "residual_norm"
 #: figures of the whole job, since it began
 TOTALS, SAVED_S = ("total_raw_MB", "total_wire_MB"), "saved_s"
-#: of a record in JSON lines: seconds since 1970
+#: key of a JSON record: seconds since 1970
 TIME = "time"
 PREFIX = "train/compression/"
-#: replaces it for trainers that prefix every name with ``train/``
+#: replaces ``train/`` for trainers that prefix every name with it
 TRAINER_PREFIX = "compression/"
-#: the axis of these figures in a W&B run whose rows another program numbers: optimizer steps
+#: name of the x axis, optimizer steps, in a W&B run whose rows another program numbers
 STEP = f"{PREFIX}step"
 #: keys of a W&B run's config: the block, other facts of the run, and the codecs
 CONFIG_BLOCK, CONFIG_RUN, CONFIG_CODECS = "compression", "run", "codecs"
 
-#: units that names of figures end in
+#: units by the ending of a figure's name
 UNITS = {"ms": " ms", "MB": " MB", "gbps": " Gb/s"}
-#: figures whose names are no words
+#: words for figures whose names are not words
 WORDS = {
     "meet_wait": "waited for others", "full_versions": "of them in full", "wire": "sent",
     "raw_versions": "of them without a codec", "bits_per_weight": "bits a weight",
@@ -102,7 +102,7 @@ def trainer_name(event: str) -> str:
 
 
 def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
-    """``(dimension, direction, figure)`` of a name, None for names of other things."""
+    """Return ``(dimension, direction, figure)`` of a name; None for names of other things."""
     parts = name.removeprefix(prefix).split("/")
     if not name.startswith(prefix) or len(parts) not in (2, 3):
         return None
@@ -110,7 +110,7 @@ def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
 
 
 def follower_line(named: tuple[str, Mapping[str, float]]) -> str:
-    """Format the row of a follower for the progress line; counts of 0 are left out."""
+    """Format a follower's row for the progress line, leaving out counts of 0."""
     name, row = named
     told = [_told(figure, value) for figure, value in row.items() if value or figure == "drift"]
     return f"{name}: {', '.join(told)}"

@@ -1,10 +1,10 @@
-"""Say that a job has a block, or a file to record, but was started without hybridcomp.
+"""Warn that a job has a block, or a file to record, but was started without hybridcomp.
 
 torch calls ``watch`` at the end of its import, as it does for every package with an entry point in
 ``torch.backends`` (torch 2.5 and newer; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off). It
-imports nothing and patches nothing: where the environment or the command line names a file that
-may hold a block, or that losses are to be written into, it asks torch to be called once, behind the
-first optimizer step of the process.
+imports nothing and patches nothing: if the environment or the command line names a file that may
+hold a block, or a file for losses, it registers a torch hook that runs once, after the first
+optimizer step of the process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from hybridcomp.job.environment import CONFIG, RECORD
 from hybridcomp.job.launcher import start_command
 
-#: options with which scripts and the Trainer name the DeepSpeed file
+#: options by which scripts and the Trainer name the DeepSpeed file
 OPTIONS = ("--deepspeed_config", "--deepspeed")
-#: what hybridcomp.run, install, attach and publish import, and nothing else does
+#: module that only hybridcomp.run, install, attach and publish import
 ACTING = "hybridcomp.patches"
 
 
 def watch() -> None:
-    """Wait for the first optimizer step, where a file is named that hybridcomp would use."""
+    """Wait for the first optimizer step if a file is named that hybridcomp would use."""
     if next(_named(_words()), None) is None and not os.environ.get(RECORD):
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,7 +32,7 @@ def watch() -> None:
     looked: list[bool] = []
 
     def stepped(*_: Any) -> None:
-        if looked:  # taking the hook away would change what torch is iterating over
+        if looked:  # removing the hook would change the dictionary that torch is iterating over
             return
         looked.append(True)
         if sentences := list(_missing()):
@@ -44,7 +44,7 @@ def watch() -> None:
 
 
 def _missing() -> Iterator[str]:
-    """Yield what to tell the user: of blocks in a job of several ranks, of losses in any."""
+    """Yield warnings for the user: about blocks in a job of several ranks, losses in any job."""
     import torch.distributed as dist
 
     if ACTING in sys.modules:
@@ -67,12 +67,12 @@ def _missing() -> Iterator[str]:
 
 
 def _words() -> Sequence[str]:
-    """Return the command line; an interpreter inside another program may have none."""
+    """Return the command line; an embedded interpreter may have none."""
     return getattr(sys, "argv", ())
 
 
 def _named(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the variable or option, and the file that it names."""
+    """Yield the variable or option together with the file that it names."""
     if file := os.environ.get(CONFIG):
         yield f"{CONFIG}:", file
     for word, following in zip(words, [*words[1:], ""], strict=False):
@@ -82,14 +82,14 @@ def _named(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _has_block(file: str) -> bool:
-    """Return whether the file holds a block that is enabled, or one with a mistake."""
+    """Return whether the file holds an enabled block, or one with a mistake."""
     from hybridcomp.config import BLOCK, CompressionConfig, read_source
     from hybridcomp.errors import ConfigError
 
     try:
         whole = read_source(file)
     except ConfigError:
-        return False  # whoever reads the file says what is wrong with it
+        return False  # whoever reads the file reports its errors
     if BLOCK not in whole and os.environ.get(CONFIG) != file:
         return False
     try:

@@ -57,13 +57,13 @@ def _run(script: str, module: bool, words: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        # as `python script.py` does: the script's folder comes first, not ours
+        # like `python script.py`: the script's folder comes first on the path, instead of ours
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
 
 
 def _say_if_idle() -> None:
-    """Tell the user if hybridcomp met no engine that it supports, or none that it could record."""
+    """Tell the user if hybridcomp met no supported engine, or no engine that it could record."""
     file, record = os.environ.get(RECORD), sys.modules.get("hybridcomp.patches.ds.record")
     if file and (record is None or not record.has_recorded()):
         say(
@@ -78,7 +78,7 @@ def _say_if_idle() -> None:
 
 
 def _end(text: str, status: int) -> NoReturn:
-    """End this rank; the first of its node prints why, as all have the same arguments."""
+    """End this rank; the node's first rank prints why, since all ranks have the same arguments."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, end="", file=sys.stderr)
     raise SystemExit(status)

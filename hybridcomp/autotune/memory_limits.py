@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from hybridcomp.job import small_messages
 
-#: most bytes that a value takes in a trial: the value, two residuals, a sum, a payload
+#: most bytes per value in a trial: the value, two residuals, a sum, a payload
 NBYTES = 24
 
 
 def room_for(device: torch.device) -> int:
-    """Return the most values of trials on ``device``: half of its free memory, least of all ranks.
+    """Return the most values of trials: half of ``device``'s free memory, least of all ranks.
 
     A collective over the job.
     """
@@ -29,7 +29,7 @@ def room_for(device: torch.device) -> int:
 def has_room(nbytes: int, device: torch.device) -> bool:
     """Return whether every rank's GPU has ``nbytes`` free; a collective over the job.
 
-    Hosts are not checked, as they can swap.
+    Host memory is not checked, since hosts can swap.
     """
     fits = True
     if device.type == "cuda":

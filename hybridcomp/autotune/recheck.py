@@ -1,20 +1,20 @@
 """Compare native and encoded steps of the run itself, in turns, to confirm or change verdicts.
 
 A trial times messages alone. In a step they compete with each other and with the model's work,
-which hides time of the wire but none of the codec. So where a trial was close or encoding won, once
-the run is warm:
+which hides wire time but no codec time. So if a trial was close or encoding won, then once the run
+is warm:
 
 1. ``REHEARSED`` steps run: one with all dimensions native, one with all encoded. They allocate the
    buffers and residuals of both modes, and are not counted;
 2. a round of ``CELLS`` steps runs, in which up to three dimensions take every combination of modes;
-3. the seconds of the slowest rank count, so all ranks decide alike. A dimension changes when its
-   other mode was faster in every pair of steps that differ in it alone, and stays when it was not.
-   Where that is unclear for one, a second round follows, in which one pair of eight may disagree. A
-   change back to native needs less: a gain of ``BACK``, and the median of both rounds. Two
-   dimensions that each cost two per cent would otherwise stay encoded.
+3. the seconds of the slowest rank count, so all ranks decide alike. A dimension changes its mode if
+the other mode was faster in every pair of steps that differ only in it, and stays if it was faster
+in none. If that is unclear for any dimension, a second round follows, in which one pair of eight
+may disagree. A change back to native needs less: a gain of ``BACK``, and the median of both rounds.
+Otherwise two dimensions that each cost two per cent would stay encoded.
 
-Where the other mode loses clearly (``SURELY``) in every pair of the first steps, the comparison
-ends there, after two or three steps in the slower mode.
+If the other mode loses clearly (``SURELY``) in every pair of the first steps, the comparison ends
+there, after two or three steps in the slower mode.
 
 The mode depends only on the number of the step, which is equal on all ranks.
 """
@@ -34,14 +34,14 @@ from hybridcomp.job import small_messages
 
 #: uncounted steps before the first round
 REHEARSED = 2
-#: most dimensions of a comparison, and the combinations of their modes
+#: most dimensions of a comparison; a round has every combination of their modes
 MOST = 3
 CELLS = 1 << MOST
-#: share of a step that a change to encoding, and one back to native, has to save
+#: share of a step that must be saved for a change to encoding, and for one back to native
 GAIN, BACK = 0.03, 0.01
 ROUNDS = 2
-#: share of a step that the other mode has to cost for an early end, in a single pair; of n pairs
-#: each needs an n-th of it
+#: share of a step that the other mode must cost to end early after a single pair; with n pairs each
+#: must cost an n-th of it
 SURELY = 0.3
 
 
@@ -64,7 +64,7 @@ class StepClock:
 
     @property
     def stop(self) -> int:
-        """First step that is not timed any more."""
+        """Return the first step that is no longer timed."""
         return self.first + self._steps
 
     def covers(self, step: int) -> bool:
@@ -91,20 +91,21 @@ class StepClock:
     def slowest(self, begin: int, stop: int, device: torch.device) -> list[float]:
         """Return the seconds of the slowest rank in each step; a collective over the job.
 
-        0 for a step that was not timed, as in a resumed run. On a GPU waits for the steps' work.
+        A step that was not timed, as in a resumed run, counts 0. On a GPU it waits for the steps'
+        work.
         """
         found = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
         seconds: list[float] = small_messages.most(found.to(device)).tolist()
         return seconds
 
     def _seconds(self, step: int) -> float:
-        """Return the seconds of one step; one without a start begins at the end of the last."""
+        """Return the seconds of one step; without a start it begins at the end of the last step."""
         start, stop = self._starts.get(step, self._stops.get(step - 1)), self._stops.get(step)
         return 0.0 if start is None or stop is None else _between(start, stop)
 
 
 class Recheck(StepClock):
-    """Comparison of an engine's steps: its dimensions, its first step, and its clock."""
+    """Compare an engine's steps: its dimensions, its first step, and its clock."""
 
     def __init__(self, names: Sequence[Dimension], first: int) -> None:
         assert 0 < len(names) <= MOST
@@ -115,18 +116,18 @@ class Recheck(StepClock):
 
     @property
     def stop(self) -> int:
-        """First step after the comparison."""
+        """Return the first step after the comparison."""
         if self._cut is not None:
             return self._cut
         return self.first + REHEARSED + self.rounds * CELLS
 
     @property
     def last(self) -> int:
-        """The last step of the comparison where all rounds are needed."""
+        """Return the last step of the comparison if all rounds are needed."""
         return self.first + REHEARSED + ROUNDS * CELLS - 1
 
     def coded(self, name: Dimension, step: int) -> bool | None:
-        """Return whether ``name`` is encoded in ``step``; None: not decided by the comparison."""
+        """Return whether ``name`` is encoded in ``step``; None if it does not decide."""
         if name not in self.names or not self.covers(step):
             return None
         turn = step - self.first
@@ -135,7 +136,7 @@ class Recheck(StepClock):
         return bool((turn - REHEARSED) >> self.names.index(name) & 1)
 
     def end_early(self, step: int, pays: Mapping[Dimension, bool], device: torch.device) -> None:
-        """End before ``step`` where its pairs are sure; a collective after some of its steps.
+        """End before ``step`` if the pairs so far are clear; a collective after some of its steps.
 
         ``pays``: whether each dimension is encoded now. On a GPU waits for the work of those steps.
         """
@@ -167,7 +168,7 @@ class Recheck(StepClock):
         }
 
     def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:
-        """Return the finding for ``name``; None while it is unclear and another round may come."""
+        """Return the finding for ``name``; None if it is unclear and another round may come."""
         pairs = self._pairs(name, seconds)
         last = self.rounds == ROUNDS
         if len(pairs) < CELLS // 2 and self._cut is None:
@@ -187,7 +188,7 @@ class Recheck(StepClock):
         return None
 
     def _pairs(self, name: Dimension, seconds: Sequence[float]) -> list[tuple[float, float]]:
-        """Return native and encoded seconds of the pairs of steps that differ in ``name`` alone."""
+        """Return native and encoded seconds of each pair of steps that differ only in ``name``."""
         bit = 1 << self.names.index(name)
         cells = ((seconds[i], seconds[i + bit]) for i in range(len(seconds)) if not i & bit)
         return [pair for pair in cells if min(pair) > 0]
@@ -208,7 +209,7 @@ def describe_finding(name: Dimension, finding: Finding, pays: bool, step: int) -
 
 
 def _mark(device: torch.device) -> Any:
-    """Return the time now: seconds of the host, or an event behind the work queued on the GPU."""
+    """Return the current time: host seconds, or an event behind the work queued on the GPU."""
     if device.type != "cuda":
         return now()
     cuda: Any = torch.cuda
@@ -225,5 +226,5 @@ def _between(start: Any, stop: Any) -> float:
     return float(start.elapsed_time(stop)) / 1e3
 
 
-#: the host's clock, which a test replaces
+#: the host clock, which tests replace
 now: Callable[[], float] = time.perf_counter

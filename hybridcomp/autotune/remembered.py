@@ -1,12 +1,12 @@
 """Reuse the decisions of a job's last run on the same machines, and verify them during the run.
 
-So a run sends no trial messages and compares no steps in which it sends what native sends:
+Such a run sends no trial messages and spends no steps in native mode on comparisons:
 
-1. ``recall`` asks in place of each trial: every rank states what it would send and where, rank 0
-   also what the file of this job says. A verdict on the same messages is taken over by all ranks;
-2. ``check`` times the first warm steps of the run. Where they take another time than those of the
-   run that found the verdicts, these are doubted, and steps are compared as after a close trial;
-3. what was measured anew is written by rank 0, with the seconds of the steps.
+1. ``recall`` replaces each trial: every rank states its messages and their links, rank 0 also the
+   contents of the job's file. All ranks adopt a verdict on the same messages;
+2. ``check`` times the first warm steps of the run. If they are faster or slower than in the run
+   that found the verdicts, steps are compared as after a close trial;
+3. rank 0 writes new measurements, with the seconds of the steps.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from hybridcomp.job.devices import device_name
 
 #: number of steps whose median time is compared with the previous run's
 STEPS = 8
-#: a step that takes this many times as long, or as short, makes its verdicts doubtful
+#: factor, up or down, by which step times may differ before the verdicts are doubted
 MOVED = 1.15
-#: what a verdict keeps: not the steps at which things happened
+#: fields of a verdict that are saved; the steps at which things happened are not
 KEPT = ("pays", "nbytes", "native_s", "coded_s", "messages", "of", "gain_s")
 #: environment variables that choose the network of a backend
 NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET")
 
 
 class Remembered:
-    """Take over verdicts of an earlier run, and leave this run's for a later one."""
+    """Adopt verdicts of an earlier run, and save this run's for a later one."""
 
     def __init__(self, block: str | None) -> None:
-        """``block``: digest of the block; None where nothing is to be remembered."""
+        """Store ``block``, the digest of the block; None: nothing is remembered."""
         self._block = block
         self._path: Path | None = None
         self._clock: StepClock | None = None
         self._facts: dict[Dimension, str] = {}
         self._found = FoundVerdicts()
         self._taken: list[Dimension] = []
-        self.is_due = False  # whether steps are still to be timed
+        self.is_due = False  # whether steps remain to be timed
 
     def recall(
         self,
@@ -65,10 +65,10 @@ class Remembered:
         """Return the verdicts that hold for ``messages``, with sentences; a collective.
 
         Args:
-            messages: by dimension, what tells the messages of this rank apart, as JSON types.
-            model: numbers of values, by the name of the parameter.
-            device: of the messages.
-            group: over which they are sent.
+            messages: for each dimension, a JSON description that identifies this rank's messages.
+            model: number of values of each parameter, by name.
+            device: device of the messages.
+            group: group of the messages.
         """
         if self._block is None or not messages:
             return {}, []
@@ -114,24 +114,24 @@ class Remembered:
         return {"host": platform.node(), "sent": sent, "keeps": keeps, "found": found}
 
     def stop(self) -> None:
-        """Check and write nothing, as the decisions now come from a checkpoint."""
+        """Stop checking and writing, since the decisions now come from a checkpoint."""
         self.is_due = False
 
     def open(self, step: int, device: torch.device) -> None:
-        """Note the first forward pass of ``step``."""
+        """Record the first forward pass of ``step``."""
         if self._clock is not None:
             self._clock.open(step, device)
 
     def reopen(self, step: int) -> None:
-        """Note that ``step`` was skipped, and begins again."""
+        """Record that ``step`` was skipped and begins again."""
         if self._clock is not None:
             self._clock.reopen(step)
 
     def check(self, step: int, device: torch.device, verdicts: Verdicts) -> list[str]:
         """Time the steps before ``step`` of a warm run; a collective at the last of them.
 
-        Call it while no steps are compared. Doubts verdicts that were taken over where steps take
-        another time now. Returns messages for the user; only rank 0 knows what was written.
+        Call it while no steps are compared. It marks adopted verdicts as doubtful if step times
+        have changed. Returns messages for the user; only rank 0 knows what was written.
         """
         if not self.is_due:
             return []
@@ -156,7 +156,7 @@ class Remembered:
         return self._write(now, verdicts)
 
     def _write(self, step_s: float, verdicts: Verdicts) -> list[str]:
-        """Have rank 0 write verdicts that no file has yet."""
+        """Have rank 0 write verdicts that no file contains yet."""
         known = {n: v for n, v in verdicts.by_dimension.items() if n in self._facts and v.nbytes}
         if self._path is None or not set(known) - set(self._taken):
             return []
@@ -172,7 +172,7 @@ class Remembered:
 
 
 def _told(name: Dimension, verdict: Decision, day: str) -> str:
-    """Say in a sentence what was taken over."""
+    """Return a sentence on an adopted verdict."""
     how = "compressed" if verdict.pays else "native"
     figures = (
         f"{verdict.nbytes / 1e6:.3g} MB took {verdict.native_s * 1e3:.1f} ms natively and "

@@ -1,7 +1,7 @@
 """Read and write the file of a job's decisions, in a folder of the user's cache.
 
-One file a job: its name is a hash of what the job is. It is written whole or not at all, so two
-jobs may write at once. The next one that writes deletes those that are older than ``DAYS``.
+There is one file per job, named by a hash of the job's description. Files are written atomically,
+so two jobs may write at once. Each write deletes files older than ``DAYS``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hybridcomp.autotune.verdicts import are_decisions
 from hybridcomp.job.environment import CACHE
 
 FORMAT = 1
-#: days after which a finding is not taken over, as clusters and drivers change
+#: days after which saved verdicts are ignored, since clusters and drivers change
 DAYS = 30
 DAY_S = 24 * 3600
-#: names of our files, and of those that a job has begun
+#: name patterns of our files, and of unfinished ones
 FILES, PARTS = "verdicts-*.json", "verdicts-*.part"
 
 
 @dataclass(frozen=True)
 class FoundVerdicts:
-    """Hold the verdicts of a job.
+    """Saved verdicts of a job.
 
     Attributes:
-        step_s: seconds of a step with these verdicts; 0: not known.
-        facts: by dimension, a hash of its messages and of where they are sent.
+        step_s: seconds of a step with these verdicts; 0: unknown.
+        facts: for each dimension, a hash of its messages and of their links.
         verdicts: by dimension, in the form of ``Verdicts.state``.
         written: seconds since 1970.
     """
@@ -46,35 +46,35 @@ class FoundVerdicts:
 
     @property
     def day(self) -> str:
-        """The day on which it was written."""
+        """Return the day on which the file was written."""
         return time.strftime("%d %b %Y", time.localtime(self.written))
 
 
 def folder() -> Path | None:
-    """Return the folder of the files: HYBRIDCOMP_CACHE, or in the user's cache; None: none."""
+    """Return the folder of the files: HYBRIDCOMP_CACHE, or in the user's cache; None if none."""
     named = os.environ.get(CACHE)
     if named is not None:
         return Path(named) if named else None
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(base or Path.home() / ".cache") / "hybridcomp"
-    except RuntimeError:  # the user has no home
+    except RuntimeError:  # the user has no home directory
         return None
 
 
 def path_of(name: str) -> Path | None:
-    """Return the file of the job with the hash ``name``; None where none is kept."""
+    """Return the file of the job with the hash ``name``; None if no folder is available."""
     here = folder()
     return None if here is None else here / FILES.replace("*", name)
 
 
 def read(path: Path) -> FoundVerdicts | str | None:
-    """Read a finding; None where there is no file, and why a file is of no use."""
+    """Read saved verdicts (None: no file); also return why a file is unusable."""
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:  # nested too deeply
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         return f"{path} cannot be read ({error})"
     if not _is_right(written):
         return f"{path} is damaged, or of another version"
@@ -87,7 +87,7 @@ def read(path: Path) -> FoundVerdicts | str | None:
 
 
 def write(path: Path, found: FoundVerdicts) -> str:
-    """Write a finding, and delete what is too old beside it; return why that failed, or ""."""
+    """Write verdicts, and delete old files beside them; return why that failed, or ""."""
     text = json.dumps({"format": FORMAT, **vars(found), "written": time.time()}, indent=1)
     part = None
     try:
@@ -107,16 +107,16 @@ def write(path: Path, found: FoundVerdicts) -> str:
 
 
 def _sweep(here: Path) -> None:
-    """Delete files of jobs that have not run for long, and what a job that was killed has left."""
+    """Delete files of jobs that have not run for long, and unfinished files of killed jobs."""
     for pattern, days in ((FILES, DAYS), (PARTS, 1)):
         for old in here.glob(pattern):
-            with contextlib.suppress(OSError):  # another job deletes as well
+            with contextlib.suppress(OSError):  # another job may delete the same file
                 if old.stat().st_mtime < time.time() - days * DAY_S:
                     old.unlink()
 
 
 def _is_right(written: Any) -> bool:
-    """Return whether ``written`` is what ``write`` has written."""
+    """Return whether ``written`` has the form that ``write`` writes."""
     names = {"format", *vars(FoundVerdicts())}
     return (
         isinstance(written, dict)

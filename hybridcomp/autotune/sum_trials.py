@@ -1,4 +1,4 @@
-"""Build trials of gradient sums, with the residuals of error feedback: natively and encoded."""
+"""Build trials of gradient sums, with the residuals of error feedback: native and encoded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reductions(
             for index, (numel, one) in enumerate(zip(sent.numels, chosen, strict=True)):
                 held = (None, None) if kept is None else _cut_residuals(kept, numel, sent, where)
                 reduce.coded(values[:numel], one, held, index)
-                values[:numel].mul_(0.5)  # sums of sums must not overflow
+                values[:numel].mul_(0.5)  # halved so that repeated sums do not overflow
 
         def native() -> None:
             for numel in sent.numels:
@@ -46,7 +46,7 @@ def reductions(
 
 @dataclass(frozen=True)
 class _Reduce:
-    """Reduction of one message of ``sent``, natively and by a codec."""
+    """Reduction of one message of ``sent``, native or with a codec."""
 
     sent: StepTraffic
     where: TrialGroup
@@ -91,7 +91,7 @@ class _Reduce:
 
 
 def _residual_lengths(numel: int, sent: StepTraffic, where: TrialGroup) -> tuple[int, int]:
-    """Return the lengths of this rank's residuals of a message: as sender, and as owner."""
+    """Return the lengths of this rank's residuals for a message: as sender, and as owner."""
     group = where.group
     if sent.how == "scatter":
         edges = chunk_ranges(numel, group.size)

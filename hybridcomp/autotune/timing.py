@@ -1,4 +1,4 @@
-"""Time trials and decide by a verdict whether encoding pays.
+"""Time trials and decide whether encoding pays.
 
 With ``"when": "auto"`` the real collectives run on the real group, native and encoded in turns: for
 dp and zero before the first step, for tp and pp after it, when their messages are known
@@ -20,23 +20,23 @@ from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import together
 
-#: values of the messages of the trials, in order
+#: number of values in the trial messages, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
 #: fewest and most timed rounds of each variant, after one warm-up round; the shortest counts, as
 #: noise only lengthens. Close results are settled by timing real steps (``recheck``)
 REPEATS = 1, 4
-#: the same for messages of layers and stages, which are short; their median counts
+#: the same bounds for messages of layers and stages, which are short; their median counts
 REPEATS_SEEN = 2, 8
 #: fp32 values written before each: 64 MB, more than the caches of most processors and GPUs hold
 WORK_NUMEL = 1 << 24
-#: seconds that the trials of a dimension aim at; on a slow link small messages are enough
+#: seconds that the trials of a dimension should take; on a slow link small messages suffice
 BUDGET_S = 1.0
-#: share of the budget spent on single messages of a known step, to estimate how many fit
+#: share of the budget for timing single messages of a known step, to estimate how many fit
 FIRST_LOOK = 0.1
-#: encoded messages must be this much faster: the codec takes cores that the model needs as well
+#: factor by which encoded messages must be faster: the codec takes cores that the model needs
 MARGIN = 1.1
-#: where a small message is this much faster encoded, larger ones are not tried: per byte they cost
-#: the link as much, and the codec less
+#: if a small message is this many times faster encoded, larger ones are not tried: per byte, the
+#: link costs as much and the codec less
 SURE = 3.0
 
 
@@ -50,9 +50,9 @@ def judge(
     """Time trials of growing size, while there is time; a collective over the whole job.
 
     ``trials``: returns functions that send messages natively and encoded. ``sent``: the messages of
-    a step where they are known (``whole``, the same on all ranks), else one message of all values.
-    Single messages of ``SIZES`` come first, no longer than the longest. By their times all messages
-    follow, or as many as there is time for.
+    a step if known (``whole``, the same on all ranks), else one message of all values. First come
+    single messages of ``SIZES``, none longer than the longest of ``sent``. Then come all messages
+    of the step, or as many as the time allows by these measurements.
     """
     longest = max(sent.numels)
     largest = _largest(longest, device)
@@ -91,12 +91,12 @@ def _is_sure(rows: torch.Tensor) -> bool:
 
 
 def _largest(numel: int, device: torch.device) -> int:
-    """Return the largest ``numel`` of all ranks, as stages differ; a collective over the job."""
+    """Return the largest ``numel`` of all ranks, since stages differ; a collective over the job."""
     return int(small_messages.most(torch.tensor(numel, device=device)))
 
 
 def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torch.Tensor:
-    """Time the rounds that count; returns seconds, ``[rounds, 2]``."""
+    """Time the rounds that count; return seconds, ``[rounds, 2]``."""
     once = float(_race(runs, 1, device).sum())
     return _race(runs, _repeats(REPEATS, budget_s / once - 1), device)
 
@@ -104,10 +104,10 @@ def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torc
 def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Decision:
     """Time this rank's messages natively and encoded; a collective over the job.
 
-    ``nbytes``: size of the largest of these messages in the job, 0 where they could not be planned.
-    A first timing decides the number of rounds. Each follows work that clears the caches, as a
-    layer's does, and the median counts: such messages are short, and where ranks share cores,
-    disturbances are the normal case.
+    ``nbytes``: size of the largest of these messages in the job, 0 if they could not be planned. A
+    first timing decides the number of rounds. Each round follows work that clears the caches, as a
+    layer does. The median counts: such messages are short, and disturbances are normal if ranks
+    share cores.
     """
     if not nbytes:
         return Decision(True, 0, 0.0, 0.0)
@@ -115,7 +115,7 @@ def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Deci
 
     def compute() -> None:
         work.add_(1.0)
-        small_messages.wait_for_all()  # else early ranks would count their wait
+        small_messages.wait_for_all()  # wait for all, or early ranks would count their wait
 
     start = time.perf_counter()
     _race(runs, 1, device, compute)
@@ -134,10 +134,10 @@ def _repeats(limits: tuple[int, int], wanted: float) -> int:
 def _race(
     runs: tuple[Run, Run], repeats: int, device: torch.device, before: Run | None = None
 ) -> torch.Tensor:
-    """Time both in turns: seconds ``[repeats, 2]`` of the slowest rank, so equal on all ranks.
+    """Time both variants in turns: seconds ``[repeats, 2]`` of the slowest rank, equal on all.
 
-    ``before``: runs untimed before each; by default all ranks wait for each other: none begins a
-    message that another has failed to prepare.
+    ``before``: runs untimed before each variant; by default all ranks wait for each other, so that
+    none begins a message that another has failed to prepare.
     """
     found = torch.zeros(repeats, len(runs), dtype=torch.float64)
     for row in found:
@@ -150,7 +150,7 @@ def _race(
 def seconds(run: Run, device: torch.device) -> float:
     """Return the seconds of ``run``, on a GPU until its work is done there.
 
-    Where it fails on one rank the job ends: gates between its messages would take part of the time.
+    A failure on one rank ends the job, since gates between messages would distort the timing.
     """
     with together("a trial", ends=True):
         _finish(device)

@@ -1,8 +1,8 @@
 """Record the messages of tp and pp in the first steps, and plan trials of them.
 
-With ``"when": "auto"`` they are native until then. Each group or pair of stages is looked at on
-its own: its ranks count the same messages, so they plan the same trial. They compare their plans
-before the trial, since a rank that waited for a message that no rank sends would hang.
+Under ``"when": "auto"`` these messages are native until then. Each group, or pair of stages, is
+handled separately: its ranks count the same messages, so they plan the same trial. They compare
+their plans first, since a rank that waits for a message that no rank sends would hang.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hybridcomp.job.agreement import tell
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of messages: equal in all but their values."""
+    """A kind of messages, which differ only in their values."""
 
-    ranks: Ranks  # of the group; sender and receiver of a send
+    ranks: Ranks  # ranks of the group; sender and receiver of a send
     is_send: bool
     direction: Direction
     dtype: torch.dtype
@@ -36,12 +36,12 @@ class Kind:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one message on one rank."""
+        """Return the bytes of one message on one rank."""
         return self.numel * self.dtype.itemsize
 
     @property
     def stated(self) -> str:
-        """Text about the kind on which all its ranks agree, and that sorts alike on all of them."""
+        """Return a text that is equal on all ranks of the kind and sorts equally on them."""
         how = [self.ranks, self.is_send, self.direction, str(self.dtype), self.numel]
         return json.dumps([*how, self.codec.spec])
 
@@ -50,9 +50,10 @@ class SeenMessages(NamedTuple):
     """Messages of a dimension to time.
 
     Attributes:
-        plan: those of this rank.
-        nbytes: of the largest in the job; 0: there are messages, but none on which ranks agree.
-        stated: texts about the messages of all ranks.
+        plan: messages of this rank.
+        nbytes: bytes of the largest message in the job; 0: there are messages, but ranks agree on
+            none.
+        stated: descriptions of the messages of all ranks.
     """
 
     plan: list[PlannedMessage]
@@ -61,17 +62,17 @@ class SeenMessages(NamedTuple):
 
 
 class TrafficProfile:
-    """Messages of dimensions that have no verdict yet."""
+    """Count messages of dimensions that have no verdict yet."""
 
     def __init__(self, dimensions: Iterable[Dimension]) -> None:
-        #: counts of messages by dimension without a verdict
+        #: message counts by dimension without a verdict
         self.counts: dict[Dimension, Counter[Kind]] = {name: Counter() for name in dimensions}
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._steps = 0
 
     @property
     def waiting(self) -> tuple[Dimension, ...]:
-        """Dimensions without a verdict."""
+        """Return the dimensions without a verdict."""
         return tuple(self.counts)
 
     def note(
@@ -94,7 +95,7 @@ class TrafficProfile:
         self.counts[dimension][kind] += 1
 
     def is_due(self) -> bool:
-        """Return whether to plan after this step: ever less often, as there may be no messages."""
+        """Return whether to plan after this step: ever less often, as there may be none."""
         self._steps += 1
         return self._steps & (self._steps - 1) == 0
 
@@ -103,7 +104,9 @@ class TrafficProfile:
         self.counts.pop(dimension, None)
 
     def plans(self) -> dict[Dimension, SeenMessages]:
-        """Plan the messages to time, by dimension with messages; a collective over the job."""
+        """Plan the messages to time, for each dimension that sends any; a collective over the
+        job.
+        """
         own = {name: _heaviest(counts) for name, counts in self.counts.items()}
         said = tell(
             {
@@ -129,7 +132,7 @@ class TrafficProfile:
 
 
 def _heaviest(counts: Counter[Kind]) -> list[Kind]:
-    """Return the kind with the most bytes of each group, or pair, and direction."""
+    """Return for each group (or pair) and direction the kind with the most bytes."""
     best: dict[tuple[Ranks, bool, Direction], tuple[int, str, Kind]] = {}
     for kind, count in counts.items():
         key = (kind.ranks, kind.is_send, kind.direction)
@@ -140,9 +143,10 @@ def _heaviest(counts: Counter[Kind]) -> list[Kind]:
 
 
 def _common(rows: list[dict[str, list[int]]]) -> dict[str, int]:
-    """Return the bytes of the kinds that all their ranks have stated.
+    """Return the bytes of the kinds that were stated by all their ranks.
 
-    ``rows``: one for each rank: by statement, the number of ranks that take part and the bytes.
+    ``rows``: for each rank a dict from statement to the number of participating ranks and the
+    bytes.
     """
     counts = Counter(stated for row in rows for stated in row)
     every = {stated: figures for row in rows for stated, figures in row.items()}

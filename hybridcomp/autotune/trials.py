@@ -1,6 +1,6 @@
-"""Build trials of messages: functions that send them natively and encoded, to their end.
+"""Build trials of messages: functions that send them natively or encoded, to completion.
 
-Trials are no traffic of the model: they touch neither its ledger nor its residuals.
+Trials do not belong to the model's traffic: they touch neither its ledger nor its residuals.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from hybridcomp.collectives import Group, Meter, Reduction, Transfer
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.job import small_messages
 
-#: runs collectives to completion
+#: runs collectives until they are complete
 Run = Callable[[], None]
 
-#: most values of a message of a trial, which no message of a channel exceeds
+#: most values of a trial message; no message of a channel exceeds it
 MESSAGE_NUMEL = 1 << 27
 
 
 @dataclass(frozen=True)
 class PlannedMessage:
-    """Message of a layer or between stages; gathers and scatters are timed as reductions."""
+    """A message of a layer or between stages; gathers and scatters are timed as reductions."""
 
     codec: Codec
     group: dist.ProcessGroup | None
-    between: tuple[int, int] | None  # global ranks of sender and receiver of a send
+    between: tuple[int, int] | None  # global ranks of sender and receiver, for a send
     dtype: torch.dtype
     numel: int
 
 
 @dataclass(frozen=True)
 class TrialGroup:
-    """Group of the messages of a trial, with their dtype and device."""
+    """Group of a trial's messages, with their dtype and device."""
 
     group: Group
     dtype: torch.dtype
     device: torch.device
 
     def values(self, numel: int) -> torch.Tensor:
-        """Return noise, different on each rank."""
+        """Return noise that differs between ranks."""
         return _values(numel, self.dtype, self.device)
 
 
@@ -56,10 +56,10 @@ class StepTraffic:
     """Messages of a dimension in a step, equal on all ranks of a group.
 
     Attributes:
-        numels: values of each message: of a sum on every rank, of a gather on all ranks together.
-        how: sums for all ranks, sums of which a rank needs its share of the step (ZeRO 1 and 2,
-            upstream an all-reduce) or of the message (ZeRO 3), or gathers.
-        together: all are posted before the first is waited for.
+        numels: values of each message: per rank for a sum, of all ranks together for a gather.
+        how: sums for all ranks; sums of which a rank needs its share of the step (ZeRO 1 and 2, in
+            upstream an all-reduce) or of the message (ZeRO 3); or gathers.
+        together: all messages are posted before the first is waited for.
         copied: gathers of deltas keep a copy of this rank's share.
     """
 
@@ -70,7 +70,7 @@ class StepTraffic:
 
     @property
     def numel(self) -> int:
-        """Number of values of all messages."""
+        """Return the number of values of all messages."""
         return sum(self.numels)
 
     def cut(self, most: int) -> StepTraffic:
@@ -86,7 +86,7 @@ class StepTraffic:
 
 
 class _Step:
-    """Values of a trial that stay, or go a typical step to and fro for a codec of steps."""
+    """Values of a trial: constant, or for step codecs alternating by a typical step."""
 
     def __init__(self, values: torch.Tensor, codec: Codec) -> None:
         self._codec, self._values = codec, values
@@ -95,7 +95,7 @@ class _Step:
         self._held = values
 
     def next(self) -> tuple[torch.Tensor, Codec]:
-        """Return the values to send now, and the codec for them."""
+        """Return the values to send next, and their codec."""
         if self._other is None:
             return self._values, self._codec
         held, codec = self._held, self._codec.against(self._held)
@@ -103,7 +103,7 @@ class _Step:
         return self._held, codec
 
     def restart(self) -> None:
-        """Note that all ranks get the first version."""
+        """Record that all ranks received the first version."""
         self._held = self._values
 
 
@@ -115,7 +115,7 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[StepTraffic], tuple[Ru
         world_size = group.size
         lengths = [-(-numel // world_size) for numel in sent.numels]
         values = where.values(max(lengths))
-        apart = sent.together or codec.references  # each message keeps what it decodes to
+        apart = sent.together or codec.references  # each message keeps its decoded values
         room = values.new_empty(world_size * (sum(lengths) if apart else max(lengths)))
         starts = accumulate(lengths if apart else [0] * len(lengths), initial=0)
         messages = [
@@ -147,7 +147,7 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[StepTraffic], tuple[Ru
                 work.wait()
 
         if codec.references:
-            native()  # the receivers hold an earlier version from now on
+            native()  # from here on the receivers hold an earlier version
         return native, coded
 
     return trial
@@ -156,9 +156,9 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[StepTraffic], tuple[Ru
 def agree_on(
     sent: StepTraffic | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> bool:
-    """Return whether all ranks of the job know their messages, equal within each ``group``.
+    """Return whether all ranks know their messages, equal within each ``group``; a collective.
 
-    A collective over the job: ranks with different messages would wait for each other forever.
+    Over the job: ranks with different messages would wait for each other forever.
     """
     found = [0, 0, 0] if sent is None else [len(sent.numels), sent.numel, hash(sent.numels)]
     least = torch.tensor([*found, *(-number for number in found)], device=device)
@@ -177,7 +177,7 @@ def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[R
     """Build a trial of several messages of layers or stages, one after the other.
 
     ``planned``: the messages of this rank, in one order on all ranks, so that they cannot deadlock;
-    with none of them the functions do nothing.
+    if it is empty the functions do nothing.
     """
     values = [_values(one.numel, one.dtype, device) for one in planned]
     groups = [Group.of(one.group) for one in planned]
@@ -186,7 +186,7 @@ def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[R
         for one, tensor in zip(planned, values, strict=True):
             if one.between is None:
                 dist.all_reduce(tensor, group=one.group)
-                tensor.mul_(0.5)  # sums of sums must not overflow
+                tensor.mul_(0.5)  # halved so that repeated sums do not overflow
             elif one.between[0] == dist.get_rank():
                 dist.send(tensor, one.between[1], group=one.group)
             else:

@@ -1,8 +1,8 @@
 """Decide whether compression pays on the link of this job, and remember it.
 
-A dimension whose encoded messages are not faster (``timing``) stays native for the rest of the
-run, and in runs that resume it from a checkpoint. Where the two were close, steps of the run itself
-are compared once, and a verdict may change (``recheck``).
+A dimension whose encoded messages are not faster (``timing``) stays native for the rest of the run,
+and in runs that resume it from a checkpoint. If the trial was close, real steps of the run are
+compared once, and the verdict may change (``recheck``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.config.policy import Dimension
 
-#: a trial in which encoding took this many times as long as native needs no comparison of steps, in
-#: which encoding also takes the model's cores
+#: if encoding took this many times as long as native in the trial, no steps are compared: in a step
+#: encoding also takes the model's cores
 CLEAR = 2.0
-#: nor does one in which it was this many times as fast. Below that the model's own work may hide
-#: the wire: over 1 Gb/s messages of DDP were twice as fast encoded, and steps slower
+#: nor are they if encoding was this many times as fast. Below that the model's own work may hide
+#: the wire: over 1 Gb/s messages of DDP were twice as fast encoded, yet steps were slower
 CLEAR_CODED = 8.0
-#: steps with codecs before steps are compared, in which kernels load and buffers are allocated
+#: encoded steps before steps are compared, in which kernels load and buffers are allocated
 WARM = 3
 
 
@@ -31,7 +31,7 @@ WARM = 3
 class Decision:
     """Result of the (largest) trial of a dimension; equal on all ranks.
 
-    The later fields are those of a comparison of steps, see ``recheck``.
+    The later fields come from a comparison of steps, see ``recheck``.
     """
 
     pays: bool
@@ -39,17 +39,17 @@ class Decision:
     native_s: float  # seconds of the slowest rank
     coded_s: float
     messages: int = 1
-    of: int = 0  # bytes that a step sends, where ``nbytes`` is only a part of them
+    of: int = 0  # bytes that a step sends, if ``nbytes`` is only part of them
     first: int = -1  # the first step of the comparison
     checked: bool = False  # whether the comparison is over
     since: int = 0  # the first step from which ``pays`` holds
-    gain_s: float | None = None  # seconds of a step that encoding saves, where known
+    gain_s: float | None = None  # seconds per step that encoding saves, if known
     flush: int = -1  # the step that sends the residuals, after a comparison that ended native
-    rounds: int = 1  # of the comparison, so far
+    rounds: int = 1  # rounds of the comparison so far
 
     @property
     def is_close(self) -> bool:
-        """Return whether steps have to decide: the trial was not clear, or there was none."""
+        """Return whether steps must decide: the trial was not clear, or there was none."""
         if self.checked or not self.nbytes:
             return not self.checked
         if self.pays:
@@ -93,7 +93,7 @@ class Verdicts:
 
     @property
     def may_compare(self) -> bool:
-        """Return whether steps are still to be compared."""
+        """Return whether any steps remain to be compared."""
         undone = self.recheck is not None and not all(
             self.by_dimension[name].checked for name in self.recheck.names
         )
@@ -101,20 +101,20 @@ class Verdicts:
 
     @property
     def may_change(self) -> bool:
-        """Return whether steps will be compared, or are being compared."""
+        """Return whether steps are being compared, or will be."""
         if self._is_planned:
             return self.may_compare
         return any(map(self._is_open, self.by_dimension))
 
     def _is_open(self, dimension: Dimension) -> bool:
-        """Return whether steps have to decide on ``dimension``."""
+        """Return whether steps must decide on ``dimension``."""
         verdict = self.by_dimension[dimension]
         return verdict.is_close or (dimension in self._doubted and not verdict.checked)
 
     def doubt(self, names: Iterable[Dimension]) -> list[Dimension]:
-        """Have the verdicts on ``names``, taken over from an earlier run, compared in steps.
+        """Have steps confirm the verdicts on ``names``, which an earlier run found.
 
-        Returns those that there are verdicts on.
+        Returns the names that have a verdict.
         """
         self._doubted = frozenset(names) & frozenset(self.by_dimension)
         for name in self._doubted:
@@ -123,7 +123,7 @@ class Verdicts:
         return [name for name in self.by_dimension if name in self._doubted]
 
     def begins(self, dimension: Dimension) -> bool:
-        """Return whether a comparison that began now would include ``dimension``."""
+        """Return whether a comparison that begins now would include ``dimension``."""
         return not self._is_planned and dimension in self.by_dimension and self._is_open(dimension)
 
     def flushes(self, dimension: Dimension, step: int) -> bool:
@@ -141,8 +141,8 @@ class Verdicts:
     def compare(self, step: int, without: Collection[Dimension], device: torch.device) -> list[str]:
         """Begin, continue or end the comparison of steps, before ``step`` of a warm run.
 
-        ``without``: dimensions that no step encodes any more. A collective where it ends. Returns
-        sentences for the user.
+        ``without``: dimensions that no step encodes any more. A collective in the step where it
+        ends. Returns sentences for the user.
         """
         told = []
         if not self._is_planned:
@@ -189,7 +189,7 @@ class Verdicts:
         return told
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return what a resumed run has to know, as plain dicts."""
+        """Return the state that a resumed run needs, as plain dicts."""
         usual = {f.name: f.default for f in fields(Decision)}
         return {
             name: {key: value for key, value in asdict(verdict).items() if value != usual[key]}
@@ -224,7 +224,7 @@ class Verdicts:
         return told
 
     def _go_on(self) -> None:
-        """Continue the comparison in which the resumed run was, or before which it stopped."""
+        """Continue the resumed run's comparison, which was running or about to start."""
         under_way = {
             n: v.first for n, v in self.by_dimension.items() if v.first >= 0 and not v.checked
         }
@@ -235,12 +235,12 @@ class Verdicts:
 
 
 def are_decisions(value: Any) -> bool:
-    """Return whether ``value`` is a state of ``Verdicts``."""
+    """Return whether ``value`` has the form of ``Verdicts.state``."""
     return isinstance(value, dict) and all(map(_is_decision, value.values()))
 
 
 def _is_decision(value: Any) -> bool:
-    """Return whether ``value`` has the fields of a ``Decision`` that have no default, and types."""
+    """Return whether ``value`` has the required fields of a ``Decision``, with right types."""
     known = {field.name: field for field in fields(Decision)}
     needed = {name for name, field in known.items() if field.default is MISSING}
     return (

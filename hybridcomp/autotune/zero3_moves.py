@@ -1,16 +1,15 @@
-"""Simulate which parameters ZeRO 3 gathers in a pass, and search its settings for the fewest.
+"""Simulate which parameters ZeRO 3 gathers in a pass, and search for settings that gather least.
 
 DeepSpeed (0.19.8, ``PartitionedParameterCoordinator``) follows a trace of modules:
 
-1. A module's own parameters are gathered before it, whatever the limits say.
-2. Entries of the trace that belong to it are passed, unless a prefetch has passed them already.
-3. The next entries are gathered ahead, up to ``min(live - available, prefetch)`` elements, which
-   the last one of them may exceed.
-4. Behind a module its parameters are released, but for those that a prefetch has passed a later use
-   of, that a module under way uses, or that are used again within ``reuse`` elements of the trace.
+1. A module's own parameters are gathered before it, whatever the limits say. 2. The trace position
+moves past the module's entries, unless a prefetch has already passed them. 3. The next entries are
+prefetched, up to ``min(live - available, prefetch)`` elements, a limit that the last of them may
+exceed. 4. After a module its parameters are released, except those for a later use that a prefetch
+has passed, those that a running module uses, and those used again within ``reuse`` elements.
 
-A transformer's trace is a palindrome, and for such a one keeping what was used last is optimal: no
-evictor would do better than these settings. ``fewest`` is the bound that shows it.
+A transformer's trace is a palindrome, for which keeping the most recently used parameters is
+optimal: no eviction policy beats these settings, as the bound ``fewest`` shows.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-#: share of the fewest gathers that a longer prefetch may cost, as it hides their time
+#: factor by which a longer prefetch may exceed the fewest gathers, since it hides their time
 SLACK = 1.01
-#: settings of reuse that are tried, and of prefetch, as shares of the trace and of the model
+#: settings of reuse and prefetch to try, as shares of the trace and of the model
 REUSE = tuple(k / 40 for k in range(41))
 PREFETCH = (0.0, 0.0125, 0.025, 0.05, 0.1, 0.2)
-#: of a trace with more moments than ``LONG`` every fourth setting of reuse is tried
+#: for traces with more moments than this only every fourth setting of reuse is tried
 LONG = 2000
 
 
 class Knobs(NamedTuple):
-    """DeepSpeed's settings of ZeRO 3, in elements, without ``stage3_``.
+    """DeepSpeed's settings of ZeRO 3, in elements, without their prefix ``stage3_``.
 
     Attributes:
         prefetch: ``prefetch_bucket_size``.
@@ -47,14 +46,14 @@ class Knobs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Count the elements that a pass gathers, and the most at once; no persistent ones."""
+    """Elements that a pass gathers, and the most at once; without persistent ones."""
 
     gathered: int
     peak: int
 
 
 class Event(NamedTuple):
-    """A module begins (``fetches``) or ends, in the forward pass or in the backward pass."""
+    """Beginning (``fetches``) or end of a module, in the forward or the backward pass."""
 
     module: int
     fetches: bool
@@ -63,9 +62,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class _Walk:
-    """Parameters of the modules as they begin.
+    """The parameters of the modules in the order in which these begin.
 
-    before: elements of the trace before each moment, and of all; moments: of each parameter's uses.
+    before: elements of the trace before each moment, and in total; moments: of each parameter's
+    uses.
     """
 
     before: list[int]
@@ -88,17 +88,17 @@ class _Walk:
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward and backward pass, as DeepSpeed has recorded it.
+    """One forward and backward pass, as DeepSpeed records it.
 
     Attributes:
-        events: of all modules, in order.
+        events: beginnings and ends of all modules, in order.
         uses: parameters of each module, in DeepSpeed's order.
         sizes: elements of each parameter.
-        persistent: parameters that never leave.
-        external: parameters that leave with the optimizer's step only.
-        leaves: modules that are fetched with all modules inside them.
-        shallow, deep: parameters of each module without and with those inside; None: as ``uses``.
-            DeepSpeed looks for later uses in all modules as the released one is fetched.
+        persistent: parameters that are never released.
+        external: parameters that are released only by the optimizer's step.
+        leaves: modules that are gathered together with all modules inside them.
+        shallow, deep: parameters of each module without and with inner modules; None: as ``uses``.
+            DeepSpeed looks for later uses at the depth at which the released module was gathered.
     """
 
     events: tuple[Event, ...]
@@ -112,17 +112,17 @@ class Trace:
 
     @cached_property
     def order(self) -> list[tuple[int, ...]]:
-        """Parameters of the modules as they begin: DeepSpeed's trace."""
+        """Return the parameters of the modules as they begin: DeepSpeed's trace."""
         return [self.uses[event.module] for event in self.events if event.fetches]
 
     @cached_property
     def walk(self) -> _Walk:
-        """The pass as its parameters are gathered."""
+        """Return the pass in the order in which its parameters are gathered."""
         return _Walk.of(self.order, self.sizes)
 
     @cached_property
     def walks(self) -> tuple[_Walk, _Walk]:
-        """The pass as a module that is no leaf, and a leaf, look for later uses in it."""
+        """Return the pass as non-leaf and as leaf modules search it for later uses."""
         found = []
         for uses in (self.shallow or self.uses, self.deep or self.uses):
             order = [uses[event.module] for event in self.events if event.fetches]
@@ -131,7 +131,7 @@ class Trace:
 
     @cached_property
     def moved(self) -> int:
-        """Elements of the parameters that are used and not persistent."""
+        """Return the elements of the parameters that are used and not persistent."""
         return sum(self.sizes[p] for p in self.walk.moments if p not in self.persistent)
 
 
@@ -146,9 +146,11 @@ class _Pass:
     gathered: int = 0
     peak: int = 0
     moment: int = 0
-    passed: dict[int, int] = field(default_factory=dict)  # last use that the queue has given
-    running: dict[int, set[int]] = field(default_factory=dict)  # modules being run, by parameter
-    backward: dict[int, None] = field(default_factory=dict)  # modules of the backward pass
+    # last use that the queue returned, by parameter
+    passed: dict[int, int] = field(default_factory=dict)
+    running: dict[int, set[int]] = field(default_factory=dict)  # running modules, by parameter
+    # modules whose backward pass is running
+    backward: dict[int, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         order = enumerate(self.trace.order)
@@ -208,7 +210,7 @@ class _Pass:
             self.available -= self.trace.sizes[p]
 
     def end(self) -> None:
-        """Release modules whose backward pass has reported no end."""
+        """Release modules whose backward pass has not reported its end."""
         for module in self.backward:
             for p in self.trace.uses[module]:
                 self.running.get(p, set()).discard(module)
@@ -231,10 +233,10 @@ def simulate(trace: Trace, knobs: Knobs, passes: int = 1) -> Moves:
 
 
 def fewest(trace: Trace, limit: int) -> int | None:
-    """Return a bound below which no order of moves gathers in a pass; None: a module is too large.
+    """Return a lower bound on gathered elements in a pass; None: a module is too large.
 
-    Belady's: what is used last goes first, and of the last parameter only as many elements as are
-    in the way, so that unequal sizes cost nothing. ``limit``: elements at once, none persistent.
+    It is Belady's: parameters whose next use is furthest are evicted first, the last one only in
+    part, so that unequal sizes cost nothing. ``limit``: most elements at once, none persistent.
     """
     held: dict[int, int] = {}
     total = filled = 0
@@ -261,16 +263,16 @@ def _next(trace: Trace, p: int, moment: int) -> int:
 
 
 class GatherChoice(NamedTuple):
-    """Settings chosen by a search, and the elements that a step then moves."""
+    """Settings that a search has chosen, and the elements that a step then gathers."""
 
     knobs: Knobs
     moves: Moves
 
 
 def choose(trace: Trace, limit: int, passes: int = 1) -> GatherChoice | None:
-    """Return the settings that gather least with at most ``limit`` elements at once; None: none do.
+    """Return the settings that gather least within ``limit`` elements; None if none fit.
 
-    Of settings within ``SLACK`` of the fewest the one with the longest prefetch.
+    Among settings within ``SLACK`` of the fewest it takes the one with the longest prefetch.
     """
     found: list[GatherChoice] = []
     for knobs in _settings(trace, limit):
@@ -285,10 +287,10 @@ def choose(trace: Trace, limit: int, passes: int = 1) -> GatherChoice | None:
 
 
 def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
-    """Yield settings to try: reuse on a grid, refined around what fits without a prefetch."""
+    """Yield settings to try: reuse on a grid, refined near the largest that fits unprefetched."""
     whole, step = max(walk.before[-1] for walk in trace.walks), 4 if len(trace.order) > LONG else 1
     reuses = {int(share * whole) + 1 for share in REUSE[::step]} | {0}
-    low, high = 0, whole + 1  # the longest distance that fits without a prefetch
+    low, high = 0, whole + 1  # bisect for the longest reuse distance that fits without a prefetch
     while high - low > max(1, whole // 4096):
         middle = (low + high) // 2
         if simulate(trace, Knobs(0, limit, middle)).peak <= limit:

@@ -21,9 +21,9 @@ from hybridcomp.collectives import Group, Handle, Meter, Transfer, native_nbytes
 class Broadcast(Message[tuple[Handle, Tensor]]):
     """Broadcast ``values`` (1-D, contiguous) of group rank ``root`` to all ranks.
 
-    On other ranks they are the buffer to receive into. Sending returns the handle, under way, and
-    the tensor that holds the same bits on all ranks after ``wait()``: ``values``, except on the
-    root of an encoded broadcast, where it is a new one.
+    Other ranks receive into their ``values``. Sending returns the handle of the pending operation
+    and a tensor with the same bits on all ranks after ``wait()``: ``values``, but on the root of an
+    encoded broadcast a new tensor.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
         return handle, self.values
 
     def send(self, channel: Channel, codec: Codec) -> tuple[Handle, Tensor]:
-        """Broadcast encoded: the root decodes its own payload too."""
+        """Broadcast encoded values; the root decodes its own payload too."""
         values = self.values
         known, meter = channel.group(self.group), channel.meter(values.device)
         sends = known.rank == self.root
@@ -63,7 +63,7 @@ class Reduce(Message[Handle]):
     """Sum ``values`` (1-D, contiguous) of all ranks into ``out`` of group rank ``root``.
 
     Attributes:
-        out: fp32 or wider; None on other ranks than ``root``.
+        out: the sum, fp32 or wider; None on ranks other than ``root``.
     """
 
     values: Tensor
@@ -97,7 +97,7 @@ class Reduce(Message[Handle]):
 def _record(
     channel: Channel, meter: Meter, message: Broadcast | Reduce, known: Group, inter: float
 ) -> None:
-    """Record a message: bytes and time on the ranks that send it, elsewhere its time only."""
+    """Record a message: bytes and time on ranks that send, only the time on the others."""
     nbytes = message.native_nbytes(known.size)
     if nbytes:
         channel.record(meter, nbytes, message.direction, inter)

@@ -44,9 +44,9 @@ T = TypeVar("T")
 H = TypeVar("H", Handle, ReduceScatterHandle)
 #: elements, dtype, ranks and direction of a message
 _Key = tuple[int, torch.dtype, int, Direction]
-#: most messages whose codecs are remembered; sizes may differ at every step, as of tokens
+#: most messages whose codecs are remembered; the sizes of token messages may differ in every step
 MOST_SETTLED = 4096
-#: where the link should have been measured before the first message
+#: shown for a link that should have been measured before the first message
 UNMEASURED = (
     'nothing was measured, as this job makes its groups in a way of its own; write "always"'
 )
@@ -60,13 +60,15 @@ class Message(ABC, Generic[R]):
     the two ranks of ``between``.
 
     Attributes:
-        numel: elements, by which ``min_bytes`` is held.
+        numel: elements of the message; ``min_bytes`` is compared with their bytes.
         dtype: the dtype that native would send.
         group: the ranks; None: all of the job.
-        direction: ``forward`` for activations and all that has no other way, else ``backward``.
+        direction: ``forward`` for activations and for messages with one direction only, else
+            ``backward``.
         between: global ranks of sender and receiver of a point-to-point message.
-        crosses: of gradients that upstream reduces in every micro-batch: whether this one is the
-            last of a step, so that with ``dp.accumulate`` their sum leaves the node; None: others.
+        crosses: for gradients that upstream reduces in every micro-batch: whether this is the
+            step's last, in which ``dp.accumulate`` sends their sum to other nodes; None for other
+            messages.
     """
 
     numel: int
@@ -81,9 +83,10 @@ class Message(ABC, Generic[R]):
         """Return the bytes that this rank would send natively in a group of ``size`` ranks."""
 
     def nbytes_among(self, size: int, ranks: int) -> int:
-        """Return the bytes that this rank would send natively were ``size`` ranks so many.
+        """Return the bytes that this rank would send natively in a group of ``ranks`` ranks.
 
-        In a job without islands; the message is the same sum, or gathers the same values.
+        That is the group of a job without islands, which sums or gathers the same values as the
+        ``size`` ranks here.
         """
         return self.native_nbytes(ranks)
 
@@ -100,13 +103,13 @@ class Message(ABC, Generic[R]):
 
 
 class Handling(NamedTuple):
-    """Treatment, by sums with one codec, of the parameters that a tensor holds.
+    """Describe how sums with one codec treat the parameters in a tensor.
 
     Attributes:
-        by_parameter: whether they must be known at all.
-        feeds_back: residuals are added.
-        separate: they are encoded independently of each other.
-        common: those that tensor-parallel ranks share are summed exactly.
+        by_parameter: whether the sum has to know which parameters the tensor holds.
+        feeds_back: residuals are added to the gradients.
+        separate: each parameter is encoded independently of the others.
+        common: parameters that tensor-parallel ranks share are summed exactly.
         flush: residuals are sent for the last time. Error feedback is on with lossy codecs only,
             so a lossless one marks such a step.
         sampling: this step measures the error of its messages.
@@ -125,8 +128,8 @@ class Channel:
 
     Attributes:
         state: what all dimensions of the engine share; seams do not touch it.
-        groups: what is known of process groups, by group and nodes (``group``).
-        error_feedback: whether sums add what earlier ones have left out.
+        groups: the ``Group`` of each process group, by group and nodes (``group``).
+        error_feedback: whether sums add the residuals of earlier sums.
         delta: whether parameters travel as differences from the last gather.
         is_suspended: whether messages are native now; see ``suspended``.
     """
@@ -144,7 +147,7 @@ class Channel:
         """Send ``message`` encoded, or count it and have upstream send it.
 
         All ranks of the message's group call this with messages that are equal in the fields of
-        ``Message``, and take the same way.
+        ``Message``, so all of them send it encoded or all natively.
 
         Args:
             message: describes what upstream is about to send.
@@ -154,7 +157,8 @@ class Channel:
         Returns what ``native`` or ``encoded`` returns.
         """
         if self.dimension == "dp" or message.direction == "backward":
-            # here, as every message passes: a backward pass, or a micro-batch's gradients by pp
+            # every message passes here, so passes are counted here: backward passes, or
+            # micro-batches under pp
             running, state = torch._C._current_graph_task_id(), self.state
             if running not in (-1, state.running) or (running == -1 and self.dimension == "pp"):
                 state.running = running
@@ -177,9 +181,10 @@ class Channel:
         return encoded(message.send(self, codec))
 
     def accumulates(self, message: Message[Any]) -> bool:
-        """Return whether the micro-batches of such messages are summed inside of the node.
+        """Return whether gradients like ``message`` are summed over micro-batches inside the node.
 
-        All of a group in two levels, also those that the block leaves native, which cross exactly.
+        This holds for all messages of a two-level group, also for those that the block leaves
+        native: they cross between nodes exactly.
         """
         return (
             message.crosses is not None
@@ -202,7 +207,7 @@ class Channel:
         return native()
 
     def _count_spared(self, message: Message[Any]) -> None:
-        """Record the native bytes that the message would send beyond this island, as ``sync``."""
+        """Record in ``sync`` the bytes that native would send for this message to other islands."""
         islands = self.state.islands
         if self.dimension in MEASURED_EARLY:
             size = self.group(message.group).size
@@ -219,11 +224,11 @@ class Channel:
     ) -> Codec | None:
         """Return the codec of a message with these fields (``Message``), None for native.
 
-        For messages that consist of several, as a ring's; all others go through ``run``.
+        Only for operations that send several messages, such as a ring; all others use ``run``.
         """
         size, state = self.group(group).size, self.state
         if size == 1 and self.error_feedback and not self.is_suspended:
-            # residuals saved by a job of more ranks: a sum over one rank sends nothing, adds them
+            # a job of more ranks saved residuals: a sum over one rank sends nothing, but adds them
             return LOSSLESS if dtype in VALUE_DTYPES and state.residuals.is_restored else None
         codec = self.choose(numel, dtype, size, direction)
         if codec is not None and self.dimension in state.seen.counts:
@@ -234,7 +239,7 @@ class Channel:
     def choose(
         self, numel: int, dtype: torch.dtype, ends: int, direction: Direction
     ) -> Codec | None:
-        """Return the codec of values that travel between so many ``ends``, None for native."""
+        """Return the codec of values that travel between ``ends`` ranks, None for native."""
         if self.is_suspended:
             return None
         step, guard, verdicts = self.state.step, self.state.guard, self.state.verdicts
@@ -257,7 +262,9 @@ class Channel:
         return codec
 
     def _by_policy(self, key: _Key, step: int) -> Codec | None:
-        """Return the block's choice; cached for equal messages once no ramp is left."""
+        """Return the codec that the block chooses; cached per message kind once ramps have
+        ended.
+        """
         policy, (numel, dtype, ends, direction) = self.state.policy, key
         codec = policy.choose(Traffic(self.dimension, direction, dtype, numel, ends, step))
         if step >= policy.settles_at:
@@ -276,7 +283,7 @@ class Channel:
         return self.codec(numel, dtype, group) is not None
 
     def count_native(self, nbytes: int, direction: Direction = "forward") -> None:
-        """Count a message of ``nbytes`` that upstream sends itself; 0: it sends nothing."""
+        """Count a message of ``nbytes`` that upstream sends itself; do nothing for 0 bytes."""
         if nbytes:
             raw_nbytes = 0 if self.dimension == "sync" else nbytes  # see _count_spared
             self.state.ledger.record_native((self.dimension, direction), nbytes, raw_nbytes)
@@ -289,17 +296,20 @@ class Channel:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Return the number of optimizer steps taken."""
         return self.state.step
 
     @property
     def generation(self) -> int:
-        """The generation of the references of deltas; see ``Channels.resync``."""
+        """Return the generation of the reference weights of deltas; see ``Channels.resync``."""
         return self.state.generation
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Send messages inside natively, for checkpoints. All ranks enter and leave together."""
+        """Send all messages inside this context natively, for checkpoints.
+
+        All ranks enter and leave it.
+        """
         before, self.is_suspended = self.is_suspended, True
         try:
             yield
@@ -322,7 +332,8 @@ class Channel:
         every = self.state.config.ledger.sample_every
         if not every or self.state.step % every:
             return False
-        return not self.state.verdicts.comparing(self.state.step)  # it would be in what is timed
+        # extra encodings would distort the comparison's timing
+        return not self.state.verdicts.comparing(self.state.step)
 
     def sample(
         self,

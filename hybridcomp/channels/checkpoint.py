@@ -1,10 +1,10 @@
 """Save and load a session's state beside an engine's checkpoint: a file of the job, one per rank.
 
-``hybridcomp_state.json`` has the step, the loss scale and the groups of the job. The files of the
-ranks hold residuals, the guard, and what ``auto`` found out; they exist where there is any of it.
+``hybridcomp_state.json`` has the step, the loss scale and the groups of the job. Each rank's file
+holds its residuals and the decisions of guard and ``auto``, and exists only if there are any.
 Neither is part of upstream's files: DeepSpeed's client_state is written by one rank only, and
-residuals differ on every rank. With another number of ranks, or other nodes under them, their sum
-is kept (``resharing``).
+residuals differ on every rank. When the number of ranks or their nodes have changed, the sum of the
+residuals is kept (``resharing``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class State:
     """State of the job, equal on all ranks."""
 
     step: int  # optimizer steps taken
-    loss_scale: float  # factor on the gradients, and so on the residuals
-    groups: dict[str, int] = field(default_factory=dict)  # ranks in each, by dimension
-    frozen: dict[str, Any] = field(default_factory=dict)  # what trains no more, since which step
+    loss_scale: float  # factor on the gradients and therefore on the residuals
+    # number of ranks in each group, by dimension
+    groups: dict[str, int] = field(default_factory=dict)
+    # parameters that no longer train, with the step at which each was frozen
+    frozen: dict[str, Any] = field(default_factory=dict)
     format: int = saved.FORMAT
 
 
@@ -60,9 +62,9 @@ def save(
 ) -> None:
     """Write the state of the job and of every rank into ``folder``; a collective.
 
-    ``groups``: number of ranks of each group whose coordinates are part of the parameters' names;
-    ``references``: whether every rank has written the references of deltas there, too. Returns when
-    all files are complete. Raises CheckpointError, on every rank, where one could not write.
+    ``groups``: sizes of the groups whose coordinates are part of the parameters' names;
+    ``references``: whether every rank has also written its delta references there. Returns when all
+    files are complete. Raises CheckpointError on every rank if any rank could not write.
     """
     _, problem = saved.attempt(
         lambda: _save(folder, channels, _state(channels, loss_scale, groups), references)
@@ -75,9 +77,9 @@ def _state(channels: Channels, loss_scale: float, groups: Mapping[str, int]) -> 
 
 
 def _save(folder: Path, channels: Channels, state: State, references: bool) -> None:
-    """Write the files of this rank, and on rank 0 those of the job.
+    """Write this rank's file, and on rank 0 the job's file.
 
-    Where this rank has nothing to write, its file of an older save of this name goes.
+    If this rank has nothing to write, it deletes its file of an older save of the same name.
     """
     if saved_state.has_any(channels):
         _save_rank(folder, channels, state.loss_scale)
@@ -133,14 +135,16 @@ def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
 
 @dataclass
 class StoredState:
-    """State that ``read`` has read and checked, for ``take_over``.
+    """State that ``read`` has read and checked, ready for ``take_over``.
 
     Attributes:
-        choices: decisions of guard, link and offload, as in rank 0's file; None: not wanted.
-        own: this rank's file, where every rank takes over the file with its number.
+        choices: decisions of guard, link and offload from rank 0's file; None: this run does not
+            use them.
+        own: contents of this rank's file, if every rank takes over the file of its own rank number.
         count: number of ranks that saved; None where there are no residuals.
-        lost: what this run begins anew, as no rank's file is there.
-        part, plan: residuals that this rank has read for other ranks, and which rank gets them.
+        lost: names of the state that this run restarts, since no rank's file exists.
+        part, plan: residuals that this rank has read from old files, and the plan that assigns them
+            to ranks.
         loss_scale: factor on the gradients, and so on the residuals, when they were saved.
     """
 
@@ -167,9 +171,9 @@ def load(
 def read(folder: Path, channels: Channels, step: int | None = None) -> StoredState:
     """Read and check the files of ``save``; changes nothing in ``channels``. A collective.
 
-    ``step``: of ``read_state``, with which the ranks' files were saved; None: it is not known.
-    Raises CheckpointError on every rank where the file of one is damaged, missing, of another rank
-    or another step, or holds residuals behind the end of a parameter.
+    ``step``: the job's step from ``read_state``, which the ranks' files must have; None: unknown.
+    Raises CheckpointError on every rank if any rank's file is damaged, missing, from another rank
+    or step, or holds residuals beyond the end of a parameter.
     """
     found = StoredState(folder)
     feedback = saved_state.has_feedback(channels)
@@ -206,7 +210,7 @@ def take_over(
 
     Without stored residuals they start at zero (``StoredState.lost``). ``loss_scale``: the factor
     on the gradients from now on; ``device``: where the default group reduces. Raises
-    CheckpointError, on every rank, where this version cannot read guard, link or offload.
+    CheckpointError on every rank if this version cannot read the state of guard, link or offload.
     """
     if found.choices is None:
         return
@@ -223,23 +227,24 @@ def take_over(
 
 
 def _own(folder: Path, channels: Channels) -> dict[str, Any] | None:
-    """Read and check this rank's file, None where there is none."""
+    """Read and check this rank's file; return None if there is none."""
     path = _path(folder, dist.get_rank())
     if not path.is_file():
         return None
     own = _read(path, dist.get_rank())
-    if own["world_size"] == dist.get_world_size():  # else other ranks may have its parameters now
+    # with another number of ranks, other ranks may hold these parameters now
+    if own["world_size"] == dist.get_world_size():
         for name, (offset, values) in held_in(own["residuals"]):
             end = offset + values.numel()
             numel = channels.numels.get(name, end)
-            if end > numel + own["world_size"]:  # padding is encoded, too
+            if end > numel + own["world_size"]:  # padding is encoded as well
                 what = f"it has residuals up to value {end} of {name!r}, which has {numel}"
                 raise saved.damaged(path, what)
     return own
 
 
 def _stored_ranks(folder: Path, own: dict[str, Any] | None, step: int | None) -> int | None:
-    """Return how many ranks saved at ``step``, None where no file is there; alike on all ranks.
+    """Return how many ranks saved at ``step``, equal on all ranks; None if there is no file.
 
     Raises CheckpointError where files are missing or do not belong together.
     """
@@ -249,7 +254,7 @@ def _stored_ranks(folder: Path, own: dict[str, Any] | None, step: int | None) ->
     if not there:
         return None
     count, told = int(said[there[0]]["world_size"]), said[there[0]]["step"]
-    if step is not None and told != step:  # the last save wrote no such files
+    if step is not None and told != step:  # the files are of an older save; the last one wrote none
         path, state = _path(folder, there[0]), f"{folder / STATE} (step {step})"
         text = f"{path} (step {told}) and {state} were not saved together"
         raise CheckpointError(f"{WHAT}: {text}. {TODO}")
@@ -257,7 +262,7 @@ def _stored_ranks(folder: Path, own: dict[str, Any] | None, step: int | None) ->
     if missing:
         path = _path(folder, missing[0])
         raise CheckpointError(f"{WHAT}: {path} of {count} is missing. {TODO}")
-    for rank in range(min(count, len(said))):  # others' files are of an older save
+    for rank in range(min(count, len(said))):  # files of higher ranks are left from an older save
         if said[rank] != said[there[0]]:
             text = _not_together(folder, (rank, there[0]), said[rank], said[there[0]])
             raise CheckpointError(f"{WHAT}: {text}. {TODO}")
@@ -280,11 +285,12 @@ def _not_together(
 
 
 def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> bool:
-    """Return whether each rank encodes what it did when it saved, so that each takes its file."""
+    """Return whether every rank encodes the parameters that it saved, so may load its own file."""
     here = _encodes(channels)
     same = own is not None and count == dist.get_world_size()
     same = same and own is not None and own.get("layout") == channels.layout
-    # stages of a pipeline may be others on as many ranks; older files do not say what they had
+    # the same number of ranks may hold other pipeline stages; older files do not list their
+    # parameters
     same = same and own is not None and own.get("encodes", here) == here
     return all(rank["same"] for rank in tell({"same": same}, what=WHAT))
 
@@ -295,7 +301,7 @@ def _encodes(channels: Channels) -> str:
 
 
 def _restore_residuals(found: StoredState, channels: Channels, device: torch.device) -> None:
-    """Load the residuals of this rank's file, or this rank's part of the sum over all files."""
+    """Load residuals from this rank's own file, or this rank's part of the sum over all files."""
     if found.own is not None:
         saved_state.take_rank_parts(channels, found.own)
         return
@@ -307,12 +313,12 @@ def _restore_residuals(found: StoredState, channels: Channels, device: torch.dev
 
 
 def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadResiduals:
-    """The files that this rank takes, one after the other; all right factors go to ``found``."""
+    """Yield the files that this rank reads, in order; put all right factors into ``found``."""
     part, first = resharing.ReadResiduals(), _read(_path(folder, 0), 0)
     for rank in resharing.share(count):
         stored = _read(_path(folder, rank), rank)
         one, other = _statement(stored), _statement(first)
-        if one != other:  # left by an older save, where a later one has failed
+        if one != other:  # the file is left from an older save, because a later one failed
             raise CheckpointError(_not_together(folder, (rank, 0), one, other))
         for name, stretch in held_in(stored["residuals"]):
             part.add(name, stretch)
@@ -323,7 +329,7 @@ def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadRe
 
 
 def _read(path: Path, rank: int) -> dict[str, Any]:
-    """Read the file of ``rank``. Raises CheckpointError where it is damaged or of another rank."""
+    """Read the file of ``rank``. Raises CheckpointError if it is damaged or of another rank."""
     stored = saved.read(path)
     saved_state.check(path, stored)
     saved.expect(path, stored, "loss_scale", saved.is_scale)

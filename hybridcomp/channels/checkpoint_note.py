@@ -1,8 +1,8 @@
 """Write and read ``hybridcomp_checkpoint.json``, which describes a compressed run's checkpoint.
 
-A job without hybridcomp loads such a checkpoint and ignores our files silently. So a note in the
-folder explains them, to whoever looks into it and to ``hybridcomp validate FILE --checkpoint
-FOLDER``; a job that has hybridcomp but no block prints a warning when it loads the checkpoint.
+A job without hybridcomp loads such a checkpoint and silently ignores our files. The note explains
+them to a person who looks into the folder, to ``hybridcomp validate FILE --checkpoint FOLDER``, and
+to a job with hybridcomp but without a block, which prints a warning on loading.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hybridcomp.job import saved
 from hybridcomp.job.launcher import start_command
 
 FILE = "hybridcomp_checkpoint.json"
-#: all files of ours in the folder of a checkpoint
+#: pattern of all our files in a checkpoint folder
 NAMES = "hybridcomp_*"
 #: DeepSpeed's files that name the newest checkpoint, and the newest universal one
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 FORMAT = 1
-#: most ranks of a job
+#: upper limit on the number of ranks that a note may state
 MOST_RANKS = 10**6
 #: kind of file, one for each rank -> what its files hold
 RESIDUALS, PARAMETERS = "hybridcomp_residuals", "hybridcomp_parameters"
@@ -62,7 +62,7 @@ def write(
 ) -> None:
     """Write the note into the folder of a checkpoint; one rank calls it.
 
-    ``kinds``: keys of ``HOLDS``; every rank writes a file of each. Raises CheckpointError.
+    ``kinds``: keys of ``HOLDS``; every rank writes one file of each kind. Raises CheckpointError.
     """
     text = NEEDS_US.format(start=start_command()) if kinds else SELF_CONTAINED
     note = {
@@ -80,7 +80,7 @@ def write(
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Read the note in ``folder``, None without one. Raises ConfigError for a damaged one."""
+    """Read the note in ``folder``; return None without one. Raises ConfigError if it is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -101,7 +101,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def forget(folder: Path, kind: str) -> None:
-    """Take the files of ``kind`` out of the note in ``folder``. Raises CheckpointError."""
+    """Remove files of ``kind`` from the note in ``folder``. Raises CheckpointError."""
     note = read(folder)
     if note is not None:
         note["files"].pop(f"{kind}_rank_*.pt", None)
@@ -110,9 +110,9 @@ def forget(folder: Path, kind: str) -> None:
 
 
 def lacking(folder: Path, lost: Sequence[str], bring: str) -> list[str]:
-    """Return the line that names what a run restarts because ``folder`` lacks its files; else none.
+    """Return a line on the state that restarts because ``folder`` lacks our files, or nothing.
 
-    ``bring``: a sentence on what brings them.
+    ``bring``: a sentence that says how the files get there.
     """
     if not lost:
         return []
@@ -120,10 +120,10 @@ def lacking(folder: Path, lost: Sequence[str], bring: str) -> list[str]:
 
 
 def source_of(universal: Path) -> Path | None:
-    """Return the checkpoint that DeepSpeed's ``universal`` one was made from, if it is beside it.
+    """Return the checkpoint from which a DeepSpeed ``universal`` one was made, if it is beside it.
 
-    ``ds_to_universal`` copies the files of the model's states and none of ours; so the source is
-    the folder with our state that has the same ones.
+    ``ds_to_universal`` copies the model state files but none of ours. So the source is the folder
+    that holds our state and the same model state files.
     """
     states = sorted(universal.glob("*model_states.pt"))
     for folder in sorted(universal.parent.iterdir()) if states else ():
@@ -153,8 +153,8 @@ def copy_files(source: Path, target: Path) -> int:
 def folder_of(place: Path, latest_file: str = LATEST) -> Path:
     """Return the folder of one checkpoint: ``place``, or the one that its ``latest_file`` names.
 
-    In an output folder of Hugging Face's Trainer it is the last checkpoint's. Raises ConfigError
-    where there is no such folder.
+    In an output folder of Hugging Face's Trainer that is the last checkpoint. Raises ConfigError if
+    there is no such folder.
     """
     steps = {
         int(path.name.rpartition("-")[2]): path
@@ -181,14 +181,14 @@ def missing(folder: Path, note: Mapping[str, Any]) -> list[str]:
 
 
 def dropped(folder: Path, block: CompressionConfig | None) -> list[str]:
-    """Warn of the state in ``folder`` that a job with ``block`` (None: without one) drops.
+    """Return warnings on the state in ``folder`` that a job with ``block`` (None: no block) drops.
 
     Empty where it takes over everything, and for checkpoints without a note.
     """
     try:
         note = read(folder)
     except ConfigError as error:
-        return [f"WARNING: {error}"]  # the checkpoint itself may be sound
+        return [f"WARNING: {error}"]  # the note is damaged, but the checkpoint itself may be sound
     if note is None or not note["files"]:
         return []
     if block is None:

@@ -1,4 +1,4 @@
-"""Compare what ranks hold before they send what depends on it."""
+"""Compare values between ranks before messages that depend on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridcomp.errors import PeerError
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import named
 
-#: replaces the first word: this rank could not make its words
+#: first word of a rank that could not compute its words
 FAILED = -1
 
 
@@ -24,14 +24,14 @@ def words_of_all(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[list[int]]:
-    """Gather the ``count`` int64 words that ``own`` makes on each rank of ``group``; a collective.
+    """Gather ``count`` int64 words, which ``own()`` returns, from each rank; a collective.
 
-    The first word is not negative. What a rank has to prepare for the messages behind this one
-    belongs into ``own``: where it fails on one rank, this raises on all of them, and nobody waits
-    in a message that a rank does not reach. It costs no message of its own.
+    The first word is not negative. ``own`` also does whatever this rank must prepare for the
+    messages that follow: if it fails on one rank, all ranks raise and none waits in a message that
+    another never reaches. This costs no extra message.
 
-    Returns the words by group rank. Raises PeerError, which names the rank that failed; there its
-    own error, where that is one of hybridcomp.
+    Returns the words by group rank. Raises PeerError, which names the rank that failed; on that
+    rank its own error, if it is one of hybridcomp's.
     """
     what = f"{channel.dimension}, step {channel.step}"
     problem: Exception | None = None

@@ -11,18 +11,18 @@ from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as
 
 
 class DeferredResiduals:
-    """Residuals of parameters whose sum is discarded, held back from a message.
+    """Residuals of parameters whose sum is discarded, kept out of a message.
 
-    The device alone knows which ones these are; the host waits for nothing.
+    Only the device knows which parameters these are; the host does not wait for it.
     """
 
     def __init__(self, taken: Mapping[str, Tensor]) -> None:
-        """``taken``: by name of a parameter a bool () on the device, whether its sum counts."""
+        """Store ``taken``: by parameter name, a bool () on the device, whether its sum counts."""
         self._taken = taken
         self._kept: list[tuple[Residual, Tensor]] = []
 
     def take(self, flat: Residual | None, pieces: Sequence[Piece]) -> None:
-        """Move the discarded part out of ``flat``, the residual of ``pieces``, and leave zeros."""
+        """Move residuals of discarded parameters out of ``flat``, which holds ``pieces``."""
         if flat is None:
             return
         for piece, part in ResidualStretch(tuple(pieces), flat).parts():
@@ -35,7 +35,7 @@ class DeferredResiduals:
                     part.pack(values)
 
     def give_back(self) -> None:
-        """Add them to the residual again, once the message has arrived."""
+        """Add the kept residuals back once the message has arrived."""
         for part, values in self._kept:
             part.add_(values)
         self._kept.clear()

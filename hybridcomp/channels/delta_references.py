@@ -1,14 +1,14 @@
 """Keep the references to which parameter deltas are added, and compare them between ranks.
 
-The reference of a delta is the gathered buffer, which every rank holds already; of this rank's own
-share, which the optimizer overwrites, a copy is kept as an attribute of the buffer. It goes with
-the buffer, is saved and restored by ``patches/ds/exact_weights``, and is dropped where a gather
-was not by deltas.
+A delta is added to the gathered buffer of the last step, which every rank holds already. Only this
+rank's own share, which the optimizer overwrites, is copied, into an attribute of the buffer. The
+copy is freed with the buffer, saved and restored by ``patches/ds/exact_weights``, and dropped after
+a gather without deltas.
 
-References that differ between ranks would differ for ever. So before each gather the ranks compare
-a digest of the reference, 16 bytes a rank; where one differs (somebody wrote into the parameters),
-is missing, or has a value that is not finite, all ranks gather exact values. Such a gather
-overwrites what was written into the parameters, as upstream's does.
+References that differ once would differ forever. So the ranks compare a 16-byte digest of them
+before each gather. If one differs (user code wrote into the parameters), is missing, or has a
+non-finite value, all ranks gather exact values, which overwrites such writes just as upstream's
+gather does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hybridcomp.log import say
 
 #: attribute of a buffer that is gathered by deltas: its Reference
 ATTRIBUTE = "_hybridcomp_reference"
-#: 64-bit words that are weighted differently in a digest; prime, so that no row length divides it
+#: number of weights for 64-bit words in a digest; prime, so that no row length divides it
 WEIGHTS = 4093
-#: values that are worked on at once
+#: values that are processed at once
 PIECE, CPU_PIECE = 1 << 22, 1 << 16
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -41,7 +41,7 @@ class Reference:
     """This rank's share of a buffer as last gathered; the buffer holds the other ranks' shares."""
 
     own: Tensor  # copy of this rank's share, (n,), the buffer's dtype
-    generation: int  # of the channels; an older one is not used any more
+    generation: int  # generation of the channels; a reference of an older generation is not used
 
 
 def reference_of(buffer: Tensor) -> Reference | None:
@@ -51,7 +51,7 @@ def reference_of(buffer: Tensor) -> Reference | None:
 
 
 def keep(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Keep this rank's share as the reference of an exact gather; call before or after it."""
+    """Keep this rank's share as the reference for deltas; call before or after an exact gather."""
     own = rows_of(buffer, group)[dist.get_rank(group)]
     reference = reference_of(buffer)
     if reference is None:
@@ -62,7 +62,7 @@ def keep(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> N
 
 
 def leave(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Prepare upstream's gather: keep the reference where deltas may follow, else drop it."""
+    """Prepare upstream's gather: keep the reference if deltas may follow, else drop it."""
     if channel.delta and channel.state.verdicts.comparing(channel.step):
         keep(channel, buffer, group)
     else:
@@ -85,7 +85,7 @@ def forget(buffer: Tensor) -> None:
 def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGroup | None) -> bool:
     """Return whether this gather sends deltas, the same on all ranks; a collective.
 
-    False: gather exactly and ``keep``. Prints a message where references differ between ranks.
+    If False, the caller gathers exactly and calls ``keep``. Prints a message if references differ.
     """
     if is_exact(channel):
         return False
@@ -98,10 +98,10 @@ def alike(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> bool:
-    """Return whether all ranks are ready and hold the same, the same on all ranks; a collective.
+    """Return whether all ranks are ready and hold equal references; the same on all, a collective.
 
-    ``state``: returns whether this rank is ready, and the digest of what it holds. Where it fails
-    on one rank this raises on all of them.
+    ``state``: returns whether this rank is ready, and the digest of its reference. If it fails on
+    one rank, this raises on all of them.
     """
     states = words_of_all(channel, state, 2, device, group)
     if not all(ready for ready, _ in states):
@@ -127,7 +127,7 @@ def rows_of(buffer: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _state(
     channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGroup | None
 ) -> tuple[bool, int]:
-    """Return ``(ready, digest)`` of the reference of this rank."""
+    """Return whether this rank's reference is ready, and its digest."""
     reference, rank = reference_of(buffer), dist.get_rank(group)
     rows = rows_of(buffer, group)
     if (
@@ -139,8 +139,8 @@ def _state(
     shares = [reference.own if row == rank else share for row, share in enumerate(rows)]
     total = torch.zeros((), dtype=torch.int64, device=buffer.device)
     for row, share in enumerate(shares):
-        total += (2 * row + 1) * digest(share)  # odd: no difference is lost modulo 2^64
-    # a reference that is not finite stays so whatever is added
+        total += (2 * row + 1) * digest(share)  # odd weights keep every difference modulo 2^64
+    # adding steps to a non-finite reference never makes it finite again
     ready = codec.lossless or all(
         (new.float() - old.float()).sum().isfinite()
         for new, old in cache_pieces(rows[rank], reference.own)
@@ -157,7 +157,7 @@ def cache_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def digest(values: Tensor) -> Tensor:
     """Return an int64 sum of the bits of ``values`` (1-D, contiguous), weighted by position.
 
-    A change of a single element always changes it. One pass, at the speed of memory.
+    Changing any single element changes the sum. It takes one pass at memory speed.
     """
     per_word = 8 // values.dtype.itemsize
     whole = values.numel() // per_word * per_word

@@ -27,7 +27,7 @@ NAME = "_hybridcomp_name"
 
 
 def channels_of(obj: Any) -> Channels | None:
-    """Return the channels that ``obj`` was tagged with, None where no engine is attached to it."""
+    """Return the ``Channels`` that ``obj`` was tagged with; None if no engine is attached to it."""
     found: Channels | None = getattr(obj, ATTRIBUTE, None)
     return found
 
@@ -49,7 +49,8 @@ class Channels(EngineState):
         self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
         self.host = HostMoves(self, self.by_dimension["offload"])
         self.payoff = OnlineTuner(self, self.by_dimension)
-        #: returns what of the model is frozen; and what a checkpoint says of it, until it is so
+        #: returns the frozen parameters of the model; before ``freeze``, those that a checkpoint
+        #: lists
         self.frozen: Callable[[], dict[str, Any]] = dict
         self.to_freeze: dict[str, Any] = {}
 
@@ -61,20 +62,21 @@ class Channels(EngineState):
 
     @property
     def nodes_of_sums(self) -> Nodes | None:
-        """The nodes whose ranks encode a sum of gradients together; None: each rank encodes alone.
+        """Return the nodes whose ranks encode gradient sums together; None: each rank encodes
+        alone.
 
-        So it is with low-rank factors, which are summed in one level.
+        Low-rank factors are summed in one level, so there each rank encodes alone.
         """
         return None if "dp" in self.policy.low_rank else self.nodes
 
     def leave_out(self, absent: Collection[Dimension]) -> None:
-        """Note dimensions that this job sends no messages of: nothing is measured for them."""
+        """Record dimensions of which this job sends no messages, so that they are not measured."""
         self.absent = frozenset(absent)
         for name in absent:
             self.seen.forget(name)
 
     def lossy(self, dimension: Dimension) -> bool:
-        """Return whether forward messages of this step are lossy: not on a fast link."""
+        """Return whether forward messages of ``dimension`` are lossy in this step."""
         codec = self.policy.codecs.get((dimension, "forward"))
         return (
             codec is not None
@@ -84,15 +86,15 @@ class Channels(EngineState):
 
     @property
     def sums_in_node(self) -> bool:
-        """Return whether the micro-batches of some messages of dp may be summed inside a node."""
+        """Return whether any dp messages are summed over micro-batches inside the node."""
         asked = self.config.dp.accumulate == "node" and self["dp"].active
         return asked and "dp" not in self.absent and self.layout is not None
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
         """Discover the nodes and build the two-level groups of dp and zero; a collective.
 
-        ``groups``: those that this rank is in. Returns messages for the user. Raises ConfigError on
-        all ranks where ``dp.accumulate`` finds no node of several ranks beside another.
+        ``groups``: the groups of this rank. Returns messages for the user. Raises ConfigError on
+        all ranks if ``dp.accumulate`` is set and there are not several nodes of several ranks.
         """
         low_rank = self.policy.low_rank
         names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
@@ -107,7 +109,7 @@ class Channels(EngineState):
         return [f"{told}: {note}" for note in notes] if told else []
 
     def _cannot_accumulate(self, nodes: Nodes) -> str:
-        """Say why no group of the job has two levels; ConfigError unless that may stay native."""
+        """Return why no group has two levels; raise ConfigError unless native is allowed."""
         count, ranks = len(set(nodes.of_rank)), len(nodes.of_rank)
         why = "no group of gradients has several ranks on each of several nodes"
         if count == 1:
@@ -122,9 +124,10 @@ class Channels(EngineState):
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """Close an optimizer step, after ``step`` was counted: run due measurements, ask the guard.
 
-        ``sampled``: whether that step was a ``sampling`` one. A collective. Returns messages for
-        the user, the same on all ranks. Raises CodecError where this rank has received a damaged
-        payload or a wrong header; on a GPU a step or two later, as nothing waits for the check.
+        A collective. ``sampled``: whether errors were sampled in that step. Returns messages for
+        the user, the same on all ranks. Raises CodecError if this rank has received a damaged
+        payload or a wrong header; on a GPU one or two steps late, since nothing waits for the
+        check.
         """
         poll_payloads()
         poll_headers()
@@ -143,9 +146,9 @@ class Channels(EngineState):
         return told + self._fall_back(self.guard.decide(self.step, device))
 
     def _drop_residuals(self) -> list[str]:
-        """Free residuals that no future message uses; return a message about the norm that is lost.
+        """Free residuals that no future message uses; return a message with the lost norm.
 
-        A parameter that no rank used in the step that sent them keeps its own
+        Parameters that no rank used in the step that sent the residuals keep theirs
         (``DeferredResiduals``).
         """
         norm = self.residuals.norm()
@@ -155,7 +158,7 @@ class Channels(EngineState):
         return [f"{lost}{self.step}, goes into no step any more: {why}"] if norm else []
 
     def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Take over the guard of a checkpoint; returns messages for the user."""
+        """Restore the guard from a checkpoint; return messages for the user."""
         return self._fall_back(self.guard.restore(state))
 
     def will_freeze(self, state: dict[str, Any]) -> list[str]:
@@ -174,11 +177,11 @@ class Channels(EngineState):
 
     @property
     def layout(self) -> list[Any] | None:
-        """Return the nodes of all ranks, by which residuals are split; None in one level."""
+        """Return the node of every rank, by which residuals are split; None without two levels."""
         return None if self.nodes is None else self.nodes.layout
 
     def resync(self) -> None:
-        """Send exact parameters in the next gather; a call on one rank is enough."""
+        """Make the next gather send exact parameters; a call on one rank is enough."""
         self.generation += 1
 
     @property

@@ -27,10 +27,10 @@ from hybridcomp.config.rank_messages import RankMessages
 from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
 
-#: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
+#: attribute of an attached engine, its optimizer and its parameters that holds the ``Channels``
 ATTRIBUTE = "_hybridcomp_channels"
 
-#: message of the error where a CUDA graph captures a message
+#: error text for a message that is captured in a CUDA graph
 GRAPHS = (
     "a graph that is played again sends what was encoded, but nobody counts it, checks it, or "
     "follows a ramp; switch CUDA graphs off (torchtitan: --training.disable_cuda_graphs), or leave "
@@ -38,7 +38,7 @@ GRAPHS = (
 )
 
 
-#: passes with gradients and no optimizer step after which the step is missed, not still to come
+#: after this many backward passes without an optimizer step, the step counts as missed
 UNCOUNTED = 8
 
 
@@ -48,26 +48,28 @@ class EngineState:
 
     Attributes:
         step: optimizer steps taken.
-        passes: backward passes since the last of them that have sent gradients, roughly.
-        verdicts: on dimensions with ``when: auto``; ``seen``: messages of those without one yet.
-        node_sums: of micro-batches, which this rank keeps for its node.
-        pace: of dimension ``offload``, whether its copies are encoded in a step.
-        is_weighed: whether dp and zero were measured before the first step.
-        gains: seconds that encoding has saved, where they were measured.
-        late_samples: of encoding errors, until the step's end.
+        passes: backward passes that sent gradients since the last optimizer step, roughly.
+        verdicts: decisions on dimensions with ``when: auto``; ``seen``: messages of the dimensions
+            that are still undecided.
+        node_sums: sums over micro-batches that this rank keeps for its node.
+        pace: decides for each step whether copies of dimension ``offload`` are encoded.
+        is_weighed: whether dp and zero have been measured before the first step.
+        gains: seconds that encoding has saved, as far as measured.
+        late_samples: samples of encoding errors, held until the end of the step.
         absent: dimensions that this job sends no messages of, which are not measured.
-        messages: of dp and zero in a step, as far as the seams know them, for ``memory_use``; of
-            each group and dtype.
-        share: parameters of this rank divided by its replicas; 0: not known.
+        messages: messages of dp and zero in a step by group and dtype, as far as the seams know
+            them; for ``memory_use``.
+        share: number of this rank's parameters divided by its replicas; 0: unknown.
         replicas: ranks over which gradients of these weights are averaged, once it is known.
-        nodes: with hierarchy, once the groups of the job are known.
+        nodes: the nodes of the job under ``hierarchy``, once its groups are known.
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
-        frozen_numels: values that no optimizer changes, by dtype and whether they are of vectors.
+        frozen_numels: numbers of values that no optimizer changes, by dtype and by whether they are
+            vectors.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
-        generation: of the references that parameter deltas are added to.
-        islands: those that meet; the job without them is one data-parallel group of all.
-        keeps_files: whether optimizer states are in files that are encoded.
-        on_pass: called with ``passes`` when one more has sent gradients.
+        generation: generation of the reference weights of parameter deltas.
+        islands: number of islands that meet; without islands the job is one data-parallel group.
+        keeps_files: whether optimizer states are kept in encoded files.
+        on_pass: called with ``passes`` after each backward pass that sent gradients.
     """
 
     config: CompressionConfig
@@ -97,10 +99,10 @@ class EngineState:
     islands: int = 1
     keeps_files: bool = False
     on_pass: Callable[[int], None] | None = None
-    running: int = -1  # the backward pass that has sent gradients last
+    running: int = -1  # autograd's id of the backward pass that last sent gradients
 
     def note_pass(self) -> None:
-        """Count a pass with gradients."""
+        """Count a backward pass that sends gradients."""
         self.passes += 1
         if self.on_pass is not None:
             self.on_pass(self.passes)
@@ -109,8 +111,8 @@ class EngineState:
     def timing(self) -> bool:
         """Return whether this step measures device time.
 
-        These steps lie half-way between two samples of the error, whose extra encodings would
-        count, and exclude the first step, which loads kernels.
+        Timed steps lie half-way between two error samples, whose extra encodings would be timed
+        too, and never include the first step, which loads kernels.
         """
         every = self.config.ledger.sample_every
         return every > 0 and self.step % every == every // 2

@@ -1,8 +1,8 @@
 """Error feedback: add the error of one quantization to the next message.
 
 ``original == sent + residual`` (Seide et al. 2014; Karimireddy et al. 2019). A residual belongs to
-a stretch of a parameter's flattened gradient, never to a bucket: buckets may be cut differently
-after a restart, parameters stay.
+a slice of a parameter's flattened gradient, never to a bucket: buckets may be cut differently after
+a restart, but parameters stay.
 
 Memory: one value per gradient element that this rank encodes, plus one per element of the sum that
 it owns and encodes again; of fp32, or of fewer bits (``codecs/quantized_residual.py``). Then
@@ -45,7 +45,7 @@ from hybridcomp.codecs.quantized_residual import (
     squares,
 )
 
-#: messages that are known by the identity of their pieces
+#: most messages that are recognized by the identity of their pieces
 MOST_KNOWN = 4096
 
 
@@ -53,12 +53,12 @@ MOST_KNOWN = 4096
 class Residuals:
     """All residuals of one engine on this rank.
 
-    Values are moved, never copied, so that a checkpoint of all ranks holds each value once. Where
-    messages have other parameters in every step, as experts without a token have no gradient, old
-    stretches are freed.
+    Values are moved, never copied, so that a checkpoint of all ranks holds each value once. If
+    messages hold other parameters in every step (an expert without tokens has no gradient), old
+    slices are freed.
 
     Attributes:
-        bits: of a value, any of ``quantized_residual.BITS``; 32: fp32.
+        bits: bits per residual value, one of ``quantized_residual.BITS``; 32: fp32.
     """
 
     bits: int = 32
@@ -71,7 +71,8 @@ class Residuals:
     _owned: set[str] = field(default_factory=set)
     #: slices that cover a parameter, by hop and name, in the order of ``_stretches``
     _holders: dict[tuple[Hop, str], list[ResidualStretch]] = field(default_factory=dict)
-    #: by hop and identity of a tuple of pieces, which is kept: a message of many ranks has many
+    #: slices by hop and id of a tuple of pieces, which is kept too; walking a tuple of many ranks
+    #: is slow
     _known: dict[tuple[Hop, int], tuple[tuple[Piece, ...], ResidualStretch]] = field(
         default_factory=dict
     )
@@ -113,7 +114,7 @@ class Residuals:
         like: Tensor,
         message: Sequence[Piece] = (),
     ) -> tuple[Residual, Residual]:
-        """Return the residuals of a sum in two hops: the sender's of ``pieces``, the owner's.
+        """Return the residuals of a two-hop sum: for ``pieces`` and, as owner, for ``chunk``.
 
         ``chunk``: the part of ``pieces`` that this rank owns. Where an earlier message was cut
         differently, owner residuals outside ``chunk`` are moved to the sender's.
@@ -128,7 +129,7 @@ class Residuals:
         return sender, owner
 
     def _met(self, hop: Hop, pieces: Sequence[Piece]) -> ResidualStretch | None:
-        """Return the residual slice of these pieces, None for a first message."""
+        """Return the slice last used for these pieces; None for a first message."""
         found = self._stretches.get((hop, tuple(pieces)))
         if found is not None and isinstance(pieces, tuple):
             if len(self._known) >= MOST_KNOWN:
@@ -154,9 +155,9 @@ class Residuals:
         return found
 
     def _free_oldest(self, hop: Hop, newest: ResidualStretch) -> None:
-        """Free the oldest slices that overlap ``newest`` while values are held too often.
+        """Free the oldest slices that overlap ``newest`` while too many hold the same values.
 
-        Messages under way have none of these: they are of other parameters.
+        Pending messages use none of these slices: their parameters differ.
         """
         while are_too_often({name: self._holders[hop, name] for name in newest.places}):
             every = (stretch for (other, _), stretch in self._stretches.items() if other == hop)
@@ -193,7 +194,7 @@ class Residuals:
     def _common_out_of(self, name: str, places: Places, flat: Residual | None) -> None:
         """Move the node's residual of a parameter to its ``places`` in ``flat``.
 
-        None: drop it, as another rank has it.
+        ``flat`` None: drop the residual, because another rank has it.
         """
         left: list[NodeStretch] = []
         for one in self._common.pop(name, ()):
@@ -208,7 +209,7 @@ class Residuals:
             residual.mul_(factor)
 
     def in_units(self, factor: Callable[[str], float]) -> None:
-        """Multiply the loaded residuals by ``factor`` of their parameter's name."""
+        """Multiply each loaded residual by ``factor`` of its parameter's name."""
         for (_, name), stored in self._restored.items():
             for _, values in stored:
                 values.mul_(factor(name))
@@ -224,9 +225,9 @@ class Residuals:
         self._common.clear()
 
     def forget(self, is_of: Callable[[str], bool]) -> float:
-        """Free the residuals of parameters whose name ``is_of``; return their norm on this rank.
+        """Free residuals of parameters for which ``is_of(name)``; return their norm on this rank.
 
-        The others wait as loaded ones for a message, through the host's memory.
+        The other residuals are moved to host memory and loaded by the next message that needs them.
         """
         state = self.state_dict()
         gone = {hop: {n: held for n, held in names.items() if is_of(n)}
@@ -241,7 +242,7 @@ class Residuals:
         return float(squared**0.5)
 
     def clear(self) -> None:
-        """Drop all residuals and free their memory; changes no tensor."""
+        """Drop all residuals and free their memory; leave the tensors themselves unchanged."""
         for known in (
             self._stretches, self._holders, self._known, self._owned, self._restored, self._common,
         ):  # fmt: skip
@@ -259,11 +260,11 @@ class Residuals:
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes."""
+        """Return the bytes of memory held."""
         return sum(residual.nbytes for residual in self._all())
 
     def norm(self) -> float:
-        """Return the L2 norm of this rank's residuals; ranks of a node share those of node sums."""
+        """Return the L2 norm of this rank's residuals; for node sums, ranks of a node agree."""
         found = [stretch.flat for stretch in self._stretches.values()]
         found += [values for stored in self._restored.values() for _, values in stored]
         found += [one.own[1] for stored in self._common.values() for one in stored]
@@ -273,9 +274,9 @@ class Residuals:
     def state_dict(self) -> dict[str, dict[str, list[Any]]]:
         """Return ``{hop: {parameter: [(offset, values)]}}``, with unused loaded ones.
 
-        Values are fp32 on the CPU, neighbours in a parameter as one, as the parts of all ranks in
-        shards are; or what ``QuantizedResidual.state`` makes of each. ``COMMON``, if the node has
-        any, holds ``{parameter: [(offset, values, index, count)]}``.
+        Values are fp32 on the CPU, with neighbouring slices of a parameter joined; or the result of
+        ``QuantizedResidual.state`` for each slice. ``COMMON``, if the node has any, holds
+        ``{parameter: [(offset, values, index, count)]}``.
         """
         state: dict[str, dict[str, list[Any]]] = {hop: {} for hop in HOPS}
         for (hop, _), stretch in self._stretches.items():
@@ -295,7 +296,7 @@ class Residuals:
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
-        """Load the state that the same rank saved, in place of all residuals here."""
+        """Replace all residuals here with the state that this rank saved."""
         self.clear()
         for hop in HOPS:
             for name, stored in state[hop].items():
@@ -309,7 +310,7 @@ class Residuals:
     def add(self, name: str, stretch: tuple[int, Tensor], index: int = 0, count: int = 1) -> None:
         """Keep the residual of a slice of a parameter (offset, fp32 CPU values) for a message.
 
-        ``count`` ranks of this node hold the same one; this rank is number ``index`` among them.
+        ``count`` ranks of this node hold the same residual; this rank is number ``index`` of them.
         """
         offset, values = stretch
         held = values if self.bits == 32 else QuantizedResidual.of(values, self.bits)

@@ -15,7 +15,7 @@ from hybridcomp.codecs.quantized_residual import Residual, squares
 from hybridcomp.collectives.wire import stretches
 from hybridcomp.config.policy import Dimension, Direction
 
-#: elements of a message that the sampled error looks at
+#: number of a message's first elements that are sampled
 SAMPLE_NUMEL = 65536
 
 
@@ -37,10 +37,10 @@ class Samples:
     ) -> None:
         """Measure the error of one encoding of the head of ``values``.
 
-        ``codec``: the one of the first quantization; ``cuts``: borders that it must not cross.
-        Every sampled value is checked against the bound of a codec that has one. ``relative_to``:
-        the tensor whose norm the error is divided by, None for ``values``; ``residual``: that of
-        error feedback for ``values``.
+        ``codec``: codec of the first quantization; ``cuts``: borders that it must not cross. If the
+        codec has a bound, every sampled value is checked against it. ``relative_to``: the tensor
+        whose norm the error is divided by, None for ``values``; ``residual``: residual of
+        ``values``.
         """
         if codec.lossless or not values.numel():
             return
@@ -50,15 +50,17 @@ class Samples:
     def factors(
         self, direction: Direction, left_sq: Tensor, sent_sq: Tensor, value_sq: Tensor
     ) -> None:
-        """Record a sample of a low-rank sum: squared L2 norms of this rank's residual after it, of
-        its input with residual, and of the gradients in it; float64 ()."""
+        """Record a sample of a low-rank sum: squared L2 norms, each float64 (), of this rank's
+        residual after the sum, of its input with residual, and of the gradients in that input.
+        """
         sums = torch.stack([left_sq, sent_sq, value_sq])
         self._state.late_samples.add(sums, partial(self._write_factors, direction))
 
     def _write_factors(
         self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
     ) -> None:
-        held = left_sq * sent_sq / value_sq if value_sq else 0.0  # its ratio to the gradients
+        # ratio of the residual to the gradients
+        held = left_sq * sent_sq / value_sq if value_sq else 0.0
         self._write(direction, left_sq, sent_sq, held)
 
     def _write(
@@ -67,7 +69,7 @@ class Samples:
     ) -> None:  # fmt: skip
         """Record in ledger and guard the squared norms of error, values and residual."""
         if not math.isfinite(value_sq):
-            return  # an overflow step
+            return  # the codec turned a finite value into a non-finite one
         error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
         key = (self._dimension, direction)
         self._state.ledger.record_error(key, error_sq, value_sq, int(outside))
@@ -83,7 +85,7 @@ def encode_once(
 ) -> Tensor:
     """Encode and decode the head of ``values``; return squared L2 norms on its device.
 
-    Returns float64 (4,): of the error, of the values, of the residual, and how many values are
+    Returns float64 (4,): squared norms of error, values and residual, and the number of values
     beyond their bound. Waits for no device.
 
     Args:

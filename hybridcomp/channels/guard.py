@@ -4,10 +4,10 @@ Every rank adds up its samples. After a sampled step they are summed over the jo
 all-reduce of three numbers for each dimension and direction, so all ranks decide on the same
 figures and change at the same step.
 
-Residuals are not lost then: in the first step of the fallback the messages travel losslessly in
+A fallback loses no residuals: in the first step of the fallback the messages travel losslessly in
 fp32 with their residuals added (``original == sent + residual`` with a residual of zero); only a
-sum that goes into a 16-bit tensor is rounded to it, once, as upstream's is. From the next step on
-upstream sends them itself.
+sum stored in a 16-bit tensor is rounded, once, as in upstream. From the next step on upstream sends
+the messages itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Trip:
     """Reason and step of a dimension's fallback to native."""
 
     step: int  # the first optimizer step without its codec
-    figure: str  # error or residual
+    figure: str  # measured quantity that exceeded its limit: error or residual
     found: float
     limit: float
 
@@ -64,7 +64,7 @@ class Guard:
     def decide(self, step: int, device: torch.device) -> list[Dimension]:
         """Sum the samples over all ranks and compare them with the limits; a collective.
 
-        ``step``: the next one. Returns the dimensions that fall back from it on.
+        ``step``: the next step, from which the returned dimensions are native.
         """
         samples = small_messages.total(self._samples.to(device, copy=True, non_blocking=True))
         self._samples = torch.zeros_like(self._samples)
@@ -102,8 +102,9 @@ class Guard:
         return {name: vars(trip).copy() for name, trip in self.trips.items()}
 
     def restore(self, state: Mapping[str, Mapping[str, Any]]) -> list[Dimension]:
-        """Take over ``state``; return the dimensions that it adds. Dimensions that have fallen back
-        in this run stay native, also where an older checkpoint is loaded.
+        """Restore ``state``; return the dimensions that it adds.
+
+        Dimensions that fell back in this run stay native even if an older checkpoint is loaded.
         """
         added: list[Dimension] = []
         for name in DIMENSIONS:
@@ -114,7 +115,7 @@ class Guard:
 
 
 def are_trips(value: Any) -> bool:
-    """Return whether ``value`` is a state of ``Guard``; of unknown dimensions nothing is asked."""
+    """Return whether ``value`` has the form of ``Guard.state``; unknown dimensions are ignored."""
     return isinstance(value, dict) and all(
         isinstance(trip, dict)
         and set(trip) == {"step", "figure", "found", "limit"}
@@ -129,7 +130,7 @@ def are_trips(value: Any) -> bool:
 def _held(limits: Limits, sums: Sequence[float], step: int) -> Trip | None:
     error_sq, value_sq, residual_sq = sums
     if not value_sq:
-        return None  # nothing was sampled, or only zeros
+        return None  # nothing but zeros was sampled, or nothing at all
     for figure, limit, square in (
         ("error", limits.error, error_sq),
         ("residual", limits.residual, residual_sq),

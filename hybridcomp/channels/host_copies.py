@@ -4,14 +4,14 @@ On a GPU no call here adds a wait for the device: ``host_landing`` copies and de
 the background, and ``finish`` waits for it where upstream is about to read them. The payloads of
 several micro-batches may wait in host memory and are added in one pass over the sum. Parameters go
 back in chunks: the device decodes one while the host encodes the next. Codecs of variable size are
-the exception: on a device they know the length of a payload only after waiting for it.
+the exception: the host learns the length of a payload only by waiting for the device.
 
-In a training on a CPU, where device and host are the same memory, the same messages are encoded and
-decoded at once.
+When training on a CPU, where device and host memory are the same, messages are encoded and decoded
+immediately.
 
 Seams of ``offload`` do not go through ``Channel.run``, whose messages have a group. A copy has two
-ends, and what native copies for it only the seam knows: where a sum stays on the device it is
-nothing, and one copy then stands for those of several micro-batches. So a seam tells these bytes.
+ends and no group, and only the seam knows how many bytes native would copy: none while a sum over
+micro-batches stays on the device. So the seam passes that number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.config.policy import Direction
 
-#: ends of a copy, device and host, by which a codec is chosen
+#: number of ends of a copy (device and host), passed where codecs are chosen by ranks
 ENDS = 2
 #: payloads that may be on the way to the device at once
 UPLOADS = 4
@@ -58,10 +58,10 @@ class Packed:
     total: Tensor
     waiting: list[list[Payload]] = field(default_factory=list)  # the chunks of each micro-batch
     begun: bool = False  # whether ``total`` holds a micro-batch of this step
-    square: Tensor | None = None  # squared L2 norm of the sum, once it is complete
+    square: Tensor | None = None  # squared L2 norm of the complete sum
 
     def add_up(self, index: int, chunks: Sequence[Payload], add: bool, last: bool) -> None:
-        """Add the payloads of chunk ``index`` to the sum; with ``last`` update its norm, too.
+        """Add the payloads of chunk ``index`` to the sum; with ``last`` also update its norm.
 
         ``chunks``: one payload of each micro-batch; ``add``: False overwrites the sum first.
         """
@@ -80,7 +80,7 @@ class HostMoves:
     _all: ClassVar[WeakSet[HostMoves]] = WeakSet()
 
     def __init__(self, state: EngineState, channel: Channel) -> None:
-        """Copy for the engine of ``state``; ``channel``: its dimension ``offload``."""
+        """Copy for the engine of ``state``; ``channel`` is its dimension ``offload``."""
         self._state = state
         self._channel = channel
         self._landing = PinnedReceiveBuffers()
@@ -127,7 +127,7 @@ class HostMoves:
     def pack(self, values: Tensor, packed: Packed, codec: Codec, *, raw_nbytes: int) -> None:
         """Copy ``values`` to the host and leave them encoded; arguments as for ``to_host``.
 
-        Where PACKED micro-batches wait already, they are first added up in the background.
+        If PACKED micro-batches already wait, they are first added up in the background.
         """
         if len(packed.waiting) == PACKED:
             self.unpack(packed, on=values.device, last=False)
@@ -143,7 +143,8 @@ class HostMoves:
     ) -> None:
         """Add the waiting payloads to the sum; call ``then`` when that is done.
 
-        ``last``: these complete the sum, so its norm is taken. ``on``: the values' device.
+        ``last``: these payloads complete the sum, so its norm is computed. ``on``: device of the
+        values.
         """
         waiting, packed.waiting = packed.waiting, []
         add, packed.begun, packed.square = packed.begun, not last, None
@@ -165,7 +166,7 @@ class HostMoves:
         return payloads
 
     def kept(self, raw_nbytes: int, *, message: bool = True) -> None:
-        """Count bytes that upstream would have copied and this engine kept on the host.
+        """Count bytes that upstream would have copied but this engine kept on the host.
 
         ``message``: count a message as well, where no other call does.
         """
@@ -173,13 +174,13 @@ class HostMoves:
         self._entry.raw_nbytes += raw_nbytes
 
     def note(self) -> None:
-        """Write into the ledger since which step the dimension is native, if it is."""
+        """Record in the ledger since which step the dimension is native, if it is."""
         since = self._state.ledger.native_since
         if self._state.pace.is_native:
             since.setdefault("offload", self._state.pace.verdict_step)
 
     def when_complete(self, call: Callable[[], None], *, on: torch.device) -> None:
-        """Have ``call`` called when all earlier copies to the host are complete."""
+        """Call ``call`` once all earlier copies to the host are complete."""
         self._do(call, on)
 
     def _do(
@@ -200,7 +201,7 @@ class HostMoves:
         return self._state.ledger.interval["offload", "backward"]
 
     def finish(self) -> None:
-        """Wait until all copies to the host are complete. Raises the errors of decoding."""
+        """Wait until all copies to the host are complete; raise errors of decoding."""
         start = time.perf_counter()
         while self._landing.busy:
             self._entry.codec_s += self._landing.meet()
@@ -208,7 +209,7 @@ class HostMoves:
 
     @classmethod
     def finish_all(cls) -> None:
-        """Call ``finish`` of every engine of this process, for readers that know no engine."""
+        """Call ``finish`` of every engine in this process; for code that knows no engine."""
         for moves in list(cls._all):
             moves.finish()
 
@@ -268,7 +269,7 @@ def square_of(values: Tensor) -> Tensor:
     head = values[: values.numel() // 1024 * 1024].view(-1, 1024)
     square: Tensor = torch.linalg.vector_norm(head, dim=1).double().square().sum()
     square += values[head.numel() :].double().square().sum()
-    if not 1e-30 < float(square) < 1e36:  # squares out of fp32's range, or values not finite
+    if not 1e-30 < float(square) < 1e36:  # the fp32 squares overflow, underflow, or are not finite
         square = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
     return square
 

@@ -1,8 +1,8 @@
 """Keep all ranks' shares of the last gather as references for the steps of the next gather.
 
-Over several nodes of equally many ranks a rank keeps its slice of the node's copy (``KeptSlice``),
-in other groups all shares (``KeptRows``). Before each gather the ranks compare digests of what they
-keep: where these differ, or a rank keeps nothing, the shares are sent whole.
+With several nodes of the same size, each rank keeps its slice of the node's copy (``KeptSlice``);
+in other groups, it keeps all shares (``KeptRows``). Before each gather the ranks compare digests of
+their references. If these differ, or a rank has none, the shares are sent whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridcomp.job.together import together
 
 
 class KeptSlice:
-    """Gathers over all ranks of the job from this rank's slice of its node's copy.
+    """Gather over all ranks of the job from this rank's slice of its node's copy.
 
     Attributes:
         slice: (N, n); None before the first gather.
@@ -34,8 +34,8 @@ class KeptSlice:
     def __init__(self, channel: Channel, groups: CopyGroups, on_host: bool = False) -> None:
         self._channel, self._groups, self.on_host = channel, groups, on_host
         self.slice: Tensor | None = None
-        self._sent: int | None = None  # digest of this rank's share when it was sent last
-        self._of = (-1, -1)  # generation of the channels and step, then
+        self._sent: int | None = None  # digest of this rank's share when it was last sent
+        self._of = (-1, -1)  # generation of the channels and step of the last gather
 
     @torch.no_grad()
     def gather(
@@ -56,8 +56,8 @@ class KeptSlice:
     ) -> tuple[Tensor, Tensor, bool]:
         """Renew the slice where any rank's share has changed, on all ranks or on none.
 
-        After a failure the next renewal is whole. Returns a room for all shares, (W, n), the slice
-        on ``device``, and whether it was renewed.
+        After a failure the next renewal sends whole shares. Returns an empty tensor for all shares,
+        (W, n), the slice on ``device``, and whether it was renewed.
         """
         channel, groups = self._channel, self._groups
         share = rows = held = torch.empty(0)
@@ -79,7 +79,7 @@ class KeptSlice:
         if state == "current":
             return rows, held, False
         with together("zero: renewing the copies of a node", self._forget, votes=True):
-            self.slice = None  # until it is complete
+            self.slice = None  # stays None until the new slice is complete
             held = renew(channel, groups, share, held if state == "steps" else None, native)
             self.slice = held.cpu() if self.on_host else held
         self._sent, self._of = now, (channel.generation, channel.step)
@@ -110,7 +110,7 @@ class KeptRows:
         ``own``: (n,) bf16 or fp16, this rank's share.
         """
         channel, group, rank = self._channel, self._group, dist.get_rank(self._group)
-        held, self.rows = self.rows, None  # until they are complete
+        held, self.rows = self.rows, None  # stays None until the new rows are complete
         rows: Tensor | None = None
 
         def state() -> tuple[bool, int]:

@@ -1,4 +1,4 @@
-"""Put the state of an engine's channels back, where a load fails on another rank."""
+"""Restore the state of an engine's channels after a load has failed on another rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hybridcomp.channels.engine_channels import Channels
 def put_back(channels: Channels, *others: object) -> Callable[[], None]:
     """Return an undo that restores the present state of ``channels`` and ``others``.
 
-    Tensors are not copied: a load replaces what holds them, and changes none.
+    Tensors are not copied: a load replaces the objects that hold them and never writes into a
+    tensor.
     """
     parts = (
         channels, channels.residuals, channels.factors, channels.guard, channels.verdicts,

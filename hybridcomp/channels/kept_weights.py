@@ -16,7 +16,7 @@ from hybridcomp.codecs.blockint import BlockInt
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.config.parameter import FrozenConfig
 
-#: flags in a word that ranks exchange; the sign is left out
+#: number of flags in the word that ranks exchange; the sign bit is unused
 FLAGS = 62
 
 
@@ -24,7 +24,7 @@ class KeptWeights:
     """Encoded values of one shape, on the device that computes with them or on the host."""
 
     def __init__(self, values: Tensor, settings: FrozenConfig, is_vector: bool) -> None:
-        """Encode ``values``, 1-D and contiguous: exactly, or a matrix in a few bits."""
+        """Encode ``values``, 1-D and contiguous: exactly, or in a few bits if they are a matrix."""
         bits = None if is_vector else settings.bits
         self._codec: Codec = ExpCode() if bits is None else BlockInt(bits=bits)
         self._like, self._numel = values[:0].clone(), values.numel()
@@ -48,7 +48,7 @@ class KeptWeights:
 
 
 def hashes_of(shares: Sequence[Tensor]) -> list[int]:
-    """Return a sum of the bits of each of some 1-D shares, of values of 2 or 4 bytes."""
+    """Return a hash of the bits of each 1-D share, of values of 2 or 4 bytes."""
     found = [digest(share.contiguous()) for share in shares]
     return torch.stack(found).tolist() if found else []  # the host waits once
 
@@ -60,9 +60,9 @@ def changed_anywhere(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[bool]:
-    """Return which of ``count`` flags any rank of ``group`` has set; a collective of it.
+    """Return which of ``count`` flags are set on any rank of ``group``; a collective.
 
-    ``flags``: returns those of this rank. Where it fails on one rank this raises on all of them.
+    ``flags()`` returns those of this rank. If it fails on one rank, this raises on all of them.
     """
 
     def words() -> list[int]:

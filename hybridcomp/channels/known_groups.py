@@ -1,4 +1,4 @@
-"""The process groups that the messages of one dimension go over, with their nodes."""
+"""Map the process groups that the messages of one dimension use to their ranks and nodes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hybridcomp.collectives import Group
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.dimensions import ROWS, Dimension
 
-#: torch's process group, and the nodes of the job as they were known when its ``Group`` was made
+#: torch's process group, and the nodes of the job that were known when its ``Group`` was made
 GroupKey = tuple[ProcessGroup | None, Nodes | None]
 
 
 class KnownGroups(dict[GroupKey, Group]):
     """Map each process group of one dimension to its ``Group``, created on first use.
 
-    Groups that were destroyed, or made before other nodes were found, are forgotten then.
+    Creating one also drops groups that were destroyed or that were made for outdated nodes.
     """
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
@@ -41,7 +41,7 @@ class KnownGroups(dict[GroupKey, Group]):
 
 
 def _exists(group: ProcessGroup | None) -> bool:
-    """Return whether ``group`` still exists; a reference to a destroyed one keeps its threads."""
+    """Return whether ``group`` still exists; a kept one would keep its threads alive."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one

@@ -1,4 +1,4 @@
-"""Read the samples of a step together, so that the host waits for a GPU once and not for each."""
+"""Read the samples of a step together, so that the host waits for a GPU only once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import read_together
 
-#: samples that may wait: an evaluation in a sampled step sends any number of messages
+#: most samples that may wait; an evaluation in a sampled step can send any number of messages
 MOST = 256
 
 
@@ -17,14 +17,16 @@ MOST = 256
 class LateSamples:
     """Sums of samples that a device still computes, each with the function that records them.
 
-    They are read at the end of the step that has sampled them, at the latest before a report; those
-    of a job that ends before are lost with its interval of the ledger.
+    They are read at the end of the step that sampled them, at the latest before a report. A job
+    that ends earlier loses them, as it loses that interval of the ledger.
     """
 
     waiting: list[tuple[Tensor, Callable[..., None]]] = field(default_factory=list)
 
     def add(self, sums: Tensor, write: Callable[..., None]) -> None:
-        """Have ``write`` called with the numbers in ``sums`` (float64, 1-D): on a CPU at once."""
+        """Call ``write`` with ``sums`` (float64, 1-D) as numbers: on a CPU at once, else in
+        ``read``.
+        """
         if sums.device.type == "cpu":
             write(*sums.tolist())
             return
@@ -33,7 +35,7 @@ class LateSamples:
             self.read()
 
     def read(self) -> None:
-        """Wait for the devices of all samples that wait, and record them in their order."""
+        """Wait for the devices of all pending samples, and record them in order."""
         waiting, self.waiting = self.waiting, []
         rows = read_together([sums for sums, _ in waiting])
         for row, (_, write) in zip(rows, waiting, strict=True):

@@ -3,8 +3,8 @@
 Bytes are those passed to torch.distributed for other ranks, so that they can be compared with the
 counters of the network card. ``ratio = raw / wire``, higher is better.
 
-Seconds are the host's where the host encodes. On a GPU they are the device's, of the steps that
-were timed (``Channels.timing``), scaled to the whole interval by the bytes of the messages.
+Seconds are host time where the host encodes. On a GPU they are device time of the timed steps
+(``Channels.timing``), scaled to the whole interval by the bytes of the messages.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["KEYS", "Entry", "Key", "Ledger", "entries_of"]
 class Entry:
     """Totals of one dimension and direction. All fields add up over messages and ranks."""
 
-    messages: float = 0.0  # messages of upstream, native ones included
+    messages: float = 0.0  # messages, including those left native
     native: float = 0.0  # of these, messages left native
     raw_nbytes: float = 0.0  # bytes that native would have sent to other ranks
     wire_nbytes: float = 0.0  # bytes sent to other ranks
-    codec_s: float = 0.0  # of the host
+    codec_s: float = 0.0  # host seconds of encoding and decoding
     wait_s: float = 0.0
     error_sq: float = 0.0  # sampled: squared L2 of (decoded - values)
     value_sq: float = 0.0  # sampled: squared L2 of values
     inter_raw_nbytes: float = 0.0  # encoded messages: bytes native would have sent to other nodes
     inter_nbytes: float = 0.0  # encoded messages: bytes sent to other nodes
-    outside: float = 0.0  # sampled: elements further off than their error bound; must stay 0
+    outside: float = 0.0  # sampled: elements beyond their error bound; must stay 0
     device_nbytes: float = 0.0  # of raw_nbytes, those encoded on a GPU
-    timed_nbytes: float = 0.0  # of device_nbytes, in steps that were timed
-    device_codec_s: float = 0.0  # seconds of the streams in these steps
+    timed_nbytes: float = 0.0  # part of device_nbytes in timed steps
+    device_codec_s: float = 0.0  # seconds on the streams in timed steps
     device_wait_s: float = 0.0
 
     def add(self, other: Entry) -> None:
@@ -60,16 +60,17 @@ class Entry:
     @property
     def inter_ratio(self) -> float | None:
         """Return native over encoded bytes between nodes; None where none crossed."""
-        known = self.inter_nbytes and self.inter_raw_nbytes  # not of islands: no message of theirs
+        # None for islands, whose messages have no native counterpart between nodes
+        known = self.inter_nbytes and self.inter_raw_nbytes
         return self.inter_raw_nbytes / self.inter_nbytes if known else None
 
     @property
     def clock(self) -> str:
-        """Return whose seconds ``seconds`` gives: "device" or "host"."""
+        """Return whether ``seconds`` is time of the device ("device") or of the host ("host")."""
         return "device" if self.device_nbytes else "host"
 
     def seconds(self) -> tuple[float | None, float | None]:
-        """Return seconds of coding and waiting; None where a GPU encoded and no step was timed."""
+        """Return seconds of encoding and waiting; None if a GPU encoded and no step was timed."""
         if not self.device_nbytes:
             return self.codec_s, self.wait_s
         if not self.timed_nbytes:
@@ -78,7 +79,7 @@ class Entry:
         return self.codec_s + scale * self.device_codec_s, self.wait_s + scale * self.device_wait_s
 
     def row(self, codec: str) -> dict[str, Any]:
-        """Return the JSON form: megabytes (1e6), milliseconds."""
+        """Return the row in JSON form: megabytes (1e6), milliseconds."""
         codec_s, wait_s = self.seconds()
         return {
             "codec": codec,
@@ -105,10 +106,11 @@ FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Entry))
 class Ledger:
     """Counters of one engine on this rank since the last ``restart``."""
 
-    codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
-    used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of messages sent
+    codecs: Mapping[Key, str] = field(default_factory=dict)  # codec specs, for the rows
+    # codec specs of the messages that were sent
+    used: dict[Key, dict[str, None]] = field(default_factory=dict)
     interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
-    #: dimensions that a guard or a link has made native: the first step without their codec
+    #: dimensions that guard or autotune made native: the first step without their codec
     native_since: dict[Dimension, int] = field(default_factory=dict)
     #: dimensions that are encoded after native steps: the first step with their codec
     encoded_since: dict[Dimension, int] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class Ledger:
         return self.clocks.setdefault(device, DeviceClock())
 
     def drain(self, wait: bool = False) -> None:
-        """Add up the device's seconds that are ready to be read; with ``wait`` all of them."""
+        """Add up the device times that are ready to be read; with ``wait`` all of them."""
         for clock in self.clocks.values():
             clock.drain(wait)
 
@@ -145,7 +147,7 @@ class Ledger:
         self.record_time(key, meter)
 
     def record_time(self, key: Key, meter: Meter) -> None:
-        """Add the time of a message, or of a part of one, that is counted elsewhere."""
+        """Add the time of a message, or of a part of one, whose bytes are counted elsewhere."""
         entry = self.interval[key]
         entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s
@@ -154,8 +156,7 @@ class Ledger:
             timed.land(meter.spans, entry)
 
     def record_native(self, key: Key, wire_nbytes: int, raw_nbytes: int | None = None) -> None:
-        """Count one message left native; ``raw_nbytes``: where the job without hybridcomp would
-        have sent another number."""
+        """Count one native message; ``raw_nbytes``: bytes without hybridcomp, if other."""
         entry = self.interval[key]
         entry.messages += 1
         entry.native += 1

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.agreement import tell
 
-#: flags of ``os.open`` for a ledger: truncated, as it belongs to this run
+#: flags of ``os.open`` for a ledger: truncated, since an earlier run's file was set aside
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 def set_aside(path: Path) -> None:
-    """Give the file of an earlier run another name: a run that is resumed by the same command must
-    not wipe out the figures of the run before. ``ledger.jsonl`` becomes ``ledger.1.jsonl``. A link
-    is set aside as well: somebody else may have laid it there, and what it leads to stays as it is.
+    """Rename the file of an earlier run, so that a run resumed by the same command keeps its
+    figures. ``ledger.jsonl`` becomes ``ledger.1.jsonl``. A link is renamed as well: somebody else
+    may have put it there, and its target stays as it is.
     """
     if _is_link(path) or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
@@ -43,16 +43,17 @@ def make_together(path: Path | None, key: str, ranks: Sequence[int] | None = Non
     ConfigError on every rank where the file cannot be written.
 
     Args:
-        path: of this rank; that of rank 0 counts, others may have none.
+        path: rank 0's path is used; other ranks may pass None.
         key: the setting that names the file.
-        ranks: global ranks that call it, of one model; None: all.
+        ranks: global ranks that call this, all of one model; None: all ranks.
     """
     problem = None
     if dist.get_rank() == 0 and path is not None:
         try:
             JsonLines(path).close()
         except OSError as error:
-            problem = unwritable(path) or _reason(error)  # the first names the path in the way
+            # the first problem names the path that is in the way
+            problem = unwritable(path) or _reason(error)
     told = tell({"path": str(path), "problem": problem}, what="ledger's file", ranks=ranks)[0]
     if told["problem"] is not None:
         why = f"rank 0 cannot write it ({told['problem']}); {_TODO}"
@@ -60,9 +61,9 @@ def make_together(path: Path | None, key: str, ranks: Sequence[int] | None = Non
 
 
 def unwritable(path: Path) -> str | None:
-    """Return why this user cannot create or write ``path`` on this machine, None where possible.
+    """Return why this user cannot create or write ``path`` on this machine, None if it can.
 
-    Creates nothing; missing folders are no problem, as ``JsonLines`` makes them.
+    Creates nothing; missing folders are fine, since ``JsonLines`` makes them.
     """
     if path.is_dir():
         return os.strerror(errno.EISDIR)
@@ -84,7 +85,7 @@ def _reason(error: OSError) -> str:
 
 
 class JsonLines:
-    """File of one JSON object per line, written without a buffer: a killed run keeps its figures.
+    """Append JSON objects to a file, a line each, unbuffered: a killed run keeps its figures.
 
     On a full disk records are dropped and the run goes on: a message says so once, and the file
     holds complete lines only, before and after the dropped records.

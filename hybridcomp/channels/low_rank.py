@@ -1,9 +1,9 @@
 """Reduce a channel's tensors by low-rank factors: find the matrices in them, keep right factors.
 
 Error feedback is always on: the error of a step is added to the next. Residuals are kept by
-parameter, as for every other codec; the right factors, with which the next power iteration begins,
-are kept here, and both are in the checkpoint. Hierarchy changes nothing: factors are summed
-natively over the whole group, and native sums take account of the nodes themselves.
+parameter, as for every other codec. The right factors, from which the next power iteration starts,
+are kept here. Both are in the checkpoint. ``hierarchy`` changes nothing: factors are summed
+natively over the whole group, and NCCL handles the nodes itself.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Factors:
     warm: dict[str, Tensor] = field(default_factory=dict)
 
     def learn(self, name: str, shape: Sequence[int]) -> None:
-        """Note the shape of a parameter as a matrix: its first dimension counts rows."""
+        """Record the shape of a parameter as a matrix: rows are its first dimension."""
         if len(shape) >= 2:
             self.shapes[name] = (shape[0], math.prod(shape[1:]))
 
     def matrices(self, pieces: Sequence[Piece], low_rank: LowRank) -> list[Matrix]:
-        """Find the matrices in the flat tensor that ``pieces`` cover, where factors are smaller.
+        """Find the matrices in the flat tensor of ``pieces`` for which factors are smaller.
 
-        The complete rows of a cut parameter are one matrix; its partial rows are in none.
+        The complete rows of a cut parameter form one matrix; partial rows belong to none.
         """
         found, position = [], 0
         for piece in _joined(pieces):
@@ -60,7 +60,7 @@ class Factors:
         return {key: basis.cpu().clone() for key, basis in self.warm.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all right factors by these."""
+        """Replace all right factors by those in ``state``."""
         self.warm = {key: basis.clone() for key, basis in state.items()}
 
 
@@ -119,7 +119,7 @@ def reduce_scatter(
     pieces: Sequence[Sequence[Piece]] | None,
     async_op: bool,
 ) -> ReduceScatterHandle:
-    """Sum this rank's shard; matrices may reach over several shards."""
+    """Sum this rank's shard; a matrix may extend over several shards."""
     flat = None if pieces is None else [piece for shard in pieces for piece in shard]
     rank = via.group.rank
     start = sum(shard.numel() for shard in shards[:rank])
@@ -140,14 +140,14 @@ def reduce_to_owners(
     factored: Factored,
     pieces: Sequence[Piece] | None,
 ) -> list[Tensor]:
-    """Sum the ranges that this rank owns: all ranks get the factors, owners multiply them."""
+    """Sum the ranges that this rank owns: all ranks get the factors, only owners multiply them."""
     own = [(part.start, part.stop) for part in ranges if via.group.rank in part.ranks]
     total = Pending(factored.sum(tensor, via, pieces, own), via.meter, False).wait()
     return [total[start:stop] for start, stop in own]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Join neighbouring pieces that continue each other: buckets are split where owners change."""
+    """Join neighbouring pieces that continue each other; buckets are split where owners change."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

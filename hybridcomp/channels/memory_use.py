@@ -31,14 +31,14 @@ def note(
     *,
     beside: bool = False,
 ) -> None:
-    """Write the messages ``sent`` in a step into ``state.messages``.
+    """Record in ``state.messages`` the messages ``sent`` in a step.
 
     Args:
         state: whose ``messages`` are changed.
         sent: messages of ``dtype`` by dimension.
-        groups: of each dimension, with its nodes.
-        device: of the messages.
-        beside: whether they come to those that are known of their dimensions.
+        groups: group of each dimension, with its nodes.
+        device: where the messages are encoded.
+        beside: whether to add them to the messages already known for their dimensions.
     """
     for name, traffic in sent.items():
         group, on_gpu = groups[name], device.type == "cuda"
@@ -51,9 +51,9 @@ def note(
 
 
 def note_tables(state: EngineState, numels: tuple[int, ...]) -> None:
-    """Write into ``state.messages`` that sums are sent as tables of ``numels`` with padding.
+    """Record in ``state.messages`` that sums are sent as tables of ``numels`` with padding.
 
-    Only lossy codecs, or those that send residuals, have tables; low-rank ones take matrices.
+    Only lossy codecs, or codecs that send residuals, use tables; low-rank ones use matrices.
     """
     codec, sent = state.policy.codecs.get(("dp", "forward")), state.messages.get("dp")
     if sent is None or codec is None or codec.low_rank is not None:
@@ -63,7 +63,7 @@ def note_tables(state: EngineState, numels: tuple[int, ...]) -> None:
 
 
 def feedback_nbytes(state: EngineState) -> int:
-    """Return the bytes that all residuals of ``state`` would take; 0: not known."""
+    """Return the bytes that all residuals of ``state`` would take; 0: unknown."""
     bits, codec = state.residuals.bits, state.policy.codecs.get(("dp", "forward"))
     if codec is None:
         return 0
@@ -71,7 +71,7 @@ def feedback_nbytes(state: EngineState) -> int:
 
 
 def memory_of(state: EngineState) -> list[MemoryItem]:
-    """Return what the channels and followers of ``state`` take on this rank.
+    """Return the memory that the channels and followers of ``state`` take on this rank.
 
     A dimension that was measured to be faster native takes nothing.
     """
@@ -88,7 +88,7 @@ def memory_of(state: EngineState) -> list[MemoryItem]:
 
 
 def _islands(state: EngineState) -> int:
-    """Return the number of islands; of nodes and of jobs, of which more may come, an estimate."""
+    """Return the number of islands; where more jobs may join, an estimate."""
     sync = state.config.sync
     if sync.jobs is not None:
         return sync.jobs.at_start

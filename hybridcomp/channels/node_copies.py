@@ -3,7 +3,7 @@
 W ranks own one share each of every parameter, N nodes of R ranks keep a copy of all shares. Global
 rank ``j R + i`` has local index i on node j and owns share ``j R + i``. Of its node's copy it holds
 slice i: shares ``i N`` to ``(i + 1) N - 1``, the cut of DeepSpeed's hpZ and of FSDP2's
-``reshard_after_forward=R``. A share changes with its owner alone, so it crosses once to each node:
+``reshard_after_forward=R``. Only its owner changes a share, so it crosses once to each node:
 
 1 inside the node, natively: the ranks trade the shares of their slices, so that rank i has the old
   values of shares ``i, R + i, 2 R + i, ...``, one of each node and one of them its own
@@ -11,9 +11,9 @@ slice i: shares ``i N`` to ``(i + 1) N - 1``, the cut of DeepSpeed's hpZ and of 
   of them have and decode in place, or whole
 3 inside the node, natively: the shares go back to whoever holds their slice
 
-So no rank keeps its own old values beside the copy, and all ranks of a node send and receive alike.
-A copy may consist of encoded bytes. They travel as steps, too: each byte becomes a 16-bit value
-whose steps are the steps of the byte.
+So no rank keeps its own old values beside the copy, and all ranks of a node send and receive
+equally much. A copy may consist of encoded bytes. They travel as steps as well: each byte becomes a
+16-bit value that steps when the byte does.
 
 Shapes: n values (or bytes), this rank's share of all parameters of one renewal; a *slice* and a
 *column* are (N, n), a row for each share.
@@ -47,14 +47,14 @@ from hybridcomp.job.gates import gate
 from hybridcomp.log import say
 
 KEY = f"{BLOCK}.zero.secondary"
-#: what the copies of all nodes lack: nothing, what changed, or all
+#: what the copies of all nodes lack: nothing, the steps since the last update, or all values
 State = Literal["current", "steps", "whole"]
 #: bit pattern of the bf16 value that stands for byte 0 of an encoded copy; byte b is b patterns up
 FIRST = 0x3F00
 
 
 def width_of(nodes: Nodes) -> int:
-    """Return the ranks of a node. Raises ConfigError where copies cannot be cut over nodes."""
+    """Return the ranks per node. Raises ConfigError if copies cannot be split over the nodes."""
     of_rank = nodes.of_rank
     count = len(set(of_rank))
     width = len(of_rank) // count
@@ -86,9 +86,10 @@ class CopyGroups:
 
     @classmethod
     def of(cls, width: int, source: str) -> CopyGroups:
-        """Make the groups of all ranks of the job, ``width`` consecutive ones a node; a collective.
+        """Make the groups of a job with ``width`` consecutive ranks per node; a collective.
 
-        ``source`` names what told the nodes. There are several nodes of several ranks.
+        ``source``: where the nodes are known from, for messages. Needs several nodes of several
+        ranks.
         """
         ranks = tuple(range(dist.get_world_size()))
         nodes = Nodes([rank // width for rank in ranks], source)
@@ -122,19 +123,19 @@ class CopyGroups:
 
     @cached_property
     def _slice_counts(self) -> list[int]:
-        """Return, by local rank, how many shares of this rank's slice that rank owns."""
+        """Return, for each local rank, how many shares of this rank's slice that rank owns."""
         found = Counter(share % self.levels.width for share in self.shares)
         return [found[local] for local in range(self.levels.width)]
 
     @cached_property
     def _column_counts(self) -> list[int]:
-        """Return, by local rank, how many shares of this rank's column lie in that rank's slice."""
+        """Return, for each local rank, how many shares of this rank's column are in its slice."""
         count, width = self.levels.nodes, self.levels.width
         found = Counter((node * width + self.levels.local) // count for node in range(count))
         return [found[local] for local in range(width)]
 
     def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return positions in the slice by their owners' local index, and the inverse."""
+        """Return the slice's positions sorted by their owners' local index, and the inverse."""
         if device not in self._orders:
             owners = [share % self.levels.width for share in self.shares]
             order = sorted(range(len(owners)), key=lambda place: (owners[place], place))
@@ -162,14 +163,15 @@ def state_of(
     held: Callable[[], tuple[Iterable[Tensor] | None, bool]],
     device: torch.device,
 ) -> State:
-    """Return what has to be sent so that all nodes hold the same new copy; a collective.
+    """Return what must be sent for all nodes to hold the same new copy; a collective.
 
-    The same on all ranks. Says where nodes differ, as after somebody wrote into one of them.
+    The result is the same on all ranks. Prints a message if nodes differ, as after user code wrote
+    into one.
 
     Args:
-        held: prepares what this rank is going to send, and returns what it holds of the old copy,
-            1-D contiguous, None: nothing that steps can be taken from; and whether that has its
-            share as it is now. Where it fails on one rank this raises on all of them.
+        held: prepares this rank's send; returns its old slice, 1-D contiguous (None: there is none
+            to take steps from), and whether that slice already has its current share. If it fails
+            on one rank, this raises on all of them.
     """
 
     def words() -> Tensor:
@@ -207,12 +209,12 @@ def renew(
 ) -> Tensor:
     """Return this rank's slice with the new values of all shares, (N, n); a collective.
 
-    A gate of the operation stands in front of each of its messages.
+    A gate of the operation precedes each of its messages.
 
     Args:
         own: (n,) bf16, fp16 or uint8, the new values of this rank's share.
-        held: (N, n), its slice as it was, the same on all nodes; None: shares are sent whole. Is
-            not modified.
+        held: (N, n), the old slice, the same on all nodes, which is not modified; None: shares are
+            sent whole.
         native: elements of a share and their dtype, by which the ledger counts what upstream would
             have sent.
 
@@ -230,7 +232,7 @@ def renew(
     collectives.all_gather(column[levels.node], column.view(-1), via).wait()
     # 3
     found = groups.slice_of(_as_before(column, own.dtype), meter)
-    # natively an all-gather over all ranks takes the place of this and of one inside the node
+    # natively one all-gather over all ranks replaces this message and the gather inside the node
     raw = native_nbytes.all_gather_nbytes(*native, levels.nodes)
     channel.record(meter, raw, "forward", _crossing(groups, native) / raw)
     return found
@@ -245,9 +247,9 @@ def gather_inside(
     was_renewed: bool,
     out: Tensor,
 ) -> None:
-    """Fill ``out`` (W, n) with all shares, from the slices of a node's ranks; a collective of it.
+    """Fill ``out`` (W, n) with all shares from the slices of a node's ranks; a node collective.
 
-    ``native``: as for ``renew``, in a job that gathers over all ranks each time; ``was_renewed``:
+    ``native``: as in ``renew``, for a job that gathers over all ranks every time; ``was_renewed``:
     whether ``renew`` has counted the bytes between nodes of this gather.
     """
     levels, meter = groups.levels, channel.meter(slice_.device)
@@ -260,7 +262,7 @@ def gather_inside(
 
 
 def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
-    """Return the bytes that this rank would send to another node in a ring over all ranks."""
+    """Return the bytes that this rank sends to another node in a ring over all ranks."""
     is_last = groups.levels.local == groups.levels.width - 1
     return is_last * native_nbytes.all_gather_nbytes(*native, groups.size)
 
@@ -279,5 +281,5 @@ def _as_before(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _digest(copy: Tensor) -> Tensor:
-    """Return a sum of the bits of a copy; an encoded one is a multiple of 16 bytes long."""
+    """Return a hash of a copy's bits; encoded copies are a multiple of 16 bytes long."""
     return digest(copy.view(torch.bfloat16) if copy.dtype == torch.uint8 else copy)

@@ -1,14 +1,14 @@
 """Sums of micro-batches inside the node, which cross between nodes once (``dp.accumulate``).
 
-In two levels the ranks of a node sum a message and each of them gets a stretch of the node's sum.
-In all micro-batches but the last of a step it stays there, in fp32, and upstream is given zeros; in
-the last one it is added to what crosses. So each rank keeps its 1/L of the gradients, L ranks on a
-node, and upstream's own sum over micro-batches is complete after the last one.
+In two levels the ranks of a node sum a message and each gets a slice of the node's sum. Until the
+last micro-batch of a step it keeps the slice in fp32 and hands upstream zeros; in the last one it
+adds the kept sum to what crosses. So each rank keeps its 1/L of the gradients, L ranks on a node,
+and upstream's own sum over micro-batches is complete after the last one.
 
-A message of the last micro-batch may hold other parameters than the ones before, whose stretches
-were then cut elsewhere. What was kept of its parameters becomes part of this rank's gradients again
-(``put_back``): the sum over the ranks of the node is the same. For parameters that the last
-micro-batch does not use a seam has zeros reduced (``left``).
+A message of the last micro-batch may hold other parameters than earlier messages, whose slices were
+then cut elsewhere. The sums kept for its parameters become part of this rank's gradients again
+(``put_back``), which leaves the sum over the node unchanged. For parameters that the last
+micro-batch does not use, the seam reduces zeros (``left``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridcomp.channels.pieces import Piece, places_of
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives import Group
 
-#: carries the sums of messages that the block leaves native: exact, and without residuals
+#: codec of node sums that the block leaves native: exact, and without residuals
 CARRIER: Codec = make_codec("expcode")
 #: pieces of a message, in order; equal messages have the same object
 Pieces = Sequence[Piece] | Sequence[Sequence[Piece]]
@@ -37,14 +37,14 @@ IDLE = (
 
 @dataclass(eq=False)
 class _Stretch:
-    """This rank's stretch of the sums of equal messages.
+    """This rank's slice of the sums of equal messages.
 
     Attributes:
-        message: the message's pieces, which its key names by identity.
-        pieces: those of the stretch; padding has no name.
-        names: parameters of the whole message whose sums have not left yet; equal on all ranks of
-            the message's group.
-        total: fp32.
+        message: the message's pieces, kept alive because the key is their identity.
+        pieces: pieces of the slice; padding has no name.
+        names: parameters of the whole message whose sums were not sent to other nodes yet; equal on
+            all ranks of the message's group.
+        total: the sum so far, fp32.
     """
 
     message: Pieces
@@ -58,7 +58,7 @@ class NodeSums:
     """Keep this rank's part of its node's sums; empty between two optimizer steps.
 
     Attributes:
-        has_kept: whether any message was kept since the engine began.
+        has_kept: whether any sum was kept since the engine started.
         is_told: whether the user was told that there was nothing to keep.
     """
 
@@ -68,7 +68,7 @@ class NodeSums:
 
     @property
     def left(self) -> set[str]:
-        """Return the names of parameters whose sums have not been sent to other nodes."""
+        """Return the names of parameters whose sums were not sent to other nodes yet."""
         return {name for one in self._held.values() for name in one.names}
 
     @property
@@ -79,9 +79,9 @@ class NodeSums:
     def room(
         self, message: Pieces, group: Group, pieces: Callable[[], Sequence[Piece]], like: Tensor
     ) -> Tensor:
-        """Return the sum so far of messages like this one, zeros before the first; to be added to.
+        """Return the sum so far of messages like this one (zeros at first), to be added to.
 
-        ``pieces``: makes those of this rank's stretch; ``like``: a tensor of the device.
+        ``pieces``: returns the pieces of this rank's slice; ``like``: a tensor on the device.
         """
         key = _key(message, group)
         found = self._held.get(key)
@@ -96,7 +96,8 @@ class NodeSums:
     def take(self, message: Pieces, group: Group) -> Tensor | None:
         """Remove and return the sum kept of messages like this one.
 
-        None where there is nothing, or parameters of it are in other messages too: ``put_back``.
+        None if there is none, or if other messages hold some of its parameters; then use
+        ``put_back``.
         """
         key = _key(message, group)
         found = self._held.get(key)
@@ -107,7 +108,7 @@ class NodeSums:
         return self._held.pop(key).total
 
     def holds(self, message: Pieces) -> bool:
-        """Return whether anything is kept of the message's parameters; equal on all its ranks."""
+        """Return whether a sum of any of the message's parameters is kept; equal on its ranks."""
         return bool(self._held) and not self.left.isdisjoint(_names(message))
 
     def put_back(self, message: Pieces, values: Tensor) -> None:
@@ -125,7 +126,7 @@ class NodeSums:
         self.drop(names)
 
     def drop(self, names: Collection[str] | None = None) -> None:
-        """Forget what is kept of the parameters ``names``, None: of all."""
+        """Drop the sums kept for the parameters ``names``; None: for all."""
         if names is None:
             self._held.clear()
             return
@@ -135,7 +136,7 @@ class NodeSums:
                 del self._held[key]
 
     def idle(self) -> list[str]:
-        """Return, once, a message for the user where nothing was kept before the first step."""
+        """Return, once, a message for the user if no sum was kept before the first step."""
         told, self.is_told = self.is_told or self.has_kept, True
         return [] if told else [IDLE]
 

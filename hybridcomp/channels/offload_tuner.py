@@ -22,15 +22,15 @@ from hybridcomp.config.policy import Policy
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import saved, small_messages
 
-#: directions that travel encoded in a kind of step
+#: directions that are encoded in one kind of step
 Kind = tuple[Direction, ...]
 NATIVE: Kind = ()
-#: native steps before the first that is timed: memory is pinned and kernels are loaded meanwhile
+#: native steps before the first timed step, in which memory is pinned and kernels are loaded
 WARM_UP = 2
-#: timed steps in each turn of a kind, after a first one that is not, as it follows another kind
+#: timed steps in each turn of a kind; the turn's first step, after another kind, is not timed
 TIMED = 3
 TURNS = 2
-#: encoded steps must be this much faster: less is noise
+#: encoded steps must be this much faster than native ones; less is noise
 MARGIN = 1.02
 #: keys of the state
 _STATE = ("kinds", "begin", "seconds", "chosen", "medians")
@@ -38,17 +38,18 @@ _STATE = ("kinds", "begin", "seconds", "chosen", "medians")
 
 @dataclass
 class OffloadTuner:
-    """Measure the kinds of steps of one engine in seconds, and hold the decision.
+    """Time each kind of step of one engine, and hold the decision.
 
     ``begin``: optimizer steps taken before the first that is measured, None before that.
     """
 
-    kinds: tuple[Kind, ...]  # native first; a single one is not measured
+    kinds: tuple[Kind, ...]  # the native kind comes first; a single kind is not measured
     begin: int | None = None
-    seconds: dict[int, float] = field(default_factory=dict)  # by steps since ``begin``
-    chosen: int | None = None  # of ``kinds``
+    # seconds of timed steps, by steps since ``begin``
+    seconds: dict[int, float] = field(default_factory=dict)
+    chosen: int | None = None  # index of the fastest kind in ``kinds``
     medians: tuple[float, ...] = ()
-    _last: float | None = None  # when the last step ended
+    _last: float | None = None  # time at which the last step ended
 
     @classmethod
     def of(cls, config: CompressionConfig, policy: Policy) -> OffloadTuner:
@@ -62,14 +63,14 @@ class OffloadTuner:
     def start(self, step: int, start_step: int) -> None:
         """Start measuring after ``step`` optimizer steps, unless already started.
 
-        Every rank calls it in every step: one without a gradient makes no copy, and a step that
-        overflows sends no parameter back.
+        Every rank calls it in every step, since copies cannot be relied on: a rank without a
+        gradient makes none, and a step that overflows copies no parameter back.
         """
         if self.begin is None and len(self.kinds) > 1:
             self.begin = max(step, start_step)
 
     def encodes(self, direction: Direction, step: int, start_step: int) -> bool:
-        """Return whether ``direction`` is encoded after ``step`` optimizer steps."""
+        """Return whether copies in ``direction`` are encoded after ``step`` optimizer steps."""
         self.start(step, start_step)
         return direction in self.kinds[self._kind(step)]
 
@@ -91,9 +92,9 @@ class OffloadTuner:
         return WARM_UP + TURNS * len(self.kinds) * (TIMED + 1)
 
     def took(self, step: int, device: torch.device, *, skipped: bool) -> list[str]:
-        """Note the end of the step after ``step`` others; a collective at the last timed one.
+        """Record the end of the step after ``step`` steps; a collective at the last timed one.
 
-        ``skipped``: an overflow; it is not timed. Returns messages for the user.
+        ``skipped``: the step overflowed and is not timed. Returns messages for the user.
         """
         if self.chosen is not None or self.begin is None or step < self.begin:
             return []

@@ -1,8 +1,8 @@
 """Measure whether encoding pays in each dimension of one engine; its ranks do it together.
 
 dp and zero are timed before the first step, with messages like those of a step; tp and pp once
-their messages were seen; and where a trial was close, steps of the run are compared. The verdicts
-are in the state of the engine, whose channels follow them (``autotune/verdicts``).
+their messages have been observed. If a trial is close, real steps of the run are compared. The
+engine's channels follow the verdicts in its state (``autotune/verdicts``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import together
 
-#: number of parameters where it is not known yet: more than any trial takes
+#: number of parameters if it is still unknown: more than any trial needs
 UNKNOWN = 1 << 62
-#: the operation, for messages
+#: name of the operation in messages
 MEASURING = "measuring whether encoding pays"
 #: why a run compresses nothing
 ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
@@ -40,11 +40,11 @@ ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 class OnlineTuner:
     """Measurements of one engine, and the decisions; issues collectives, sends no gradient.
 
-    Methods whose text says so are called by all ranks together, and return the same on all.
+    Methods documented as collectives are called by all ranks and return the same on all.
     """
 
     def __init__(self, state: EngineState, channels: Mapping[Dimension, Channel]) -> None:
-        """Write into ``state``, which ``channels`` share."""
+        """Write decisions into ``state``, which ``channels`` share."""
         self._state, self._channels = state, channels
         config = state.config
         self._remembered = Remembered(config.digest() if config.remember else None)
@@ -61,9 +61,9 @@ class OnlineTuner:
         """Time dp and zero, as far as they have ``when: auto``, encoded and native; a collective.
 
         Call it after ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. ``sent``: messages of a step, where they are known. ``only``: measure these
-        dimensions, where others have another group or dtype. Returns messages for the user, the
-        same on all ranks. Raises ConfigError where codecs cannot run on ``device``.
+        ``dtype``. ``sent``: messages of a step, if known. ``only``: measure just these dimensions,
+        if the others have another group or dtype. Returns messages for the user, the same on all
+        ranks. Raises ConfigError if codecs cannot run on ``device``.
         """
         state = self._state
         state.is_weighed = True
@@ -101,7 +101,7 @@ class OnlineTuner:
         sent: Mapping[Dimension, StepTraffic],
         place: TrialGroup,
     ) -> list[str]:
-        """Take over verdicts on the messages of ``names``; a collective over the job."""
+        """Restore remembered verdicts for messages of ``names``; a collective over the job."""
         state = self._state
         nodes = None if state.nodes is None else state.nodes.units
         messages = {
@@ -138,7 +138,7 @@ class OnlineTuner:
             del trials
 
     def tune_from_profile(self, device: torch.device) -> list[str]:
-        """Time those of tp and pp that wait for a verdict, with messages like those observed.
+        """Time tp and pp, if still undecided, with messages like those observed.
 
         A collective. Returns messages for the user, the same on all ranks.
         """
@@ -170,7 +170,7 @@ class OnlineTuner:
         if not state.verdicts.by_dimension or state.step < state.config.start_step + WARM:
             return []
         if state.pace.is_measuring:
-            return []  # these steps differ in how offload copies
+            return []  # these steps differ in how offload copies, which would blur the comparison
         if not state.verdicts.may_compare:
             return self._remembered.check(state.step, device, state.verdicts)
         without, told = set(state.guard.trips), []
@@ -197,7 +197,7 @@ class OnlineTuner:
     def idle_reason(self, step: int, sent: Collection[Dimension] | None = None) -> str:
         """Return why a run that ends at ``step`` has encoded no message.
 
-        ``sent``: dimensions of which messages were counted; None: not known.
+        ``sent``: dimensions whose messages were counted; None: unknown.
         """
         state = self._state
         named = [n for n in DIMENSIONS if self._channels[n].active]
@@ -240,7 +240,7 @@ class OnlineTuner:
         return small
 
     def _nothing_left(self) -> list[str]:
-        """Return a message that nothing is compressed, once no verdict can change any more."""
+        """Return a message that nothing is compressed, once no verdict can change that."""
         state = self._state
         if self.idle_reason(state.step) != ALL_NATIVE or state.verdicts.may_change:
             return []
@@ -258,7 +258,7 @@ class OnlineTuner:
         return told
 
     def open_step(self, device: torch.device) -> bool:
-        """Note the first forward pass of a step; return whether later steps are timed, too."""
+        """Record the first forward pass of a step; return whether later steps are timed as well."""
         state = self._state
         if state.verdicts.recheck is not None:
             state.verdicts.recheck.open(state.step, device)
@@ -266,14 +266,14 @@ class OnlineTuner:
         return state.verdicts.may_compare or self._remembered.is_due
 
     def reopen_step(self) -> None:
-        """Note that the step was skipped; it begins again with the next first forward pass."""
+        """Record that the step was skipped; it begins again with the next first forward pass."""
         state = self._state
         if state.verdicts.recheck is not None:
             state.verdicts.recheck.reopen(state.step)
         self._remembered.reopen(state.step)
 
     def _note_verdicts(self) -> None:
-        """Write into the ledger which dimensions are native, and since which step."""
+        """Record in the ledger which dimensions are native, and since which step."""
         state, ledger = self._state, self._state.ledger
         for name, verdict in state.verdicts.by_dimension.items():
             if name in state.guard.trips:

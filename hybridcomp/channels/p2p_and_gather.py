@@ -19,7 +19,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 
-#: why a codec cannot act where receives are posted, and what to do
+#: explains why a codec cannot act where receives are posted, and what to do
 VARIES = (
     "receives are posted before the sender has encoded, and only gloo takes a message that is "
     "shorter than its receive; use a codec of fixed size, such as blockint or zfp"
@@ -31,12 +31,12 @@ class AllGather(Message[Handle]):
     """Gather the shards of all ranks into ``out``; every rank decodes the same bytes.
 
     Attributes:
-        shard: 1-D contiguous, this rank's; may be its part of ``out``.
+        shard: 1-D contiguous, this rank's shard; may be its part of ``out``.
         out: 1-D contiguous, equal shards in rank order.
         relative_to: the tensor whose norm the sampled error is divided by, None for ``shard``.
         async_op: return before ``out`` is complete.
-        single_post: be asynchronous only where ``wait()`` posts no further message, as where ranks
-            wait for several gathers in different orders.
+        single_post: be asynchronous only if ``wait()`` posts no further message; needed where ranks
+            may wait for several gathers in different orders.
     """
 
     shard: Tensor
@@ -54,7 +54,7 @@ class AllGather(Message[Handle]):
         return native_nbytes.all_gather_nbytes(self.shard.numel(), self.dtype, size)
 
     def nbytes_among(self, size: int, ranks: int) -> int:
-        """Return the bytes of gathering the same values, of which each rank has fewer then."""
+        """Return the bytes of gathering the same values from ``ranks`` ranks."""
         shard = -(-size * self.shard.numel() // ranks)
         return native_nbytes.all_gather_nbytes(shard, self.dtype, ranks)
 
@@ -81,8 +81,8 @@ class AllToAll(Message[Handle]):
     Attributes:
         values: of any shape; their flat order counts.
         out: 1-D contiguous, of their dtype; None: allocated where there is a codec.
-        in_splits, out_splits: rows to and from each rank; None: equal parts. Once it is sent,
-            elements to and from each rank.
+        in_splits, out_splits: rows to and from each rank; None: equal parts. Sending replaces them
+            by elements to and from each rank.
         row: elements of a row.
         async_op: return before ``out`` is complete.
     """
@@ -111,7 +111,7 @@ class AllToAll(Message[Handle]):
         self.in_splits, self.out_splits = (
             gives,
             takes,
-        )  # so lists are compared once a message
+        )  # so the splits are compared once per message
         if self.out is None:
             self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(
@@ -134,7 +134,7 @@ class AllToAll(Message[Handle]):
 
 @dataclass(eq=False, kw_only=True)
 class Send(Message[None]):
-    """Send ``values`` to the second rank of ``between``; a host waits for it only over gloo."""
+    """Send ``values`` to the second rank of ``between``; the host waits only over gloo."""
 
     values: Tensor
 
@@ -169,11 +169,11 @@ class Receive(Message[None]):
     out: Tensor
 
     def buffer(self) -> Tensor:
-        """Return the tensor to decode into, 1-D contiguous."""
+        """Return the 1-D contiguous tensor to decode into."""
         return self.out
 
     def put(self, values: Tensor) -> None:
-        """Finish the operation once ``values``, a view of ``buffer``, are decoded."""
+        """Finish the receive once ``values``, a view of ``buffer``, are decoded."""
 
     def native_nbytes(self, size: int) -> int:
         """Return 0: the sender counts."""
@@ -196,8 +196,7 @@ class Posted:
     Attributes:
         message: uint8 tensor that upstream sends or receives into.
         meter: counts the time of waiting for the message.
-        done: to be called once when upstream has waited: records a sent message, decodes a
-            received one.
+        done: called once upstream has waited: records a sent message, or decodes a received one.
     """
 
     message: Tensor
@@ -210,19 +209,20 @@ class Post(Message[Posted]):
     """Message that upstream posts itself, from the first rank of ``between`` to the second.
 
     Attributes:
-        values: 1-D contiguous, what is sent or where the message is decoded to.
-        holders: the ranks that hold the same values, each of which sends its part. The receivers
-            gather the parts: native traffic of ``tp``, of bytes. None: this rank sends all.
+        values: 1-D contiguous, the values to send or the tensor to decode into.
+        holders: group of ranks with the same values, each of which sends its part. The receivers
+            gather the parts' bytes natively, as traffic of ``tp``. None: this rank sends
+            everything.
     """
 
     values: Tensor
     holders: ProcessGroup | None = None
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
-        """Return whether ``codec`` makes messages of unknown size and the backend takes none.
+        """Return whether ``codec`` makes messages of a size that the backend cannot know.
 
         Equal on both sides. Raises ConfigError unless the block says ``"on_unsupported":
-        "native"``: over NCCL both would wait for each other for good.
+        "native"``: over NCCL both sides would wait for each other forever.
         """
         backends = channel.group(self.group).backends
         if codec.fixed_size or backends.get(self.values.device.type) == "gloo":
@@ -245,7 +245,7 @@ class PostSend(Post):
     """Encode ``values`` into a message that upstream sends."""
 
     def native_nbytes(self, size: int) -> int:
-        """Return the bytes of the values; 0 with ``holders``, where ``post`` records the parts."""
+        """Return the bytes of the values; 0 with ``holders``, since ``post`` records the parts."""
         return 0 if self.holders is not None else self.values.nbytes
 
     def send(self, channel: Channel, codec: Codec) -> Posted:
@@ -253,7 +253,7 @@ class PostSend(Post):
         return self.post(channel, codec)
 
     def post(self, channel: Channel, codec: Codec | None) -> Posted:
-        """Return the message for upstream; without ``codec`` the bytes of this rank's part."""
+        """Return the message for upstream; without ``codec``, the bytes of this rank's part."""
         posting = self._posting(channel, codec)
         part, meter = posting.part(self.values), channel.meter(self.values.device)
         if codec is not None:
@@ -269,7 +269,7 @@ class PostSend(Post):
 
 @dataclass(eq=False, kw_only=True)
 class PostReceive(Post):
-    """Receive a message into a buffer by upstream's call; ``done`` decodes it into ``values``."""
+    """Let upstream receive a message into a buffer; ``done`` decodes it into ``values``."""
 
     def native_nbytes(self, size: int) -> int:
         """Return 0: the sender counts."""
@@ -280,7 +280,7 @@ class PostReceive(Post):
         return self.post(channel, codec)
 
     def post(self, channel: Channel, codec: Codec | None) -> Posted:
-        """Return the buffer; without ``codec`` for the bytes of the sender's part."""
+        """Return the receive buffer; without ``codec``, for the bytes of the sender's part."""
         assert self.between is not None, "a message between two ranks"
         posting, meter = self._posting(channel, codec), channel.meter(self.values.device)
         room, ledger, source = posting.room(self.values), channel.state.ledger, self.between[0]

@@ -6,12 +6,12 @@ that a delta is added to is the gathered buffer, which every rank holds already.
 share of it is copied, because the optimizer overwrites it: 1/ranks of the buffer.
 
 Lossy codecs carry ``new - reference`` in fp32; every rank, the owner included, then holds
-``round(reference + decoded)``, so the error is part of the next difference without further work.
-The new values have the buffer's dtype: for bf16 they track the fp32 master weights as well as
-differences from the masters do (measured: relative error 1.63e-3 and 1.66e-3 at 4 bits, of which
-1.59e-3 are the rounding to bf16), and elements that did not move are exact zeros. Lossless codecs
-carry the difference of the bit patterns as integers, which adds up exactly. ``stepcode`` takes both
-versions instead, and is decoded where the earlier one is, without a buffer for the difference.
+``round(reference + decoded)``, so the next difference includes the error automatically. The new
+values have the buffer's dtype: for bf16 they track the fp32 master weights as well as differences
+from the masters do (measured: relative error 1.63e-3 and 1.66e-3 at 4 bits, of which 1.59e-3 are
+the rounding to bf16), and elements that did not move are exact zeros. Lossless codecs carry the
+difference of the bit patterns as integers, which adds up exactly. ``stepcode`` takes both versions
+instead and decodes in place over the earlier one, without a buffer for the difference.
 
 Before each gather the ranks compare their references (``delta_references``).
 
@@ -41,7 +41,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.wire import POOL
 
-#: chunks of a share start at multiples of this: no codec block or segment is cut
+#: chunks of a share start at multiples of this, so that no codec block or segment is cut
 CHUNK_ALIGN = 4096
 
 
@@ -50,8 +50,8 @@ class GatherParameters(AllGather):
     """Gather the shares of a buffer of parameters, as differences where the block asks for them.
 
     Attributes:
-        buffer: the object that upstream gathers, which carries the reference; ``out`` is its flat
-            view, and ``shard`` this rank's share.
+        buffer: the object that upstream gathers and that carries the reference; ``out`` is its flat
+            view, ``shard`` this rank's share.
         limit: elements of all shares in one message, a bound on the memory of payloads; 0: none.
     """
 
@@ -65,7 +65,7 @@ class GatherParameters(AllGather):
             leave(channel, self.buffer, self.group)
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
-        """Return whether the ranks have no common reference, so that this gather makes one."""
+        """Return whether the ranks lack a common reference, so that this gather must make one."""
         if not channel.delta or agreed(channel, self.buffer, codec, self.group):
             return False
         keep(channel, self.buffer, self.group)
@@ -73,7 +73,7 @@ class GatherParameters(AllGather):
         return True
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
-        """Gather encoded; several chunks are complete when this returns."""
+        """Gather encoded shares; if there are several chunks, they are complete on return."""
         numel = self.shard.numel()
         chunk = numel
         if self.limit:
@@ -120,9 +120,9 @@ def gather(
     columns: tuple[int, int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Gather by deltas; ``buffer`` holds the new values in this rank's share.
+    """Gather by deltas; this rank's share of ``buffer`` holds its new values.
 
-    After ``wait()`` it holds the same on all ranks. Only after ``agreed`` has returned True.
+    After ``wait()`` the buffer is the same on all ranks. Call it only if ``agreed`` returned True.
 
     Args:
         buffer: 1-D contiguous fp32/bf16/fp16, W equal shares.
@@ -161,12 +161,13 @@ def gather_steps(
     group: dist.ProcessGroup | None,
     async_op: bool = False,
 ) -> Handle:
-    """Gather by a codec that takes references: ``rows`` (W, n) are decoded where they are.
+    """Gather by a codec that takes references; ``rows`` (W, n) are decoded in place.
 
-    This rank's row has the new values, the others what the last gather left; ``held``: that of this
-    rank, which is renewed.
+    This rank's row holds its new values, other rows hold the last gather's; ``held``: this rank's
+    values of the last gather, which are updated.
     """
-    places, rank = rows.contiguous(), dist.get_rank(group)  # a copy of columns of the buffer
+    # contiguous rows: a copy, if they are columns of the buffer
+    places, rank = rows.contiguous(), dist.get_rank(group)
     message = AllGather(
         numel=rows.numel(), dtype=rows.dtype, group=group, shard=places[rank],
         out=places.view(-1), async_op=async_op,
@@ -183,7 +184,7 @@ def gather_steps(
 
 
 def _room(numel: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor of ``numel`` undefined values and its pool buffer, None without one."""
+    """Return a tensor of ``numel`` undefined values, and its pool buffer or None."""
     if like.dtype != torch.float32:
         return like.new_empty(numel), None
     buffer, values = POOL.take_fp32(numel, like.device)
@@ -191,7 +192,7 @@ def _room(numel: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _difference(new: Tensor, old: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None]:
-    """Return ``new - old`` (of bit patterns if lossless) and its pool buffer, None without one."""
+    """Return ``new - old`` (of bit patterns if lossless), and its pool buffer or None."""
     if codec.lossless:
         integers = INTEGERS[new.dtype.itemsize]
         return (new.view(integers) - old.view(integers)).view(new.dtype), None
@@ -208,4 +209,4 @@ def _add(rows: Tensor, decoded: Tensor, codec: Codec) -> None:
         return
     for row, change in zip(rows, decoded, strict=True):
         for part, more in cache_pieces(row, change):
-            part.copy_(more.add_(part.float()))  # the sum in fp32, rounded once
+            part.copy_(more.add_(part.float()))  # the sum is computed in fp32 and rounded once

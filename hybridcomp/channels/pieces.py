@@ -1,7 +1,7 @@
 """Describe the parameter slices of which a flat tensor consists, and their positions in it.
 
-A residual belongs to a stretch of a parameter's flattened gradient: buckets may be cut differently
-after a restart, parameters stay.
+A residual belongs to a slice of a parameter's flattened gradient: buckets may be cut differently
+after a restart, but parameters stay.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from torch import Tensor
 from hybridcomp.channels.saved_residuals import Held, for_checkpoint
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 
-#: how many slices may hold a value of a parameter, on average
+#: most slices that may hold a parameter's value, on average
 MOST_HELD = 2
 
 
 class Piece(NamedTuple):
     """A slice ``[offset, offset + numel)`` of one parameter's flattened gradient.
 
-    Padding has the name "". A tuple, as buckets are known by their pieces at each message.
+    Padding has the name "". It is a tuple so that buckets can be recognized quickly by their
+    pieces.
     """
 
     name: str
@@ -45,7 +46,7 @@ def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
 
 
 def borders(pieces: Iterable[Piece]) -> list[int]:
-    """Return the positions where another parameter begins in the tensor that ``pieces`` cover."""
+    """Return the positions in the tensor of ``pieces`` where a new parameter begins."""
     found: list[int] = []
     position, before = 0, None
     for piece in pieces:
@@ -68,8 +69,9 @@ class Places:
     """Places of one parameter's parts in a flat tensor, ordered by their offsets in it.
 
     Attributes:
-        low, stop: the first element of the parameter that has a place, and behind the last one.
-        numel: elements that have one.
+        low, stop: first element of the parameter with a place, and the end of the last such
+            element.
+        numel: number of elements with a place.
     """
 
     def __init__(self, places: Iterable[Place]) -> None:
@@ -80,7 +82,7 @@ class Places:
         self.numel = sum(place.stop - place.low for place in self.every)
 
     def within(self, low: int, stop: int) -> Iterator[Place]:
-        """Yield what is in elements ``[low, stop)`` of the parameter, without walking the rest."""
+        """Yield the parts within ``[low, stop)`` of the parameter, without walking the rest."""
         for place in self.every[bisect_left(self._lows, low - self._longest) :]:
             if place.low >= stop:
                 return
@@ -90,7 +92,7 @@ class Places:
 
 
 def places_of(pieces: Iterable[Piece]) -> dict[str, Places]:
-    """Return the places of ``pieces``, which make a flat tensor, by name; without padding."""
+    """Return the places of ``pieces`` in their flat tensor, by name; without padding."""
     found: dict[str, list[Place]] = {}
     position = 0
     for name, offset, numel in pieces:
@@ -113,7 +115,7 @@ class ResidualStretch:
         return places_of(self.pieces)
 
     def saved(self) -> Iterator[tuple[str, tuple[int, Any]]]:
-        """Yield name, offset and values as a checkpoint holds them, fp32 neighbours as one."""
+        """Yield name, offset and values for a checkpoint, adjacent fp32 slices joined."""
         for name, places in self.places.items():
             joined: list[list[Place]] = []
             for place in places.every:
@@ -130,7 +132,7 @@ class ResidualStretch:
     def left_to(self, others: Sequence[ResidualStretch], name: str) -> Iterator[Held]:
         """Move a parameter's residual to the first of ``others`` that cover it; yield the rest.
 
-        A copy of each stretch of the parameter that none of them has.
+        The rest is copied, one slice for each range that none of ``others`` covers.
         """
         for other in others:
             move_residual(self, other, name)
@@ -155,7 +157,7 @@ class ResidualStretch:
 def are_too_often(holders: Mapping[str, Sequence[ResidualStretch]]) -> bool:
     """Return whether slices hold parameters' values more than MOST_HELD times on average.
 
-    ``holders``: by parameter, the stretches that have any of it.
+    ``holders``: for each parameter, the slices that hold any of it.
     """
     held = most = 0
     for name, stretches in holders.items():
@@ -179,7 +181,7 @@ def _joined(places: Iterable[Place]) -> list[tuple[int, int]]:
 def taken_out(stored: Iterable[Held], places: Places, flat: Residual | None) -> list[Held]:
     """Add the values of ``stored`` at a parameter's ``places`` to ``flat``; return the rest.
 
-    None: drop it.
+    ``flat`` None: drop them.
     """
     left: list[Held] = []
     for offset, source in stored:
@@ -187,7 +189,7 @@ def taken_out(stored: Iterable[Held], places: Places, flat: Residual | None) -> 
         taken: list[tuple[int, int]] = []
         done = offset
         for low, high, position in places.within(offset, stop):
-            first = max(low, done)  # each value once, also where places overlap
+            first = max(low, done)  # add each value once even if places overlap
             if first >= high:
                 continue
             if flat is not None:

@@ -1,9 +1,9 @@
-"""Copy payloads from a device into its host's memory and decode them there in the background.
+"""Copy payloads from a device to host memory and decode them there in the background.
 
 A message is encoded on the current stream; a second stream then copies the payload into pinned
-memory, so that the copy does not delay the device's next kernels. A thread of the host waits for
-the copy and decodes with torch's threads (``host_threads``): it spends its time in C++, without
-the interpreter's lock, while the backward pass goes on.
+memory, so that the copy does not delay the device's next kernels. A host thread waits for the copy
+and decodes with torch's threads (``host_threads``). It runs in C++ without the GIL while the
+backward pass goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAITING_NBYTES = 1 << 29
 def host_threads() -> int:
     """Return the number of codec threads: three quarters of this rank's cores, at most torch's.
 
-    With a thread on every core, any other process takes one core away, and all threads wait for
+    With a thread on every core, another process slows one of them down and all threads wait for
     that one: 268 M values in 16 threads on 16 cores took 42 to 800 ms, in 12 threads 20 to 50.
     """
     cores = (
@@ -50,7 +50,7 @@ def host_threads() -> int:
 
 @contextmanager
 def fewer_threads() -> Iterator[None]:
-    """Have torch and the codecs use ``host_threads`` threads inside."""
+    """Limit torch and the codecs to ``host_threads`` threads inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(host_threads())
     try:
@@ -73,7 +73,7 @@ class Pinned:
             free = self._free.get(size)
             if free:
                 return free.pop()
-        with torch.inference_mode(False):  # copies outside of that mode will write it, too
+        with torch.inference_mode(False):  # code outside inference_mode writes it later
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def give(self, buffer: Tensor) -> None:
@@ -96,13 +96,13 @@ class Payload:
     """One encoded chunk in host memory, or being copied there."""
 
     codec: Codec
-    dtype: torch.dtype  # of the encoded values
+    dtype: torch.dtype  # dtype of the encoded values
     buffer: Tensor
     used: int
-    copied: Any  # an event; None where it was encoded on the host
+    copied: Any  # CUDA event of the copy; None if it was encoded on the host
 
     def land(self, out: Tensor, add: bool) -> None:
-        """Decode into ``out``, with ``add`` onto it; the buffer is free afterwards.
+        """Decode into ``out``, or with ``add`` add to it; frees the buffer.
 
         The copy to the host must be complete; the background thread waits for it first.
         """
@@ -111,7 +111,7 @@ class Payload:
 
 
 class PinnedReceiveBuffers:
-    """Background thread and streams that take one engine's payloads to the host and decode them."""
+    """Bring one engine's payloads to the host and decode them in a background thread."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -135,7 +135,7 @@ class PinnedReceiveBuffers:
         payload = torch.empty(nbytes, dtype=torch.uint8, device=part.device)
         used = codec.encode(part, payload)
         current = cuda.current_stream(part.device)
-        part.record_stream(current)  # upstream may have made it on another one
+        part.record_stream(current)  # upstream may have allocated it on another stream
         if part.device not in self._streams:
             self._streams[part.device] = cuda.Stream(part.device)
         stream = self._streams[part.device]
@@ -149,15 +149,16 @@ class PinnedReceiveBuffers:
         return Payload(codec, part.dtype, buffer, used, copied)
 
     def submit(self, task: Callable[[], None], payloads: Sequence[Payload]) -> list[float]:
-        """Have the thread run ``task`` after all earlier ones, once the payloads have arrived.
+        """Queue ``task`` on the thread; it runs after earlier ones, once ``payloads`` have arrived.
 
-        Waits for the oldest tasks (``meet``) while too many bytes wait; returns their seconds.
+        While too many bytes wait, waits for the oldest tasks (``meet``); returns their seconds.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "hybridcomp-offload")
             before, fewer = torch.get_num_threads(), host_threads()
-            self._thread.submit(torch.set_num_threads, fewer).result()  # for that thread, but also
-            torch.set_num_threads(before)  # for threads that start later: undo it for these
+            # set_num_threads acts on the calling thread, but also
+            self._thread.submit(torch.set_num_threads, fewer).result()
+            torch.set_num_threads(before)  # on threads that start later: undo it for those
         nbytes = sum(payload.used for payload in payloads)
         self._waiting.append((self._thread.submit(_timed, task, payloads), nbytes))
         seconds = []
@@ -167,7 +168,7 @@ class PinnedReceiveBuffers:
 
     @property
     def busy(self) -> bool:
-        """Return whether tasks were submitted that no ``meet`` has waited for yet."""
+        """Return whether any submitted task has not been waited for by ``meet``."""
         return bool(self._waiting)
 
     def meet(self) -> float:
@@ -196,7 +197,7 @@ def decode(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype, add: 
 
 @torch.no_grad()
 def _timed(task: Callable[[], None], payloads: Sequence[Payload]) -> float:
-    """Wait for the payloads and run ``task``; return its seconds without those of waiting."""
+    """Wait for the payloads and run ``task``; return the seconds of ``task`` alone."""
     for payload in payloads:
         payload.copied.synchronize()
     start = time.perf_counter()

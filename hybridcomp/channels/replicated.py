@@ -1,12 +1,12 @@
-"""Sum the gradients of vectors that tensor-parallel ranks have in common exactly.
+"""Sum exactly the gradients of vectors that all tensor-parallel ranks hold.
 
 Norms and biases are on every tensor rank, and each updates its copy from its data-parallel group's
 reduction. A lossy codec's error may depend on neighbouring values, which in a bucket are pieces of
 cut parameters, different on every tensor rank: the copies would drift apart (measured: norms of two
 tensor ranks differ after three steps at 4 bits). So these gradients, about a thousandth of all, are
-taken out of the message, leaving zeros, and summed natively beside it. Matrices that are not cut
-(AutoTP's embeddings) are too large for that: where there are common parameters, every parameter is
-encoded independently (``Channel._separates``), and equal values come out equal.
+replaced by zeros in the message and summed natively beside it. Matrices that are not cut (AutoTP's
+embeddings) are too large for that: if there are common parameters, every parameter is encoded
+independently (``Channel._separates``), so equal values are decoded to equal values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stretch:
 
 
 def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> list[Stretch]:
-    """Find where the parameters ``names`` lie in tensors that consist of ``pieces``."""
+    """Find where the parameters ``names`` lie in the tensors described by ``pieces``."""
     found = []
     for index, of_tensor in enumerate(pieces):
         position = 0
@@ -47,8 +47,8 @@ def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> l
 class UncompressedParams:
     """Sum slices of a message over ``group`` in fp32, while its other values are encoded.
 
-    Takes them out of ``tensors`` (1-D), where it leaves zeros; ``meter`` counts their bytes. Every
-    rank of the group has the same stretches.
+    It replaces the slices in ``tensors`` (1-D) by zeros; ``meter`` counts their bytes. Every rank
+    of the group has the same slices.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class UncompressedParams:
         self._work: Work | None = transport.all_reduce(self._sums, group, meter)
 
     def put(self, out: Tensor, index: int = 0, start: int = 0) -> None:
-        """Write the sums into ``out``, elements from ``start`` on of tensor ``index``."""
+        """Write the sums into ``out``, which holds tensor ``index`` from element ``start`` on."""
         if self._work is not None:
             self._work.wait()
             self._work = None

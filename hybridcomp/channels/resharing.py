@@ -1,13 +1,13 @@
 """Give residuals saved by another number of ranks to the ranks that encode the values now.
 
-Their sum over the job must survive, by parameter: it is the part that gradients still lack. New
-rank ``i % world_size`` reads old rank i's state, so each is read once. Then one all-reduce, in
-pieces of ``PIECE`` values, adds up the residuals of all ranks, and one of the ranks that encode a
-value keeps its sum: with n senders of a stretch each keeps an n-th of it. No rank ever holds more
-than the states it has read and its part, and no value is held twice.
+For each parameter their sum over the job must survive: it is what the sent gradients still lack.
+New rank ``i % world_size`` reads old rank i's state, so each is read once. Then one all-reduce, in
+pieces of ``PIECE`` values, adds up the residuals of all ranks, and each summed value goes to one of
+the ranks that encode it: each of n senders of a slice keeps an n-th of it. No rank ever holds more
+than the states it has read and its own part, and no value is held twice.
 
-In two levels the ranks of a node encode a sum together, so they are one sender: they hold its part
-in common (``error_feedback.NodeStretch``).
+In two levels the ranks of a node encode a sum together, so they count as one sender and hold its
+part in common (``error_feedback.NodeStretch``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Range = tuple[int, int]
 #: offset of a slice in its parameter, and its fp32 values
 Held = tuple[int, Tensor]
 WHAT = "residuals of another number of ranks"
-#: values that are summed at once: 16 MB
+#: values that are summed per message: 16 MB
 PIECE = 1 << 22
-#: names that a message shows
+#: most names that an error message lists
 SHOWN = 4
 
 
@@ -52,12 +52,12 @@ class Sends:
 
 @dataclass
 class ReadResiduals:
-    """Stretches of old residuals that this rank has read, by parameter, in today's units."""
+    """Slices of old residuals that this rank has read, by parameter, in today's units."""
 
     stretches: dict[str, list[Held]] = field(default_factory=dict)
 
     def add(self, name: str, stretch: Held, factor: float = 1.0) -> None:
-        """Add ``factor`` times a slice; mutates and keeps its tensor."""
+        """Add ``factor`` times a slice; takes over and modifies its tensor."""
         offset, values = stretch
         values = values.mul_(factor) if factor != 1.0 else values
         stored = self.stretches.setdefault(name, [])
@@ -68,7 +68,7 @@ class ReadResiduals:
         stored.append((offset, values))
 
     def ends(self) -> dict[str, int]:
-        """Return where the last stretch of each parameter ends."""
+        """Return where the last slice of each parameter ends."""
         return {
             name: max(offset + values.numel() for offset, values in stored)
             for name, stored in self.stretches.items()
@@ -80,7 +80,7 @@ def share(old: int) -> range:
     return range(dist.get_rank(), old, dist.get_world_size())
 
 
-#: name, range, and the ranks that encode it together: one, or those of a node
+#: name, range, and the ranks that encode it together: a single rank, or all ranks of a node
 Segment = tuple[str, Range, Ranks]
 
 
@@ -89,7 +89,7 @@ class ResidualPlan:
     """Segments of the residuals that the ranks have read, with the ranks that get each of them."""
 
     segments: list[Segment]
-    unknown: list[str]  # names that no rank encodes
+    unknown: list[str]  # names of parameters that no rank encodes
 
     def move(self, part: ReadResiduals, residuals: Residuals, device: torch.device) -> None:
         """Sum ``part`` over all ranks and give each value to a rank that sends it; a collective.
@@ -118,15 +118,15 @@ class ResidualPlan:
 def plan(
     part: ReadResiduals, sends: Mapping[str, Sends] | None, nodes: Nodes | None, padding: int
 ) -> ResidualPlan:
-    """Decide which rank gets each stretch that the ranks have read; a collective through the store.
+    """Decide which rank gets each slice that the ranks have read; a collective through the store.
 
     Args:
         part: residuals that this rank has read.
         sends: ranges that this rank encodes, by name; None: all that were read.
-        nodes: of the job, where groups have two levels.
-        padding: values behind the end of a parameter that may have been encoded with it.
+        nodes: nodes of the job if groups have two levels.
+        padding: number of padding values that may have been encoded behind the end of a parameter.
 
-    Raises CheckpointError, on every rank, where a stretch ends behind its parameter.
+    Raises CheckpointError on every rank if a slice extends beyond its parameter.
     """
     whole: dict[str, int] = {}
     for statement in _tell_once({"ends": part.ends()}):
@@ -161,7 +161,7 @@ def _json_of(sends: Mapping[str, Sends] | None) -> dict[str, list[Any]] | None:
 
 
 def _tell_once(statement: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Exchange statements as ``tell`` does, sending a statement that several ranks make once."""
+    """Exchange statements like ``tell``, but send a statement that several ranks make only once."""
     text = json.dumps(statement, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     digests = [one["digest"] for one in tell({"digest": digest}, what=WHAT)]
@@ -205,7 +205,7 @@ def _senders(
 def _sweep(
     senders: Iterable[tuple[tuple[Range, ...], Ranks]],
 ) -> Iterator[tuple[Range, list[Ranks]]]:
-    """Yield ascending slices, each with the units of all ranks that send it."""
+    """Yield ascending slices, each with the senders (units) of it."""
     events: dict[int, tuple[set[Ranks], set[Ranks]]] = {}
     for ranges, unit in senders:
         for low, high in ranges:
@@ -223,7 +223,7 @@ def _sweep(
 
 
 def _stripes(name: str, edges: Range, units: Sequence[Ranks]) -> Iterator[Segment]:
-    """Yield an equal part of ``edges`` for each of ``units``, leaving out empty ones."""
+    """Yield an equal part of the range ``edges`` for each of ``units``, leaving out empty parts."""
     start, numel = edges[0], edges[1] - edges[0]
     for index, unit in enumerate(units):
         low, high = (start + numel * i // len(units) for i in (index, index + 1))
@@ -232,7 +232,7 @@ def _stripes(name: str, edges: Range, units: Sequence[Ranks]) -> Iterator[Segmen
 
 
 def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Cut and collect segments into batches of at most PIECE values."""
+    """Cut and group segments into batches of at most PIECE values."""
     batch: list[Segment] = []
     free = PIECE
     for name, (low, high), unit in segments:
@@ -249,7 +249,7 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def _put(part: ReadResiduals, name: str, edges: Range, view: Tensor) -> None:
-    """Add the residuals read for ``edges`` to ``view``, and free stretches that end there.
+    """Add the residuals read for the range ``edges`` to ``view``, and free slices that end in it.
 
     Segments of a name come in ascending order.
     """

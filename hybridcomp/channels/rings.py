@@ -1,4 +1,4 @@
-"""Messages of ring attention: they go round a group, and are recorded once all have come round."""
+"""Send messages of ring attention round a group; record them once the ring has finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridcomp.config.policy import Direction
 def ring_of(
     channel: Channel, codec: Codec | None, group: ProcessGroup | None, device: torch.device
 ) -> Ring:
-    """Return the ``Ring`` that sends messages round ``group``, which has a meter of its own.
+    """Return the ``Ring`` that sends messages round ``group``, with its own meter.
 
     ``codec``: from ``Channel.codec``. Call ``record_ring`` once the ring has finished.
     """
@@ -24,7 +24,7 @@ def ring_of(
 def record_ring(channel: Channel, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
     """Record the messages of a finished ring; ``raw_nbytes``: bytes native would have sent.
 
-    Without a codec the ring sends just these, plus headers.
+    Without a codec the ring sends exactly these bytes, plus headers.
     """
     if ring.codec is None:
         channel.count_native(raw_nbytes, direction)

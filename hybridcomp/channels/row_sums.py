@@ -1,4 +1,4 @@
-"""Sums of the rows of a replicated table that a step has touched (``collectives.row_sums``)."""
+"""Sum the rows of a replicated table that a step has touched (``collectives.row_sums``)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hybridcomp.collectives.row_sums import (
     sum_rows,
 )
 
-#: elements passed to the policy: ranks touch different numbers of rows, so that ``min_bytes`` does
-#: not apply
+#: elements passed to the policy, so that ``min_bytes`` never applies: ranks touch different numbers
+#: of rows and must choose alike
 ANY_SIZE = 1 << 60
 
 
@@ -29,17 +29,17 @@ ANY_SIZE = 1 << 60
 class RowSum(Message[TouchedRows]):
     """Sum, over ``group``, rows of the gradient of one table.
 
-    Every rank sends one, without rows where it has touched none. Raises IndexError on all ranks
-    where one has a row that the table has not.
+    Every rank takes part, with no rows if it has touched none. Raises IndexError on all ranks if
+    any rank has a row number outside the table.
 
     Attributes:
-        table: its name, for errors.
-        mine: rows, ascending, each once, as native would send them.
-        scaled: returns them times the factor that upstream multiplies with before it sends.
-        rows: of the table.
-        wrong: a number out of range that a batch of this rank had; None: none had.
-        behind: return the rows of all ranks one behind the other, where ``codec`` is lossless, as
-            DeepSpeed does: optimizers that add rows one after the other get the same bits.
+        table: name of the table, for errors.
+        mine: this rank's rows, ascending and without duplicates, as native would send them.
+        scaled: returns ``mine`` times the factor that upstream applies before it sends.
+        rows: number of rows of the table.
+        wrong: an out-of-range row number in a batch of this rank; None: there was none.
+        behind: with a lossless ``codec``, concatenate the rows of all ranks as DeepSpeed does, so
+            that optimizers that add rows in order get the same bits.
     """
 
     numel: int = field(default=ANY_SIZE, init=False)
@@ -51,11 +51,11 @@ class RowSum(Message[TouchedRows]):
     behind: bool = False
 
     def native_nbytes(self, size: int) -> int:
-        """Return the bytes of a gather of these rows and their numbers, int64."""
+        """Return the bytes of gathering these rows and their int64 row numbers."""
         return (size - 1) * (8 * len(self.mine.ids) + self.mine.values.nbytes)
 
     def send(self, channel: Channel, codec: Codec) -> TouchedRows:
-        """Exchange row numbers, choose the form of the fewest bytes, and sum the rows."""
+        """Exchange row numbers, choose the form with the fewest bytes, and sum the rows."""
         mine, wrong = self.scaled(), self.wrong
         ids, values = mine
         known, meter = channel.group(self.group), channel.meter(values.device)

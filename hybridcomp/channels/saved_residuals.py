@@ -24,7 +24,7 @@ Held = tuple[int, Residual]
 
 @dataclass(frozen=True)
 class NodeStretch:
-    """Residual of a parameter from ``offset`` on of which ``count`` ranks of a node have a copy.
+    """Residual of a parameter from ``offset`` on that ``count`` ranks of a node hold in common.
 
     In two levels a rank encodes a stretch of its node's sum, and only a message shows which one.
     So after a change of ranks every rank of the node starts with all residuals of the node; with
@@ -33,12 +33,12 @@ class NodeStretch:
 
     offset: int
     values: Residual
-    index: int  # this rank's place among the ``count`` ranks that hold it
+    index: int  # this rank's index among the ``count`` ranks
     count: int
 
     @property
     def own(self) -> Held:
-        """Return this rank's share: the shares of the ``count`` ranks have each value once."""
+        """Return this rank's share; the shares of the ``count`` ranks cover each value once."""
         low, high = (self.values.numel() * i // self.count for i in (self.index, self.index + 1))
         return self.offset + low, self.values[low:high]
 
@@ -46,9 +46,9 @@ class NodeStretch:
 def held_in(
     state: Mapping[str, Mapping[str, Sequence[Any]]],
 ) -> Iterator[tuple[str, tuple[int, Tensor]]]:
-    """Yield names and stretches (offset, fp32 values) of one rank's saved state, of all hops.
+    """Yield name and slice (offset, fp32 values) from one rank's saved state, of all hops.
 
-    Summed over the states of all ranks they are the error that later messages have to make up for.
+    Summed over the states of all ranks, they are the error that later messages must make up for.
     """
     for hop in HOPS:
         for name, stored in state[hop].items():
@@ -62,7 +62,7 @@ def held_in(
 
 
 def is_stretch(value: Any) -> bool:
-    """Return whether ``value`` is an offset and the finite values from there on.
+    """Return whether ``value`` is an offset and the finite values that start there.
 
     Residuals shared by a node have two more numbers: this rank's part, and the number of parts.
     """

@@ -2,8 +2,8 @@
 
 Each rank writes all parts: into a file beside the checkpoints of DeepSpeed, Megatron-core and
 GPT-NeoX (``checkpoint``), or into an entry of ``torch.distributed.checkpoint`` for FSDP2 and DDP
-(``patches/torch/stateful``). Beside them stand what finds them again (world size, step, nodes) and
-the units of residuals: the loss scale, or the divisors of sums.
+(``patches/torch/stateful``). The same file or entry identifies the save (world size, step, nodes)
+and gives the units of the residuals: the loss scale, or the divisors of sums.
 
 | part | of | on another number of ranks |
 |---|---|---|
@@ -32,7 +32,7 @@ from hybridcomp.job import saved, small_messages
 
 
 def has_feedback(channels: Channels) -> bool:
-    """Return whether a dimension of this run has error feedback, and so takes residuals over."""
+    """Return whether any dimension of this run has error feedback and so restores residuals."""
     return any(channel.error_feedback for channel in channels)
 
 
@@ -42,16 +42,17 @@ def _is_dict(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SavedPart:
-    """A part of the state of ``Channels``.
+    """One part of the state of ``Channels``.
 
     Attributes:
         of: "rank": each rank has its own; "job": equal on all ranks.
         get: returns the part, of plain types and CPU tensors.
-        put: takes over what is ``right``; returns messages for the user.
-        right: checks the form of what was read.
-        wanted: whether this run's block takes it over; only then a part of the job has to be right.
-        anew: what a run without the part begins with, in words.
-        required: False where checkpoints without it exist.
+        put: restores a part that passed ``right``; returns messages for the user.
+        right: returns whether a part that was read has the right form.
+        wanted: whether this run's block restores it; only then must a part of the job pass
+            ``right``.
+        anew: words for what a run restarts without the part.
+        required: False if older checkpoints lack it.
     """
 
     name: str
@@ -111,7 +112,7 @@ PARTS = (
         lambda channels: channels.frozen(),
         Channels.will_freeze,
         right=_is_dict,
-        anew="",  # without it nothing was frozen
+        anew="",  # without this part nothing was frozen
         wanted=lambda channels: True,
         required=False,
     ),
@@ -151,8 +152,9 @@ def of_rank_0(
 ) -> dict[str, Any]:
     """Broadcast the job's parts of rank 0's ``state``, read from ``path``, and its values ``more``.
 
-    All ranks must decide alike. Empty where rank 0 has no state. Raises CheckpointError on all
-    ranks where this version cannot take a part over that this run wants; nothing has changed then.
+    All ranks must restore the same parts. Returns an empty dict if rank 0 has no state. Raises
+    CheckpointError on all ranks, before anything has changed, if this version cannot read a part
+    that this run wants.
     """
     parts = {part.name: (state or {}).get(part.name, {}) for part in OF_JOB}
     values = {key: state.get(key) for key in more} if state else {}
@@ -173,7 +175,7 @@ def take_job_parts(channels: Channels, state: Mapping[str, Any]) -> list[str]:
 
 
 def take_rank_parts(channels: Channels, state: Mapping[str, Any]) -> None:
-    """Take over the parts that this rank has saved itself, bit for bit."""
+    """Restore the parts that this rank itself saved, bit for bit."""
     for part in OF_RANK:
         part.put(channels, state[part.name])
 
@@ -185,7 +187,7 @@ def take_moved(
     factors: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Take over residuals of other ranks by ``plan``, so that their sum is kept; a collective.
+    """Restore residuals of other ranks by ``plan``, so that their sum is kept; a collective.
 
     ``part``: residuals that this rank has read; ``factors``: those of all ranks.
     """

@@ -28,12 +28,12 @@ from hybridcomp.collectives import (
 
 @dataclass(eq=False, kw_only=True)
 class ReduceScatter(Message[ReduceScatterHandle]):
-    """Sum this rank's shard over ``group``; ``wait()`` of the handle gives it, a new fp32 tensor.
+    """Sum this rank's shard over ``group``; the handle's ``wait()`` returns a new fp32 tensor.
 
     Attributes:
-        shards: this rank's part of each rank's sum, 1-D contiguous, ``Shards`` where they are one
-            tensor; a subclass may make them in ``load`` instead.
-        parameters: what ``pieces`` returns, where a seam has it at hand.
+        shards: this rank's addend for each rank's shard, 1-D contiguous, or ``Shards`` if they are
+            one tensor; a subclass may make them in ``load`` instead.
+        parameters: the result of ``pieces``, if the seam already has it.
         async_op: return before the sum is complete.
     """
 
@@ -46,7 +46,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         return self.shards
 
     def pieces(self) -> Sequence[Sequence[Piece]] | None:
-        """Return the parameters that each shard consists of, in order; None: not known."""
+        """Return the parameters that make up each shard, in order; None: unknown."""
         return self.parameters
 
     def native_nbytes(self, size: int) -> int:
@@ -91,7 +91,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         shards: Sequence[Tensor],
         pieces: Sequence[Sequence[Piece]],
     ) -> ReduceScatterHandle:
-        """Sum ``shards`` inside the node and keep that; the handle's ``wait()`` gives zeros."""
+        """Sum ``shards`` inside the node and keep the sum; the handle returns zeros."""
         group, meter = via.group, via.meter
         like = shards.flat if isinstance(shards, Shards) else shards[0]
         total = channel.state.node_sums.room(
@@ -124,7 +124,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
 
 
 def _wide(shards: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-    """Copy ``shards`` as fp32; return the copies, and as one tensor the memory that they share."""
+    """Copy ``shards`` as fp32; return the copies and the one tensor that they share."""
     if isinstance(shards, Shards):
         flat = shards.flat.to(torch.float32, copy=True)
         return Shards(flat, shards.numel), flat
@@ -137,7 +137,7 @@ def _scattered(
 ) -> Sequence[Residual]:
     """Return the residuals of the shards that this rank encodes.
 
-    Those of few bits begin between blocks, as only then the kernels of codecs write them.
+    Residuals of few bits start at block borders, since only then codec kernels can write them.
     """
     held = channel.state.residuals
     key = ("shards", id(pieces), held.bits)
@@ -159,10 +159,10 @@ class _ShardPieces(NamedTuple):
     """Pieces of a reduce-scatter in the order of one residual.
 
     Attributes:
-        held: the pieces by rank, for the key.
-        flat: those of the shards that this rank encodes, each with a gap behind it.
-        whole: in two levels, those of all shards.
-        numels: elements of each of these shards, and of its gap.
+        held: the pieces by rank, kept alive for the key.
+        flat: pieces of the shards that this rank encodes, with a gap behind each shard.
+        whole: in two levels, pieces of all shards.
+        numels: elements of each shard in ``flat``, and of the gap behind it.
     """
 
     held: Sequence[Sequence[Piece]]

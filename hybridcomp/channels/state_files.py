@@ -1,13 +1,13 @@
-"""Keep optimizer states in files that are encoded, checked when they are read, and replaced whole.
+"""Keep optimizer states in encoded files, which are replaced atomically and checked when read.
 
 A file is a payload, zeros, and a footer of 64 bytes at its end, at a multiple of ``ALIGNED`` bytes.
-The process remembers the footer of every file that it has written, so that a file which was
-damaged, exchanged or put back from an earlier time is an error that names it, and nothing of it is
-used. A file is written under another name and then renamed: whatever ends the process leaves the
-old file or the new one. ``docs/wire_formats.md`` has the layout.
+The process remembers the footer of every file that it has written, so a file that was damaged,
+swapped with another or restored from an earlier time raises an error with its name, and nothing of
+it is used. A file is written under another name and then renamed: if the process dies, either the
+old file or the new one is there. ``docs/wire_formats.md`` has the layout.
 
-A file whose encoding is no shorter is stored raw, and then longer than the values by its footer. So
-no file has the size of its values, which is all that DeepSpeed alone checks.
+Values whose encoding is no shorter are stored raw, with the footer behind them. So no file has
+exactly the size of its values, which is the only thing that DeepSpeed checks.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SIZE, ALIGNED = 64, 4096
 _LAYOUT = struct.Struct("<8sBBHIQQQQII4x")
 _CHECK = struct.Struct("<I")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: how a payload is made: as it is, beside bf16 parameters, or by a codec
+#: form of a payload: raw values, values relative to bf16 parameters, or a codec's output
 FORMS = ("raw", "beside", "expcode", "mpc")
-#: ends of names: of a file of DeepSpeed's swapper, and of one that is not complete
+#: suffixes of a file of DeepSpeed's swapper, and of a file that is still incomplete
 SWAPPED, NEW = ".tensor.swp", ".new"
-#: threads of an engine that encode and decode, and without libaio read and write
+#: threads of an engine that encode and decode, and without libaio also read and write
 THREADS = 2
 RESTORE = "resume from a checkpoint (load_checkpoint writes all files anew)"
-#: tensors encoded beside a file, by the file's path; None: none
+#: returns, for a file's path, the bf16 tensor relative to which it is encoded; None: there is none
 Halves = Callable[[str], Tensor | None]
 
 
@@ -55,12 +55,12 @@ class Footer(NamedTuple):
     """Footer of a file, which lists its contents.
 
     Attributes:
-        dtype, form: places in ``DTYPES`` and ``FORMS``.
-        rank: that wrote it.
-        numel: of its values.
-        nbytes: of its payload.
-        version: nanoseconds since 1970 when it was written.
-        digest: of the payload; ``half``: of the bf16 values beside it, 0 without.
+        dtype, form: indices into ``DTYPES`` and ``FORMS``.
+        rank: rank that wrote the file.
+        numel: number of values.
+        nbytes: bytes of the payload.
+        version: time of writing, in nanoseconds since 1970.
+        digest: checksum of the payload; ``half``: checksum of the bf16 values beside it, 0 without.
         name: checksum of the file's name.
     """
 
@@ -83,7 +83,7 @@ class Footer(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Footer | None:
-        """Read the end of a file; None where that is no footer, or a damaged one."""
+        """Read the footer at the end of ``data``; return None if there is none or it is damaged."""
         if len(data) != SIZE or not data.startswith(MAGIC):
             return None
         if _CHECK.unpack(data[-4:])[0] != zlib.crc32(data[:-4]):
@@ -101,10 +101,10 @@ def pack(
 
     Args:
         values: 1-D fp32/bf16/fp16 on the host, contiguous.
-        name: of the file, without folders.
+        name: name of the file, without folders.
         half: the bf16 rounding of the first values, on the host; used where it is exact.
         room: 1-D uint8 of ``room_for`` bytes.
-        aligned: the file's size is a multiple of it.
+        aligned: the file's size becomes a multiple of this.
     """
     raw = values.view(torch.uint8)
     form, used = "raw", None
@@ -128,13 +128,13 @@ def pack(
 
 
 def room_for(values: Tensor, codec: Codec, aligned: int = ALIGNED) -> int:
-    """Return the most bytes that the file of ``values`` takes, encoding included."""
+    """Return the most bytes that the file of ``values`` can take, including room for encoding."""
     most = max(values.nbytes, codec.wire_nbytes(values.numel(), values.dtype))
     return -(-(most + SIZE) // aligned) * aligned
 
 
 def digest(data: Tensor) -> int:
-    """Return 64 bits of the checksum xxh3 of ``data`` on the host."""
+    """Return 64 bits of the xxh3 checksum of ``data`` on the host."""
     found = change_kernels().digest(data.data_ptr(), data.nbytes, torch.get_num_threads())
     return int.from_bytes(found[:8], "little")
 
@@ -142,7 +142,8 @@ def digest(data: Tensor) -> int:
 def check(path: str, data: Tensor, rank: int, expected: bytes | None) -> Footer:
     """Return the footer of the file whose bytes are ``data``.
 
-    ``expected``: the footer that it must have; None: any of this file. Raises StateFileError.
+    ``expected``: the footer that it must have; None: any footer with this file's name. Raises
+    StateFileError.
     """
     found = Footer.of(bytes(data[-SIZE:].tolist()))
     wanted = None if expected is None else Footer.of(expected)
@@ -175,9 +176,9 @@ def _name(dtype: int) -> str:
 
 
 def unpack(path: str, data: Tensor, footer: Footer, half: Tensor | None, out: Tensor) -> None:
-    """Write the values of a file that was checked into ``out``, 1-D on the host.
+    """Write the values of a checked file into ``out``, 1-D on the host.
 
-    Raises StateFileError where ``out`` or ``half`` is not what the file was written from.
+    Raises StateFileError if ``out`` or ``half`` does not match what the file was written from.
     """
     if (DTYPES[footer.dtype], footer.numel) != (out.dtype, out.numel()):
         shown = f"{footer.numel} values of {_name(footer.dtype)}"
@@ -198,7 +199,7 @@ def unpack(path: str, data: Tensor, footer: Footer, half: Tensor | None, out: Te
 
 
 def damaged(path: str, what: str) -> StateFileError:
-    """Make the error about a file that is not as it was written."""
+    """Return the error for a file whose bytes have changed since it was written."""
     return StateFileError(f"{path} is damaged: {what}; {RESTORE}")
 
 
@@ -207,14 +208,14 @@ class StateFiles:
     """Files of one engine's states on this rank, and their known footers.
 
     Attributes:
-        codec: lossless.
-        rank: of this process.
-        halves: the bf16 parameters of a file of masters, on any device.
-        poisons: whether a read that fails leaves NaN and is told by ``hold``, as other ranks wait
-            in a message of upstream that this one has to reach.
-        ledger: counts reads and writes, once the engine is attached.
-        failed: the first failure that no caller has seen.
-        loaded: parameters that came with a checkpoint, by path, until they are in their place.
+        codec: the lossless codec of the files.
+        rank: rank of this process.
+        halves: returns the bf16 parameters of a file of master weights, on any device.
+        poisons: whether a failed read leaves NaN and is raised later by ``hold``, because other
+            ranks wait in an upstream message that this rank must still reach.
+        ledger: counts reads and writes once the engine is attached.
+        failed: the first failure that was not raised yet.
+        loaded: bf16 parameters from a checkpoint, by path, until they are copied into the model.
     """
 
     codec: Codec
@@ -227,23 +228,23 @@ class StateFiles:
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="hybridcomp_states")
     )
-    #: footers of all files that this process has written, by path: engines have none in common
+    #: footers of all files that this process has written, by path; no two engines share a file
     known: ClassVar[dict[str, bytes]] = {}
 
     def half(self, path: str) -> Tensor | None:
-        """Return the parameters beside a file, on the host."""
+        """Return the bf16 parameters that belong to a file, on the host."""
         found = self.loaded.get(path)
         if found is None:
             found = self.halves(path)
         return None if found is None else found.detach().cpu()
 
     def hold(self) -> None:
-        """Raise the first failure that no caller has seen."""
+        """Raise the first failure that was not raised yet."""
         if self.failed is not None:
             raise self.failed
 
     def count(self, raw_nbytes: int, file_nbytes: int, seconds: float) -> None:
-        """Count a file that was read or written."""
+        """Count the read or write of a file."""
         if self.ledger is not None:
             meter = Meter(codec_s=seconds, used={self.codec.spec: None})
             meter.sent(file_nbytes)
@@ -252,9 +253,9 @@ class StateFiles:
     def adopt(
         self, folder: str, footers: Mapping[str, bytes], halves: Mapping[str, Tensor]
     ) -> None:
-        """Expect the files of a checkpoint in ``folder``, by name, in place of those before.
+        """Expect these footers, by name, of a checkpoint's files in ``folder``; drop earlier ones.
 
-        Files that DeepSpeed wrote alone have no footer, and are read as they are.
+        Files that DeepSpeed wrote without hybridcomp have no footer and are read as they are.
         """
         for path in [one for one in self.known if os.path.dirname(one) == folder]:
             del self.known[path]
@@ -263,13 +264,13 @@ class StateFiles:
 
 
 def sweep(folder: str) -> None:
-    """Remove what a run that was ended has left incomplete in ``folder``."""
+    """Remove incomplete files that an interrupted run has left in ``folder``."""
     for path in Path(folder).glob(f"*{NEW}"):
         path.unlink(missing_ok=True)
 
 
 def unwritten(path: str, error: OSError, nbytes: int) -> StateFileError:
-    """Make the error about a file that could not be written; the previous file is intact."""
+    """Return the error for a file that could not be written; the previous file is intact."""
     with contextlib.suppress(OSError):
         Path(path + NEW).unlink(missing_ok=True)
     free = shutil.disk_usage(os.path.dirname(path)).free

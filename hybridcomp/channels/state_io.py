@@ -25,11 +25,11 @@ from hybridcomp.channels.state_files import (
 from hybridcomp.errors import StateFileError
 from hybridcomp.log import complain
 
-#: buffers of a handle that wait to be used again
+#: most free buffers that a handle keeps
 SPARE = 4
-#: bytes of a call that reads or writes
+#: bytes per read or write call
 CALL = 1 << 30
-#: files that are read past the system's cache have a multiple of these bytes
+#: files whose size is a multiple of this are read past the page cache
 DIRECT = 512
 
 
@@ -38,9 +38,9 @@ class FileMove:
     """One file being read or written.
 
     Attributes:
-        half: parameters beside it.
-        buffer, room: that its bytes lie in, and the part of it for them.
-        work: its encoding, or its reading.
+        half: bf16 parameters relative to which the file is encoded.
+        buffer, room: buffer of the file's bytes, and the part of it that they use.
+        work: future of encoding or reading it.
     """
 
     path: str
@@ -53,14 +53,15 @@ class FileMove:
 
 
 class StateHandle:
-    """Stand in for DeepSpeed's ``aio_handle``: calls post, and ``wait`` completes them."""
+    """Replace DeepSpeed's ``aio_handle``: calls queue reads and writes for ``wait``."""
 
     def __init__(self, files: StateFiles, inner: Any = None, threads: int = 1) -> None:
-        """FileMove the files of ``files``.
+        """Read and write the files of ``files``.
 
         Args:
-            inner: DeepSpeed's handle, which then reads and writes; None: threads of this process.
-            threads: among which ``inner`` cuts a file.
+            inner: DeepSpeed's handle, which does the input and output; None: threads of this
+                process do.
+            threads: number of threads over which ``inner`` splits a file.
         """
         self._files, self._inner = files, inner
         self._aligned = ALIGNED * max(1, threads)
@@ -69,7 +70,7 @@ class StateHandle:
         self._pinned: dict[int, Tensor] = {}
 
     def new_cpu_locked_tensor(self, numel: int, like: Tensor) -> Tensor:
-        """Return a buffer of ``numel`` values of the dtype of ``like``, pinned beside a GPU."""
+        """Return a buffer of ``numel`` values of the dtype of ``like``, pinned with a GPU."""
         if self._inner is not None:
             found: Tensor = self._inner.new_cpu_locked_tensor(numel, like)
             return found
@@ -78,7 +79,7 @@ class StateHandle:
         return made
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
-        """Free a buffer; False where it is none of this handle."""
+        """Free a buffer; return False if it does not belong to this handle."""
         if self._inner is not None:
             return bool(self._inner.free_cpu_locked_tensor(tensor))
         return self._pinned.pop(tensor.untyped_storage().data_ptr(), None) is not None
@@ -115,10 +116,10 @@ class StateHandle:
             self._inner.async_pread(move.room, path, 0)
 
     def wait(self) -> int:
-        """Complete what was posted; return how many files that were.
+        """Complete all queued reads and writes; return their number.
 
-        Raises StateFileError, after all of it has ended, where a read failed. A write that failed
-        is raised by ``StateFiles.hold``, and by whoever reads the file.
+        Raises StateFileError if a read failed, after all others have ended. A failed write is
+        raised by ``StateFiles.hold`` and by any later read of the file.
         """
         moves, self._moves = self._moves, []
         failed = self._write_all([move for move in moves if not move.is_read])
@@ -138,7 +139,7 @@ class StateHandle:
         return len(moves)
 
     def _write_all(self, moves: list[FileMove]) -> list[tuple[FileMove, StateFileError]]:
-        """Write the files that are encoded, and give them their names."""
+        """Write the encoded files and rename them into place."""
         failed: list[tuple[FileMove, StateFileError]] = []
         ready: list[tuple[FileMove, int, bytes, Future[None] | None]] = []
         for move in moves:
@@ -155,7 +156,7 @@ class StateHandle:
         if self._inner is not None and ready:
             self._inner.wait()
         for move, size, footer, work in ready:
-            self._files.known[move.path] = footer  # the file before is the wrong one now
+            self._files.known[move.path] = footer  # the previous file must no longer be accepted
             error = None if work is None else _caught(work)
             try:
                 if error is None:
@@ -175,12 +176,13 @@ class StateHandle:
         return size, footer.pack(), time.perf_counter() - start
 
     def _decode(self, move: FileMove) -> None:
-        """Check a file that was read, and write its values in their place."""
+        """Check a file that was read, and write its values into the caller's buffer."""
         files, start, nbytes = self._files, time.perf_counter(), move.room.numel()
         expected = files.known.get(move.path)
         if not nbytes and move.values.numel():
             raise damaged(move.path, "it is missing or empty")
-        if expected is None and nbytes == move.values.nbytes:  # DeepSpeed wrote it alone
+        # DeepSpeed wrote it without hybridcomp
+        if expected is None and nbytes == move.values.nbytes:
             move.values.view(torch.uint8).copy_(move.room)
         else:
             footer = check(move.path, move.room, files.rank, expected)
@@ -200,7 +202,7 @@ class StateHandle:
                 move.values.fill_(float("nan"))
 
     def _take(self, nbytes: int) -> Tensor:
-        """Return a buffer of at least ``nbytes``: a spare one, or a new one."""
+        """Return a buffer of at least ``nbytes``, a spare one if possible."""
         for place, spare in enumerate(self._spare):
             if spare.numel() >= nbytes:
                 return self._spare.pop(place)
@@ -211,7 +213,7 @@ class StateHandle:
         return made
 
     def _give(self, buffer: Tensor) -> None:
-        """Keep a buffer for the next file, the largest ones."""
+        """Keep a buffer for later files; only the largest are kept."""
         self._spare = sorted([*self._spare, buffer], key=Tensor.numel, reverse=True)
         for left in self._spare[SPARE:] if self._inner is not None else ():
             self._inner.free_cpu_locked_tensor(left)

@@ -1,9 +1,9 @@
-"""Messages that are summed: all-reduce, and sums to the owners of ranges.
+"""Messages that sum: all-reduce, and sums to the owners of ranges.
 
-Error feedback adds residuals before it encodes. In two levels the sum of a node is encoded, cut
-into one stretch for each of its ranks. So a residual covers only this rank's stretch, which
-``Group`` gives. After a change of ranks those of a node hold residuals in common; the pieces of the
-whole message show which of them the others take.
+Error feedback adds residuals before it encodes. In two levels the sum of a node is encoded in
+slices, one by each of its ranks. So a residual covers only this rank's slice, which ``Group``
+gives. After a change of ranks the ranks of a node hold residuals in common; the pieces of the whole
+message show which of them other ranks use.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.config.policy import Direction
 
-#: pieces that one rank encodes, and those of them whose sum it owns
+#: pieces that one rank encodes, and the part of them whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
-#: pieces that count as much as a plan, of what a group keeps: they are references to what is there
+#: this many pieces weigh as much as one plan in a group's cache: they only refer to existing
+#: objects
 WEIGHED = 64
 
 
@@ -49,13 +50,13 @@ WEIGHED = 64
 class Sum(Message[R]):
     """A sum over ``group`` of a tensor that consists of parameters' gradients, or of activations.
 
-    A seam that must prepare the tensor, or find out which parameters it holds, makes a subclass.
-    ``load`` runs only where there is a codec, ``pieces`` only where something asks for them: error
-    feedback, a bound, or parameters that tensor-parallel ranks have in common.
+    A seam that must prepare the tensor, or find out which parameters it holds, defines a subclass.
+    ``load`` runs only if there is a codec, ``pieces`` only if they are needed: for error feedback,
+    a bound, or parameters that tensor-parallel ranks have in common.
 
     Attributes:
         values: 1-D contiguous fp32/bf16/fp16; a subclass may make them in ``load`` instead.
-        parameters: what ``pieces`` returns, where a seam has it at hand.
+        parameters: the result of ``pieces``, if the seam already has it.
     """
 
     values: Tensor | None = None
@@ -67,7 +68,7 @@ class Sum(Message[R]):
         return self.values
 
     def pieces(self) -> Sequence[Piece] | None:
-        """Return the parameters that the values consist of, in order; None: not known."""
+        """Return the parameters that make up the values, in order; None: unknown."""
         return self.parameters
 
 
@@ -82,10 +83,10 @@ class AllReduce(Sum[Handle]):
     async_op: bool = False
 
     def taken(self) -> Mapping[str, Tensor] | None:
-        """Return, by name of ``pieces``, whether upstream uses that sum or discards it.
+        """Return, by parameter name, whether upstream uses the sum or discards it.
 
-        Bool () on the device of the values. The residual of a sum that is thrown away waits for a
-        message that counts. Sums of other names are taken; None: all are.
+        The flags are bool () on the device of the values. The residual of a discarded sum waits for
+        a message whose sum is used. Sums of other names are used; None: all are.
         """
         return None
 
@@ -131,7 +132,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
     """Sum a tensor over ``group`` and keep the ranges that this rank owns: fp32, complete.
 
     Attributes:
-        ranges: which ranks own which elements; together they are the tensor.
+        ranges: the ranges and their owners; together they cover the tensor.
     """
 
     ranges: Sequence[OwnedRange]
@@ -183,7 +184,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
     def _keep(
         self, channel: Channel, via: Transfer, tensor: Tensor, pieces: Sequence[Piece]
     ) -> list[Tensor]:
-        """Sum ``tensor`` inside the node and keep that; return zeros for this rank's ranges."""
+        """Sum ``tensor`` inside the node and keep the sum; return zeros for this rank's ranges."""
         group, meter = via.group, via.meter
         total = channel.state.node_sums.room(
             pieces, group, lambda: _parts(pieces, group)[0], tensor
@@ -204,7 +205,7 @@ def _watch(
     direction: Direction,
     handling: Handling,
 ) -> None:
-    """Set the cuts, residuals and error probe of the all-reduce ``how`` of ``tensor``."""
+    """Set the cuts, residuals and error probe of ``how``, the all-reduce of ``tensor``."""
     if pieces is not None and handling.separate:
         how.cuts = borders(_parts(pieces, how.group)[0])
     codecs = all_reduce_codecs(how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts)
@@ -248,16 +249,16 @@ def probe_of(channel: Channel, first: Codec, direction: Direction) -> Probe:
 
 
 def low_rank_of(channel: Channel, direction: Direction) -> Factored:
-    """Return the factors and residuals of low-rank sums, and what samples their error."""
+    """Return the factors and residuals of low-rank sums, and the sampler of their error."""
     measure = partial(channel.samples.factors, direction) if channel.sampling else None
     return Factored(channel.state.residuals, channel.state.factors, measure)
 
 
 def _parts(pieces: Sequence[Piece], group: Group) -> PartsOfRank:
-    """Return the pieces that this rank encodes, and of these the ones whose sum it owns.
+    """Return the pieces that this rank encodes, and those of them whose sum it owns.
 
-    All of a message, or its stretch of the node's; it encodes the sums of the latter again. For a
-    tuple of pieces they are worked out once.
+    It encodes a whole message or its slice of the node's sum, and encodes the sums that it owns
+    again. The result is cached for a tuple of pieces.
     """
     key = ("parts", id(pieces))
     known: tuple[Sequence[Piece], PartsOfRank] | None = group.plans.get(key)

@@ -15,13 +15,13 @@ from hybridcomp.config.policy import Dimension
 class TimeSaved:
     """Seconds that the encoded steps of this process have saved over native ones.
 
-    A verdict has the gain of one step: native minus encoded seconds of its trial or, once steps of
-    the run were compared, of these. Not in checkpoints: a resumed run counts only its steps.
+    A verdict gives the gain per step: native minus encoded seconds in its trial or, once real steps
+    were compared, in those. Checkpoints do not hold this: a resumed run counts only its own steps.
     """
 
     by_dimension: dict[Dimension, float] = field(default_factory=dict)  # seconds
     spent_s: float = 0.0  # seconds of measuring
-    #: encoded dimensions whose messages were timed, but not whole steps
+    #: encoded dimensions of which single messages were timed, but not whole steps
     timed_alone: set[Dimension] = field(default_factory=set)
 
     @property
@@ -41,7 +41,7 @@ class TimeSaved:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Count the seconds inside as spent."""
+        """Count the seconds of this context as spent on measuring."""
         start = perf_counter()
         try:
             yield

@@ -19,10 +19,10 @@ from hybridcomp.kernels import DTYPE_CODES, KernelSet, VariableKernels, stores_s
 
 
 class VariableCodec(Codec):
-    """Codec of variable size that calls the subclass's pair of kernels."""
+    """Codec of variable size that calls the subclass's encode and decode kernels."""
 
     fixed_size = False
-    #: both functions take ``_settings_for`` first, then the arguments below
+    #: both kernels take ``_settings_for`` first, then the arguments below
     kernels: ClassVar[KernelSet[VariableKernels]]
 
     @property
@@ -50,7 +50,7 @@ class VariableCodec(Codec):
             size.fill_(self._encode(values, out))
 
     def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
-        """Encode and return the size; an address as last argument takes the size instead."""
+        """Encode and return the size; an address as last argument receives the size."""
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
         return self.kernels.on(values.device).encode(
@@ -73,7 +73,7 @@ class VariableCodec(Codec):
 
     def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         check_add(self.spec, out, dtype)
-        # only a lossless decoder is told what was encoded; a lossy payload says it itself
+        # a lossless decoder must be given the encoded dtype; a lossy payload names it
         self._decode(payload, out, dtype if self.lossless else out.dtype, add=True)
 
     def _decode(self, payload: Tensor, out: Tensor, dtype: torch.dtype, *, add: bool) -> None:
@@ -96,7 +96,7 @@ class VariableCodec(Codec):
 
 
 class LosslessCodec(VariableCodec):
-    """Codec of variable size that gives back the bits of every value."""
+    """Codec of variable size that restores every value bit for bit."""
 
     lossless = True
     about: ClassVar[str] = "lossless, variable size"

@@ -35,9 +35,9 @@ __all__ = [
 #: ``wire_nbytes`` is a multiple of it, so that kernels may use aligned vector loads
 PAYLOAD_ALIGN = 16
 
-#: numbers of elements or of bytes, one for each of many payloads
+#: element or byte counts, one for each of many payloads
 Lengths = npt.NDArray[np.int64]
-#: values of the message for which ratios are stated: 4 MiB of fp32
+#: number of values for which compression ratios are stated: 4 MiB of fp32
 TYPICAL_NUMEL = 1 << 20
 
 
@@ -89,8 +89,8 @@ class Codec(Capabilities, ABC):
     def encode_kept(self, values: Tensor, residual: QuantizedResidual, out: Tensor) -> bool:
         """Encode ``values`` + ``residual`` as fp32 into ``out`` in one pass; return whether done.
 
-        The residual becomes what the payload leaves out. False, with nothing changed, where no
-        kernel does it: for this codec, on this device, or for a view that is not ``in_blocks``.
+        The residual becomes the encoding's error. Returns False, with nothing changed, if no kernel
+        can do it: for this codec, on this device, or for a view that is not ``in_blocks``.
         """
         return False
 
@@ -111,20 +111,23 @@ class Codec(Capabilities, ABC):
         """
 
     def fused(self, device: torch.device) -> CollectiveKernel | None:
-        """Return kernels for all chunks of a collective, if the back end of ``device`` has them."""
+        """Return kernels that process all chunks of a collective, if ``device`` has them."""
         return None
 
     def each(self, device: torch.device) -> MultiTensorKernel | None:
-        """Return kernels for several tensors, where the back end of ``device`` has them."""
+        """Return kernels that process several tensors in one launch, if ``device`` has them."""
         return None
 
     def pieces(self, device: torch.device) -> PieceKernel | None:
-        """Return kernels for any number of payloads of variable size, where ``device`` has them."""
+        """Return kernels that process many variable-size payloads at once, if ``device`` has
+        them.
+        """
         return None
 
     def kernels_on(self, device: torch.device) -> tuple[int, FixedKernels] | None:
-        """Return setting and kernels that do all that ``encode``, ``decode`` and ``decode_add`` do
-        on ``device``, for callers that have checked tensors and sizes; None: call the methods."""
+        """Return a setting and the kernels behind ``encode``, ``decode`` and ``decode_add`` on
+        ``device``, for callers that have already checked tensors and sizes; None: call the methods.
+        """
         return None
 
     def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:
@@ -134,7 +137,7 @@ class Codec(Capabilities, ABC):
         return np.array(sizes, dtype=np.int64)[places]
 
     def planned(self, device: torch.device) -> PlannedKernel | None:
-        """Return kernels for any number of stretches, if the back end of ``device`` has them."""
+        """Return kernels that process many slices of one tensor at once, if ``device`` has them."""
         return None
 
     @abstractmethod
@@ -159,19 +162,19 @@ class Codec(Capabilities, ABC):
             count: quantizations that every value goes through, 1 or 2.
             world_size: ranks whose values are summed; 1 when values are only moved.
             result: dtype in which the collective returns them.
-            exact: how many of these ranks add their values unquantized.
+            exact: number of these ranks whose values are added unquantized.
         """
         return (self,) * count
 
     def for_presummed(self, ranks: int, result: torch.dtype = torch.float32) -> Codec:
-        """Return this codec for values that already are fp32 sums of ``ranks`` ranks.
+        """Return this codec for values that are already fp32 sums of ``ranks`` ranks.
 
         ``result``: dtype to which the collective's fp32 result is rounded afterwards.
         """
         return self
 
     def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
-        """Return the codec of a message of ``numel`` ``dtype`` values on each of the ranks.
+        """Return the codec of a message of ``numel`` values of ``dtype`` on each of the ranks.
 
         Depends on the arguments only, so the ranks agree.
         """
@@ -182,10 +185,10 @@ class Codec(Capabilities, ABC):
         return dtype in VALUE_DTYPES
 
     def against(self, held: Tensor) -> Codec:
-        """Return this codec for one message, of which every receiver has an earlier version.
+        """Return this codec for one message whose earlier version every receiver holds.
 
-        Only codecs with ``references`` differ: they encode the change from ``held``, as many values
-        as the message has, and decode into tensors that hold the earlier version.
+        Only codecs with ``references`` differ: they encode the change from ``held``, which is as
+        long as the message, and decode in place into tensors that hold the earlier version.
         """
         return self
 
@@ -203,7 +206,7 @@ class Codec(Capabilities, ABC):
         return self.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
 
     def cost_summary(self, *, summed: bool) -> str:
-        """Describe the cost, for the line at start-up; ``summed``: messages are sums."""
+        """Describe the cost of this codec in the start-up line; ``summed``: messages are sums."""
         if not self.fixed_size:
             lossless = ", lossless" if self.lossless else ""
             return f"{self.spec}{lossless}, size varies with the values"
@@ -255,7 +258,7 @@ class FixedCodec(Codec):
         own = type(self)
         methods = (own.encode, own.decode, own.decode_add)
         if methods != (FixedCodec.encode, FixedCodec.decode, FixedCodec.decode_add):
-            return None  # a subclass that does something else
+            return None  # a subclass with another encoding
         return self._setting, self.kernels.on(device)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -283,7 +286,7 @@ class FixedCodec(Codec):
 
 
 def fit(values: Tensor, payload: Tensor, wire_nbytes: int) -> bool:
-    """Return whether ``check_encode`` and ``check_decode`` have nothing to say, all in one look."""
+    """Return in one check whether ``check_encode`` and ``check_decode`` would both pass."""
     return (
         values.dtype in VALUE_DTYPES
         and values.dim() == payload.dim() == 1

@@ -1,10 +1,11 @@
-"""Encode fp32 master weights beside their bf16 parameters: what the parameters do not say.
+"""Encode fp32 master weights relative to their bf16 parameters: only the bits that these lack.
 
-A parameter is its master rounded to bf16, so the reader who has it lacks the lower 16 bits, and
-whether rounding has carried into the upper ones: it has where the lower half is beyond the middle.
-A lower half of exactly the middle is rounded to the even upper half and does not tell; where it was
-carried, and at some NaNs, the upper half is written. The payload: values behind the end of the
-parameters, unchanged; places of upper halves (int32); lower halves (int16); upper halves (int16).
+A bf16 parameter is its rounded fp32 master, so a reader that has it lacks only the lower 16 bits,
+and whether rounding carried into the upper 16: it did if the lower half is above the middle. If the
+lower half is exactly the middle, the parameter is the even neighbour and the carry is unknown; for
+carries there, and for some NaNs, the upper half is stored as well. The payload: values beyond the
+end of the parameters, unchanged; positions of stored upper halves (int32); lower halves (int16);
+upper halves (int16).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: the lower half in the middle between two bf16 values
+#: lower half that lies in the middle between two bf16 values
 MIDDLE = -(1 << 15)
-#: bytes of a place and its upper half; of a lower half
+#: bytes of a stored upper half with its position; bytes of a lower half
 EXCEPTION, LOW = 6, 2
 
 
 def encode_beside(master: Tensor, half: Tensor, out: Tensor) -> int | None:
-    """Write what ``half`` does not say of ``master`` into ``out``; return the bytes used.
+    """Write the bits of ``master`` that ``half`` lacks into ``out``; return the bytes used.
 
     Args:
         master: 1-D fp32 on the host, contiguous, at least as many values as ``half``.
@@ -27,7 +28,7 @@ def encode_beside(master: Tensor, half: Tensor, out: Tensor) -> int | None:
         out: 1-D uint8 of the size of ``master``.
 
     Returns:
-        None where ``half`` is not the rounding of ``master``, or where that saves nothing.
+        None if ``half`` is not ``master`` rounded to bf16, or if nothing is saved.
     """
     count = half.numel()
     body, rest = master[:count], master[count:]
@@ -47,7 +48,7 @@ def encode_beside(master: Tensor, half: Tensor, out: Tensor) -> int | None:
 
 
 def decode_beside(payload: Tensor, half: Tensor, out: Tensor) -> None:
-    """Write the masters of ``encode_beside`` into ``out``: 1-D fp32 on the host."""
+    """Decode a payload of ``encode_beside`` into ``out``: 1-D fp32 on the host."""
     count, rest = half.numel(), out.numel() - half.numel()
     exceptions = (payload.numel() - 4 * rest - LOW * count) // EXCEPTION
     wide, narrow = _parts(payload, rest, exceptions, count)
@@ -59,7 +60,7 @@ def decode_beside(payload: Tensor, half: Tensor, out: Tensor) -> None:
 
 
 def _parts(payload: Tensor, rest: int, exceptions: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the parts of a payload of 4 and of 2 bytes a value."""
+    """Split a payload into its four parts, of 4 and of 2 bytes a value."""
     end = 4 * (rest + exceptions)
     assert payload.numel() == end + LOW * (count + exceptions), "checked by the footer"
     return payload[:end].view(torch.int32), payload[end:].view(torch.int16)
@@ -71,6 +72,6 @@ def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _upper(low: Tensor, half: Tensor) -> Tensor:
-    """Return the upper halves of values that were rounded to ``half``, unless in the middle."""
+    """Return the upper halves of the values that were rounded to ``half``, except in the middle."""
     carried = (low < 0) & (low != MIDDLE)
     return half.view(torch.int16) - carried.to(torch.int16)

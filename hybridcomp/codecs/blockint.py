@@ -30,18 +30,18 @@ from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet, on_host
 
 BLOCK = 32
 TILE = 1024
-#: smallest top of a block: values below half a step of it become zero
+#: smallest top of a block; values below half a quantization step of it become zero
 SMALLEST_TOP = 1.125 * 2.0**-110
 #: values that are rotated together (kernels/formats/rotation.h)
 ROTATION = 64
-#: most bits with a rotation: above, one more bit costs less than the rotation
+#: largest ``bits`` that allows rotation: above, one more bit costs less than the rotation
 ROTATION_BITS = 4
-#: bits of levels that are not uniform
+#: ``bits`` with which levels need not be uniform
 SPACED_BITS = 4
 
 #: spacing of a block's levels
 Levels = Literal["uniform", "gaussian", "lloyd"]
-#: bit of each spacing in a setting of the kernels, and how many levels it has
+#: kernel setting bit of each spacing, and its number of levels
 _SPACINGS: dict[Levels, tuple[int, int]] = {"gaussian": (32, 16), "lloyd": (128, 15)}
 #: largest error of a spacing as a share of its block's top: kernels/formats/blockint.h
 _SHARES: dict[Levels, float] = {"gaussian": 0.0925, "lloyd": 0.1037}
@@ -92,10 +92,10 @@ class BlockInt(FixedCodec):
             uniform levels on average over training tensors. Zeros beside other values come back
             as 5 % of their block's absmax. "lloyd" for fifteen levels with a zero and the better
             of two scales, 4 bits only: 8.6 % on Gaussian values, and zeros stay zeros.
-        rounding: "random" for a mean of zero of every error, with uniform levels only. What is
-            random is a hash of value, index and scale (kernels/formats/dither.h), so there is no
-            state, and the same message has the same bytes. The relative error is 1.4 times as
-            large, its bound twice.
+        rounding: "random" for errors with a mean of zero, with uniform levels only. The randomness
+            is a hash of value, index and scale (kernels/formats/dither.h): there is no state, and
+            equal messages have equal bytes. The relative error is 1.4 times as large, its bound
+            twice.
 
     Raises:
         CodecError: a setting is out of range, or does not go with ``bits``.
@@ -154,7 +154,7 @@ class BlockInt(FixedCodec):
         return self.bits + 16 * self.rotate + levels + 64 * (self.rounding == "random")
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        if dtype not in VALUE_DTYPES:  # asked several times for each message
+        if dtype not in VALUE_DTYPES:  # called several times for each message
             check_dtype(self.spec, dtype)
         blocks, tiles = -(-numel // BLOCK), -(-numel // TILE)
         return -(-(blocks * (4 * self.bits + 1) + tiles) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
@@ -196,17 +196,18 @@ class BlockInt(FixedCodec):
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Return the largest error of an element whose aligned tile of 1024 values has this absmax.
 
-        For a finite ``absmax``. With ``rotate`` that is the worst case over a group of 64 values,
-        45 times the bound without and far above real errors: no bound to promise.
+        ``absmax`` is finite. With ``rotate`` this is the worst case over a group of 64 values, 45
+        times the bound without rotation and far above real errors, so it is not offered as a bound.
         """
         check_dtype(self.spec, dtype)
-        # half a step, or a whole one; the last digit covers the roundings of the scale, its inverse
-        # and products
+        # half a quantization step, or a whole one for random rounding; the last digit covers
+        # rounding in the scale, its inverse and products
         levels: int = 2 ** (self.bits - 1) - 1
         steps = 1.0001 if self.rounding == "random" else 0.5001
         share = _SHARES.get(self.levels, steps / levels)
         top = absmax * 17 / 16
         if self.rotate:
-            # H D errors of two blocks of 32, whose squared tops add up to the group's
+            # norm of H D times the errors of two blocks of 32, whose squared tops sum to at most
+            # the group's
             return share * (math.sqrt(32 * ROTATION) * top + ROTATION * SMALLEST_TOP)
         return share * max(top, SMALLEST_TOP)

@@ -12,13 +12,14 @@ on all ranks
 ``result`` is the return value of the collective, before its caller divides; u is half a unit of the
 result's dtype (2^-8 bf16, 2^-11 fp16, 0 fp32, whose rounding the codecs count as their own error),
 g = (W + 2) 2^-24 / (1 - (W + 2) 2^-24) bounds the error of fp32 arithmetic in a sum of W ranks. In
-absolute mode both come on top: they depend on the values, and native has them too. Conditions:
+absolute mode u and g are added to the bound: they depend on the values, and native has them too.
+Conditions:
 
 * the sum fits: A * (1 + error_bound) is below the largest number of the result's dtype;
 * where a 16-bit sum is subnormal in its dtype, rounding it costs half of the smallest spacing
   (2^-25 fp16, 2^-134 bf16) on top, as it does natively;
-* a sum that no quantization can keep within the bound is sent lossless, and then is what native
-  would be: a 16-bit sum that every rank gets and whose rounding u is above the bound (in two levels
+* a sum that no quantization can keep within the bound is sent lossless, and then has native's
+  accuracy: a 16-bit sum that every rank gets and whose rounding u is above the bound (in two levels
   it is rounded inside the node too), and any sum whose bound is below g;
 * with error feedback x_r is the values to send plus their residual. The owner's residual counts as
   the values of one more rank;
@@ -69,7 +70,7 @@ from hybridcomp.errors import CodecError
 class Bounded(Codec):
     """An error bound for results of collectives, and the codecs that keep it.
 
-    Used as a codec it encodes a message that is moved.
+    Used directly as a codec, it encodes a message that is only moved.
 
     Args:
         error_bound: relative to the segment's absmax, below 1; absolute with ``mode="abs"``.
@@ -136,7 +137,7 @@ class Bounded(Codec):
 
         where = f" of sums of {inner + 1}" if inner else ""
         then = f", then rounded by {rounding:g}" if rounding else ""
-        self._spec = (  # made once: instances are looked up by it
+        self._spec = (  # computed once, since instances are looked up by it
             f"{fixed.spec if fixed else family} within {self.error_bound!r} "
             f"({mode}, segments of {segment} values{where}{then})"
         )
@@ -157,7 +158,9 @@ class Bounded(Codec):
         return _hops(self, count, world_size, result, exact)
 
     def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
-        """Resolve ``auto`` to lossless, blockint or radix; see ``codecs/cheapest.py``."""
+        """Return the concrete codec for ``auto``: lossless, blockint or radix; see
+        ``codecs/cheapest.py``.
+        """
         return (
             self if self.family == ANY_BOUND.name else _resolved(self, dtype, numel < SMALL_NUMEL)
         )
@@ -223,7 +226,7 @@ class Bounded(Codec):
         self._moved(dtype).decode_add(payload, out, dtype)
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Return the bound of a message that is moved; ``absmax`` is its segment's."""
+        """Return the bound of a message that is only moved; ``absmax`` is its segment's."""
         return self._moved(dtype).element_bound(absmax, dtype)
 
 
@@ -240,7 +243,7 @@ def _hops(
 ) -> tuple[Codec, ...]:
     ladder = bound.choices
     moved = count == 1 and world_size == 1
-    # radix checks values after rounding to the message's dtype; the others' rounding comes on top
+    # radix checks values after rounding to the message's dtype; for other codecs rounding is added
     rounding = 0.0 if moved and not ladder else max(ROUNDING[result], bound.rounding)
     sums = bound.inner + world_size + 2 if world_size > 1 else 0
     errors = shares(bound.error_bound, bound.mode, count, world_size - exact, sums, rounding)
@@ -249,13 +252,13 @@ def _hops(
     found = tuple(
         cheapest(ladder, bound.family, bound.mode, bound.segment, error, result) for error in errors
     )
-    # lossless in one hop and lossy in the other would spend bits on accuracy that is lost anyway
+    # a lossless hop beside a lossy one would spend bits on accuracy that the other loses anyway
     return (LOSSLESS,) * count if LOSSLESS in found else found
 
 
 @lru_cache(maxsize=4096)
 def _resolved(bound: Bounded, dtype: torch.dtype, small: bool) -> Codec:
-    if bound.choices:  # a fixed-size message must stay of fixed size
+    if bound.choices:  # a message of fixed size must keep a fixed size
         return bound if bound._moved(dtype).fixed_size else LOSSLESS
     if bound.mode == "rel" and bound.error_bound < LOSSLESS_BELOW[dtype]:
         return LOSSLESS

@@ -10,9 +10,9 @@ decoded values to 16 bits u (1 + e) M_T, so that with n quantizations
     |result - exact| <= ((1 + e)^n (1 + g)(1 + u) - 1) A
     e = ((1 + error_bound) / ((1 + g)(1 + u)))^(1/n) - 1
 
-keeps the promise. Equal shares: a hop costs log2(1 / e) bits a value, and both carry as many. With
-an absolute bound E errors add up: k encoded summands keep E / k in one hop, and E / 2k and E / 2
-in two.
+keeps the promise. Both hops get equal shares, because a hop costs log2(1 / e) bits a value and both
+carry equally many values. With an absolute bound E errors add up: k encoded summands keep E / k in
+one hop, and E / 2k and E / 2 in two.
 
 A fixed-size codec keeps its error in fp32, and a message that is moved is rounded to its own dtype
 after that. Relative to the value that costs u, but fp16 values below 2^-14 lie on a grid of 2^-24,
@@ -39,7 +39,7 @@ from hybridcomp.codecs.base import Codec
 
 #: relative to the largest magnitude of a segment, or absolute
 Mode = Literal["rel", "abs"]
-#: a segment has a multiple of the first of these values, from the second to the third
+#: a segment is a multiple of the first number, between the second and the third
 SEGMENT_STEP, SMALLEST_SEGMENT, LARGEST_SEGMENT = 16, 64, 4096
 
 #: smaller magnitudes count as this with a fixed-size codec
@@ -55,7 +55,7 @@ ROUNDING: Mapping[torch.dtype, float] = {
 def shares(
     bound: float, mode: Mode, count: int, summands: int, sums: int, rounding: float
 ) -> tuple[float, ...]:
-    """Return the error that each quantization may add, see the top of this module; 0.0 for none.
+    """Return the error that each quantization may add (see the top of this module); 0.0: none.
 
     ``summands``: encoded values of a sum; ``sums``: fp32 operations that may round.
     """
@@ -65,11 +65,11 @@ def shares(
     unit = sums * 2.0**-24
     given_away = math.log1p(unit / (1 - unit)) + math.log1p(rounding)
     share = math.expm1((math.log1p(bound) - given_away) / count)
-    return (max(0.0, share * (1 - 2.0**-40)),) * count  # for the logarithms' rounding
+    return (max(0.0, share * (1 - 2.0**-40)),) * count  # compensates rounding in the logarithms
 
 
 def of_moved(share: float, bound: float, dtype: torch.dtype) -> float:
-    """Return the error that a fixed-size codec may add to a message of ``dtype`` that is moved.
+    """Return the error that a fixed-size codec may add to a ``dtype`` message that is only moved.
 
     ``share``: the error that ``bound`` permits beside the relative rounding of ``dtype``.
     """
@@ -77,7 +77,7 @@ def of_moved(share: float, bound: float, dtype: torch.dtype) -> float:
 
 
 def worst_ratio(codec: Codec, dtype: torch.dtype, smallest: float) -> float:
-    """Return the largest error of an element over its segment's absmax, from ``smallest`` up.
+    """Return the largest error of an element over its segment's absmax, from ``smallest`` on.
 
     Bounds of elements are constant below some absmax and grow linearly above it, so the ends of the
     range are the worst cases.
@@ -87,6 +87,6 @@ def worst_ratio(codec: Codec, dtype: torch.dtype, smallest: float) -> float:
 
 
 def best_bound(ladder: tuple[Codec, ...], count: int) -> float:
-    """Return the least relative bound that ``count`` quantizations keep, of fp32 on 8 ranks."""
+    """Return the smallest relative bound that ``count`` quantizations keep in fp32 on 8 ranks."""
     ratio = min(worst_ratio(codec, torch.float32, FLOOR) for codec in ladder)
     return (1 + ratio) ** count * (1 + 11 * 2.0**-24) - 1

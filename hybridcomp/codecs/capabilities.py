@@ -1,4 +1,4 @@
-"""Properties that codecs declare, so that other code asks for a property and not for a name.
+"""Properties that codecs declare, so that other code asks for a property instead of a name.
 
 A codec module sets these beside its encoder, and the block, the schema, bounded mode, the guard and
 the reductions follow them. No other module names a codec, except for the registry's defaults.
@@ -29,7 +29,7 @@ class Capabilities:
 
     #: name in the block
     name: ClassVar[str]
-    #: its method as half a sentence, for users who choose: "1-D fixed rate"
+    #: its method as half a sentence, for users who choose a codec: "1-D fixed rate"
     about: ClassVar[str] = ""
     #: its difference from codecs with the same ``about``, as half a sentence
     remark: ClassVar[str] = ""
@@ -45,8 +45,8 @@ class Capabilities:
     #: codecs of variable size: aligned ranges of this many values decode to the same wherever a
     #: message is cut between them
     segment: int = 1
-    #: how many times longer than others' its rounds are, where long messages are cut into rounds:
-    #: above 1 if each call has a constant cost
+    #: factor on the length of its rounds, where long messages are cut into rounds: above 1 if each
+    #: call has a constant cost
     round_scale: ClassVar[int] = 1
     #: keeps an error bound of whole collectives; their segments then end at parameters' borders
     bounded: ClassVar[bool] = False
@@ -56,20 +56,20 @@ class Capabilities:
     #: encodes what changed since the last gather of parameters, against what receivers hold: for
     #: zero only, always with deltas
     references: ClassVar[bool] = False
-    #: leaves most values out, for error feedback to send them later: for sync only
+    #: leaves out most values, which error feedback sends later: for sync only
     sparse: ClassVar[bool] = False
     #: has kernels for all chunks of a reduction at once on GPUs, residuals included, and on CPUs
     #: for residuals of few bits
     fuses: ClassVar[bool] = False
-    #: the mean of its errors is zero, so that nothing is left out for good: residuals and deltas,
-    #: which carry what was left out into the next message, would carry noise alone
+    #: its errors have a mean of zero, so residuals and deltas, which carry an error into the next
+    #: message, would only carry noise
     unbiased: bool = False
-    #: the low-rank reduction of gradients that are matrices; None: they are encoded
+    #: low-rank reduction of matrix gradients; None: gradients are encoded
     low_rank: LowRank | None = None
 
     @classmethod
     def ladder(cls) -> tuple[Self, ...]:
-        """Return the settings from which a bound chooses, cheapest first; none: keeps no bound.
+        """Return the settings among which an error bound chooses, cheapest first; if any.
 
         All have ``fixed_size`` and one ``block_size``, and ``element_bound`` is constant below some
         absmax and grows linearly above it (``budget.worst_ratio``).
@@ -86,13 +86,13 @@ class Capabilities:
     def beyond(self, values: Tensor, decoded: Tensor) -> int | Tensor:
         """Count the ``values`` further from ``decoded`` (both 1-D fp32) than the bound permits.
 
-        0 for codecs whose bound is not checked in samples. A count that is made on a device stays
-        there, as a tensor (), so that nobody waits for it.
+        Returns 0 for codecs whose bound is not checked in samples. A count computed on a device is
+        returned as a tensor () there, so that the host does not wait.
         """
         return 0
 
     def unreachable_bound(self, *, summed: bool) -> Shortfall | None:
-        """Return why the bound cannot be kept even in fp32; None where it can, or there is none.
+        """Return why the bound cannot be kept even in fp32; None if it can or there is none.
 
         ``summed``: messages are sums, so that a value may be quantized twice.
         """

@@ -1,7 +1,7 @@
 """Casts: bf16, fp16, and fp8 with one fp32 scale per block of 4096 values.
 
 Narrowing rounds to nearest even. Finite values that would overflow become the largest finite value,
-so a decoded NaN or Inf was in the input. The formats are in ``kernels/formats/casts.h``.
+so a decoded NaN or Inf was already in the input. The formats are in ``kernels/formats/casts.h``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Fp8(FixedCodec):
         format: ``"e4m3"`` (3 mantissa bits) or ``"e5m2"`` (2 mantissa bits, wider range).
 
     Raises:
-        CodecError: ``format`` is another one.
+        CodecError: ``format`` is neither of these.
     """
 
     name: ClassVar[str] = "fp8"

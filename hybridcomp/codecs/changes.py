@@ -1,4 +1,4 @@
-"""Loops over two versions of 16-bit weights on a host: checksums, and what of them differs."""
+"""Compare two versions of 16-bit weights on a host: checksums, and which values differ."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ChangeKernels(Protocol):
         """Return how many values differ, and the checksum of ``values``; fill ``mask`` unless 0."""
 
     def pick(self, values: int, mask: int, numel: int, out: int, /) -> int:
-        """Copy the values of ``mask`` to ``out``, one behind the other; returns how many."""
+        """Copy the values selected by ``mask`` to ``out`` without gaps; return their number."""
 
     def put(self, picked: int, mask: int, numel: int, out: int, /) -> None:
-        """Copy what ``pick`` took to its places in ``out``."""
+        """Copy values that ``pick`` took back to their positions in ``out``."""
 
     def places(self, mask: int, numel: int, out: int, /) -> None:
-        """Write the places of ``mask`` as int64."""
+        """Write the positions set in ``mask`` as int64."""
 
 
 _KERNELS = KernelSet[ChangeKernels]("changes")

@@ -1,4 +1,4 @@
-"""Choose the codec that keeps the error of one encoding in the fewest bytes, for ``auto``."""
+"""Choose the codec that keeps an error bound in the fewest bytes, for ``auto``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cheapest(
 
 
 def cheapest_for_fp16(error_bound: float, segment: int) -> Codec | None:
-    """Find blockint with the fewest bits that keep a bound for every fp16 message and collective.
+    """Find the blockint with the fewest bits that keeps a bound for all fp16 messages.
 
     ``error_bound`` is relative to segments of ``segment`` values; None where no setting keeps it.
     """

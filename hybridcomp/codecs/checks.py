@@ -1,4 +1,4 @@
-"""Checks of a codec before it passes addresses to a kernel."""
+"""Check tensors and sizes before a codec passes addresses to a kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.fl
 
 
 def check_count(spec: str, numel: int) -> None:
-    """Raise CodecError where a payload's header cannot hold the number of values."""
+    """Raise CodecError if a payload's header cannot hold the number of values."""
     if numel >= 2**32:
         raise CodecError(f"{spec}: the format holds fewer than 2^32 values, found {numel}")
 

@@ -1,7 +1,8 @@
 """stepcode for parameter gathers: ``StepCode`` as a codec that a block may name under ``zero``.
 
-The weights of the last gather are the reference, and every rank holds them: the receivers where
-they decode to, the sender in the copy of its own share that ``channels/parameter_deltas.py`` keeps.
+The weights of the last gather are the reference. Every rank holds them: receivers in the buffer
+that they decode into, the sender in the copy of its own share that ``channels/parameter_deltas.py``
+keeps.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from hybridcomp.codecs.varying_pieces import varying_pieces
 
 #: integers as wide as the values
 _INTEGERS = torch.int16
-#: share of weights that ``typical_steps`` moves: what a learning rate of 1e-4 does (docs/codecs.md)
+#: share of weights that ``typical_steps`` moves, as a learning rate of 1e-4 does (docs/codecs.md)
 MOVED = 0.4
 
 _STEPS = StepCode()
 
 
 class ExactSteps(ExpCode):
-    """Lossless for bf16 and fp16, variable size: steps from values that the receivers hold.
+    """Lossless for bf16 and fp16, variable size: encodes steps from values that the receivers hold.
 
     Without such values (``against`` was not called) its payloads are those of ``expcode``.
     """
@@ -37,7 +38,7 @@ class ExactSteps(ExpCode):
     )
     remark: ClassVar[str] = ""
     references: ClassVar[bool] = True
-    #: learning a model takes 1.5 ms of a core, as coding a million values
+    #: learning a model takes 1.5 ms of a core, as long as coding a million values
     round_scale: ClassVar[int] = 4
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class ExactSteps(ExpCode):
 
 
 def typical_steps(values: Tensor, seed: int = 0) -> Tensor:
-    """Return ``values`` (1-D, bf16 or fp16) after a typical step: some move by one last place.
+    """Return ``values`` (1-D, bf16 or fp16) after a step that changes some by one last place.
 
     A new tensor, for timing; equal on every device for one seed.
     """

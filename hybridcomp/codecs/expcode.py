@@ -19,7 +19,7 @@ HEADER, TILE_HEADER = 32, 4
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """Return the largest tile, as in kernels/cpu: codes as wide as exponents, and a mask."""
+    """Return the bytes of the largest tile, as in kernels/cpu: full-width codes, and a mask."""
     blocks = -(-numel // BLOCK)
     return -(-(TILE_HEADER + -(-blocks // 8) + blocks * BLOCK * dtype.itemsize) // 4) * 4
 
@@ -57,7 +57,7 @@ class ExpCodeKernels(Protocol):
 class ExpCode(LosslessCodec):
     """Lossless, variable size: about 11.2 bits a value on bf16, 14.2 on fp16, 27.2 on fp32.
 
-    Blocks of 32 zeros cost a bit. Incompressible values take a tenth of a bit a value more than
+    Blocks of 32 zeros cost a bit. Incompressible values take a tenth of a bit more each than
     unencoded.
     """
 

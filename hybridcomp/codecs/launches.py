@@ -1,4 +1,4 @@
-"""Kernels that a back end may have for several tensors in one launch."""
+"""Interfaces of kernels that process several tensors in one launch, where a back end has them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = [
     "PlannedStretch", "StretchTable", "read_lengths",
 ]  # fmt: skip
 
-#: value of ``skip``: no chunk is left out
+#: value of ``skip`` if no chunk is left out
 NO_CHUNK = -1
 
 
 class CollectiveKernel(Protocol):
     """Kernels that take all chunks of a reduction at once; payloads are those of the codec.
 
-    Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
-    that of ``skip`` if there is one, follow each other ``slot`` bytes apart, the size of a whole
-    chunk's. Residuals are fp32, or of fewer bits: then both are of as many, and in
-    ``encode`` that of chunk c begins at value ``c * n``, n being ``chunk`` up to a multiple of 32.
+    Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; their payloads, leaving out chunk
+    ``skip`` if there is one, lie ``slot`` bytes apart, the payload size of a whole chunk. Residuals
+    are fp32 or of fewer bits. In the latter case both have equally many bits, and in ``encode`` the
+    residual of chunk c begins at value ``c * n``, n being ``chunk`` rounded up to a multiple of 32.
     """
 
     def encode(
@@ -107,9 +107,9 @@ class MultiTensorKernel(Protocol):
 
 
 class PieceKernel(Protocol):
-    """Kernels of a codec of variable size that take any number of tensors of one dtype.
+    """Kernels of a variable-size codec that process any number of tensors of one dtype.
 
-    The number of launches does not depend on that of the tensors. Payloads are the codec's.
+    The number of launches does not depend on the number of tensors. Payloads are the codec's.
     Arguments must satisfy its ``encode_into``, ``decode`` and ``decode_add``; they are not checked
     again.
     """
@@ -123,7 +123,7 @@ class PieceKernel(Protocol):
     ) -> None:
         """Encode each of ``values`` into its ``out`` and store the bytes used in ``sizes`` (int64).
 
-        ``places``: where each begins and ends in the message, for a codec ``against`` earlier
+        ``places``: start and end of each tensor in the message, for a codec ``against`` earlier
         values.
         """
 
@@ -133,10 +133,10 @@ class PieceKernel(Protocol):
     def decode_fp32(
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        """Decode into fp32 ``out`` what was encoded as ``dtype``; a lossless -0.0 may become 0."""
+        """Decode values of ``dtype`` into fp32 ``out``; a lossless -0.0 may become 0."""
 
     def begin(self, out: Sequence[Tensor], exact: Sequence[bool], dtype: torch.dtype) -> None:
-        """Fill fp32 ``out`` with what sums begin with, as a first value would be copied there.
+        """Fill fp32 ``out`` with the start value of sums, so that adding a first value copies it.
 
         ``exact``: whether its first values come from a tensor and not from a payload.
         """
@@ -150,17 +150,17 @@ class PieceKernel(Protocol):
     def add(
         self, payloads: Sequence[Sequence[Tensor]], out: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        """Add to each of ``out`` (fp32) its row of ``payloads``, in order; rows are equally long.
+        """Decode equally long rows of ``payloads`` and add them, in order, to ``out`` (fp32).
 
-        ``dtype``: that was encoded.
+        ``dtype``: the encoded dtype.
         """
 
 
 class PlannedKernel(Protocol):
-    """Kernels that take any number of stretches of one tensor in one launch.
+    """Kernels that process any number of slices of one tensor in one launch.
 
-    Payloads are the codec's. A table is made once; a launch takes tensors of any address, which
-    must satisfy the codec's ``encode`` and ``decode``; they are not checked again.
+    Payloads are the codec's. A table is made once; a launch takes tensors at any address. They must
+    satisfy the codec's ``encode`` and ``decode`` and are not checked again.
     """
 
     def table(self, stretches: Sequence[PlannedStretch], *, sums: bool = False) -> StretchTable:
@@ -176,9 +176,9 @@ class PlannedKernel(Protocol):
         """Encode every stretch of ``values`` into its place in ``payloads``.
 
         With a ``residual`` (as long as ``values``) ``values + residual`` is sent, and the residual
-        becomes the error of the encoding, 0 where that is not finite. One of fewer bits than 32
-        needs stretches that begin at multiples of 32. None as ``values``: the residual, fp32, has
-        that sum already.
+        becomes the error of the encoding, 0 where that is not finite. A residual of fewer than 32
+        bits needs slices that begin at multiples of 32. With ``values`` None, the fp32 residual
+        already holds that sum.
         """
 
     def decode(
@@ -186,8 +186,8 @@ class PlannedKernel(Protocol):
     ) -> None:
         """Decode the payload of every stretch into its place in ``out``.
 
-        With several ``ranks`` each has such payloads, ``slot`` bytes behind those of the rank
-        before, and such stretches of its own, an equal share of ``out``.
+        With several ``ranks``, ``payloads`` holds all payloads of each rank, ``slot`` bytes apart,
+        and ``out`` an equal share for each rank, with the same slices in it.
         """
 
     def sum(
@@ -205,7 +205,7 @@ class PlannedKernel(Protocol):
 
         Args:
             table: made with ``sums``.
-            payloads: those of all stretches, rank after rank, without rank ``me``.
+            payloads: the payloads of all slices, rank after rank, without rank ``me``.
             own: the values that rank ``me`` adds exactly, with ``residual``, which becomes 0; may
                 be ``out``, each stretch in its place.
             begin: fp32, as long as ``out``, or ``out`` itself: the sums start from it.

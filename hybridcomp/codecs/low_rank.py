@@ -18,8 +18,8 @@ class LowRank:
     """Reduction of gradients as products of two matrices with ``rank`` columns."""
 
     rank: int
-    spec: str  # its name in the ledger and the agreement of ranks
+    spec: str  # name of the reduction in the ledger and in the agreement of ranks
 
     def worthwhile(self, rows: int, columns: int) -> bool:
-        """Return whether a matrix is sent as factors; otherwise its values are sent."""
+        """Return whether a matrix is sent as factors; if not, its values are sent."""
         return self.rank * (rows + columns) * LEAST_SAVING <= rows * columns

@@ -55,7 +55,7 @@ class MpcKernels(Protocol):
 class Mpc(LosslessCodec):
     """Lossless, variable size: about 29 bits a value on fp32 gradients, 12.5 on bf16 ones.
 
-    Incompressible values take at most 1/32 more than unencoded, and 8 bytes.
+    Incompressible values take at most 1/32 more than unencoded, plus 8 bytes.
 
     Args:
         dim: stride of the differences in 32-bit words, 1..32.

@@ -1,4 +1,4 @@
-"""powersgd: a low-rank reduction in the place of a codec.
+"""powersgd: a low-rank reduction instead of a codec.
 
 It reduces gradients instead of encoding them: ``low_rank`` selects the reduction of
 ``collectives/low_rank.py``, which knows rows and columns. As a codec it encodes the other values of
@@ -19,7 +19,7 @@ from hybridcomp.codecs.setting import Setting
 
 
 class PowerSgd(Cast):
-    """Gradients as products of two matrices with ``rank`` columns; no bound on the error.
+    """Send gradients as products of two matrices with ``rank`` columns; no bound on the error.
 
     Args:
         rank: columns of the factors, 1 or more. More: smaller error, larger messages.

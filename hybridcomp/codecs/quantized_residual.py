@@ -1,10 +1,10 @@
 """Residuals of error feedback in 4, 8 or 16 bits a value in place of fp32.
 
 4 and 8 bits: integers with one step for every 32 values (``kernels/formats/residual.h``), 0.56 and
-1.06 bytes a value. What is kept differs from what was left out by at most half a step of its block
-of 32 values; a step is 1/127 of the block's absmax at 8 bits, and 1/7 at 4, rounded up by at most
-0.4 %. 16 bits: bf16, off by at most 1/256 of the value. A block that is unpacked and packed again
-keeps its bits.
+1.06 bytes a value. The kept value differs from the true residual by at most half a step of its
+block of 32 values; a step is 1/127 of the block's absmax at 8 bits, and 1/7 at 4, rounded up by at
+most 0.4 %. 16 bits: bf16, off by at most 1/256 of the value. A block that is unpacked and packed
+again keeps its bits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from hybridcomp.kernels import KernelSet
 
-#: bits that a residual may have
+#: bits per value that a residual may have
 BITS = (4, 8, 16, 32)
-#: values that share a step
+#: number of values that share a step
 BLOCK = 32
-#: largest level, and largest step's 16 bits, by the bits of a level
+#: largest level and the 16 bits of the largest step, by bits per value
 _TOP = {4: (7, 0xFC24), 8: (127, 0xF802)}
-#: smallest step, 2^-126; the step's lowest 15 bits are not kept
+#: smallest step, 2^-126; number of low bits of a step that are dropped
 _SMALLEST, _DROPPED = 0x0100, 15
-#: values that ``squared`` unpacks at once
+#: number of values that ``squared`` unpacks at once
 _STRETCH = 1 << 20
 #: keys of a saved residual
 _KEYS = {"bits", "start", "numel", "data"}
@@ -49,17 +49,17 @@ KERNELS = KernelSet[ResidualKernels]("residual")
 class QuantizedResidual:
     """A flat residual of ``numel`` values with ``bits`` 4, 8 or 16 each, or a view of a part of it.
 
-    Blocks of 32 values lie at multiples of 32 of the whole. Writing a view that does not begin and
-    end there also quantizes its neighbours in these blocks again.
+    Blocks of 32 values begin at multiples of 32 of the whole. Writing a view that does not begin
+    and end at block borders also requantizes its neighbours in those blocks.
 
     Attributes:
-        start, stop: values of the whole that the view has.
+        start, stop: range of the whole that the view covers.
     """
 
     def __init__(
         self, bits: int, numel: int, device: torch.device, data: Tensor | None = None
     ) -> None:
-        """Make zeros, or take over ``data``: uint8, ``nbytes_of(bits, numel)``."""
+        """Create zeros, or use ``data``: uint8, ``nbytes_of(bits, numel)`` long."""
         size = nbytes_of(bits, numel)
         self.bits, self.device, self._total = bits, device, numel
         self._data = torch.zeros(size, dtype=torch.uint8, device=device) if data is None else data
@@ -95,7 +95,7 @@ class QuantizedResidual:
 
     @property
     def in_blocks(self) -> bool:
-        """Return whether the view begins and ends between blocks, so that kernels may write it."""
+        """Return whether the view begins and ends at block borders, so kernels may write it."""
         ends = self.stop % BLOCK == 0 or self.stop == self._total
         return self.start % BLOCK == 0 and ends
 
@@ -114,7 +114,7 @@ class QuantizedResidual:
         return slice(self.start - wide.start, self.stop - wide.start)
 
     def unpack(self, out: Tensor | None = None) -> Tensor:
-        """Return the values, fp32: a new tensor, or ``out``."""
+        """Return the values as fp32: in a new tensor, or in ``out``."""
         wide = self._widened()
         if out is None or not self.in_blocks:
             values = torch.empty(wide.numel(), dtype=torch.float32, device=self.device)
@@ -128,7 +128,7 @@ class QuantizedResidual:
         return out.copy_(values[self._within(wide)])
 
     def pack(self, values: Tensor) -> None:
-        """Quantize ``values`` (fp32, as many as the view has) in place of what is here.
+        """Quantize ``values`` (fp32, as many as the view has) into this view.
 
         NaN and Inf become 0.
         """
@@ -153,8 +153,8 @@ class QuantizedResidual:
         self.pack(self.unpack().add_(values.to(self.device)))
 
     def zero_(self, *, steps: bool = False) -> None:
-        """Set the values to zero; ``steps``: of the blocks as well, as ``pack`` of zeros does."""
-        if self.in_blocks:  # the steps stay otherwise, as where kernels write zeros
+        """Set the values to zero; with ``steps`` also block steps, as packing zeros does."""
+        if self.in_blocks:  # without ``steps`` they stay, as when kernels write zeros
             levels, each = self._parts()
             levels.zero_()
             if steps:
@@ -165,8 +165,8 @@ class QuantizedResidual:
     def mul_(self, factor: float) -> None:
         """Multiply the whole residual, not only the view, by a positive ``factor``.
 
-        At 4 and 8 bits that multiplies the steps, rounded to 9 significant bits: a value moves by
-        at most a quarter of a step, and by nothing where ``factor`` is a power of two.
+        At 4 and 8 bits the steps are multiplied and rounded to 9 significant bits: the error of a
+        value is at most a quarter of a step, and zero if ``factor`` is a power of two.
         """
         levels, steps = self.view(0, self._total)._parts()
         if self.bits == 16:
@@ -185,7 +185,7 @@ class QuantizedResidual:
         return total
 
     def clone(self) -> QuantizedResidual:
-        """Return a copy that holds the blocks of this view alone, with the same bits."""
+        """Return a copy of only the blocks of this view, with the same bits."""
         wide = self._widened()
         levels, steps = wide._parts()
         nbytes, numel = steps.nbytes if self.bits != 16 else 0, self.stop - wide.start
@@ -201,7 +201,7 @@ class QuantizedResidual:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> QuantizedResidual:
-        """Return what ``state`` has saved, on the CPU. ``is_state`` must hold of it."""
+        """Restore the result of ``state``, on the CPU; ``is_state`` must hold for it."""
         start, numel, data = state["start"], state["numel"], state["data"].clone()
         return cls(state["bits"], start + numel, data.device, data)[start:]
 
@@ -213,7 +213,7 @@ class QuantizedResidual:
         return found
 
 
-#: a residual as it is kept: fp32, or of fewer bits
+#: a stored residual: fp32, or of fewer bits
 Residual: TypeAlias = Tensor | QuantizedResidual
 
 
@@ -237,7 +237,7 @@ def as_fp32(residual: Residual) -> Tensor:
 
 
 def split(residual: Residual, numels: Sequence[int]) -> list[Residual]:
-    """Return views of ``residual`` of these lengths, one after the other."""
+    """Split ``residual`` into consecutive views of these lengths."""
     found: list[Residual] = []
     start = 0
     for numel in numels:
@@ -247,7 +247,7 @@ def split(residual: Residual, numels: Sequence[int]) -> list[Residual]:
 
 
 def clear(residual: Residual) -> None:
-    """Set ``residual`` to zero, as ``pack`` of zeros does."""
+    """Set ``residual`` to zero, including steps, as packing zeros does."""
     if isinstance(residual, QuantizedResidual):
         residual.zero_(steps=True)
     else:

@@ -33,7 +33,7 @@ def _floor_float32(value: float) -> float:
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """Return the largest tile, as in kernels/cpu: every block raw, and the largest heads."""
+    """Return the bytes of the largest tile, as in kernels/cpu: raw blocks, the largest heads."""
     blocks = -(-numel // BLOCK)
     head = TILE_HEADER + 7 * -(-blocks // 8)
     return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4
@@ -129,7 +129,8 @@ class Radix(VariableCodec):
 
     @cached_property
     def spec(self) -> str:
-        bound = str(np.float32(self.error_bound))  # the shortest digits that identify it
+        # the shortest decimal that identifies the float32
+        bound = str(np.float32(self.error_bound))
         return f"radix(error_bound={bound}, segment={self.segment}, mode={self.mode})"
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:

@@ -1,8 +1,8 @@
 """Registry of all codecs that a block may name: ours and those of other packages.
 
-Ours are the codecs in the modules of this folder, which are not listed anywhere; this module only
-names the defaults of bounded mode. A package adds a codec by an entry point of the group
-``hybridcomp.codecs``, under the codec's name:
+Our codecs are found by importing the modules of this folder; this module only names the defaults of
+bounded mode. A package adds a codec by an entry point of the group ``hybridcomp.codecs``, under the
+codec's name:
 
     [project.entry-points."hybridcomp.codecs"]
     mine = "my_package:Mine"
@@ -32,24 +32,24 @@ from hybridcomp.errors import CodecError
 
 #: group of the entry points of other packages' codecs
 GROUP = "hybridcomp.codecs"
-#: the lossless codec with the fewest bits: taken where no bound can be kept
+#: the lossless codec with the fewest bits, used if no bound can be kept
 LOSSLESS: Codec = ExpCode()
 #: keeps any bound, relative or absolute, with the fewest bits
 ANY_BOUND = Radix
-#: of fixed size: for messages that are too small for an exchange of sizes
+#: codec of fixed size for messages that are too small for an exchange of sizes
 SMALL = BlockInt
 #: the name of the cheapest codec that keeps a bound
 AUTO = "auto"
 #: advice to a user whose codec cannot keep the bound
 KEEPS_EVERY_BOUND = f'use "{AUTO}" or "{ANY_BOUND.name}", which keep every bound'
-#: names with another meaning in the block
+#: codec names that mean something else in the block
 RESERVED = frozenset({"none", AUTO, "bounded"})
-#: types of a setting
+#: allowed types of a setting
 TYPES = (bool, int, float)
 
 
 class Registry(Mapping[str, type[Codec]]):
-    """Codecs by name. ``refused`` has unusable ones, with the reason as a sentence."""
+    """Codecs by name. ``refused`` lists unusable ones, each with a sentence that says why."""
 
     def __init__(self) -> None:
         self._outside: dict[str, type[Codec]] | None = None
@@ -70,26 +70,27 @@ class Registry(Mapping[str, type[Codec]]):
 
     @cached_property
     def built_in(self) -> Mapping[str, type[Codec]]:
-        """Our codecs; the first call imports the modules of this folder."""
+        """Return our codecs; the first call imports the modules of this folder."""
         return {codec.name: codec for codec in _built_in()}
 
     @property
     def outside(self) -> Mapping[str, type[Codec]]:
-        """The codecs of other packages; the first call imports those packages."""
+        """Return the codecs of other packages; the first call imports those packages."""
         if self._outside is None:
-            self._outside = {}  # a package that reads codecs during its import gets ours
+            # a package that reads the registry during its own import sees only our codecs
+            self._outside = {}
             for name, found in _by_name().items():
                 self._take(name, found)
         return self._outside
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons why codecs with an entry point cannot be used, by name."""
+        """Return why codecs with an entry point cannot be used, by name."""
         assert self.outside is not None
         return self._refused
 
     def origin(self, name: str) -> str | None:
-        """Return the source of a codec of another package, with its version; None for ours."""
+        """Return the package and version that a codec comes from; None for ours."""
         return self._origins.get(name) if name in self.outside else None
 
     def refuse(self, name: str, reason: str) -> None:
@@ -122,8 +123,8 @@ class Registry(Mapping[str, type[Codec]]):
 def _built_in() -> list[type[Codec]]:
     """Return every codec that a module of this folder defines and that settings alone can make.
 
-    In the order of the schema: first codecs of fixed size, then of variable size, lossless ones,
-    and those for gradients only.
+    They are in the order of the schema: codecs of fixed size, of variable size, lossless ones, and
+    those for gradients only.
     """
     codecs: list[type[Codec]] = []
     for module in sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])):
@@ -154,7 +155,7 @@ def _describe(point: EntryPoint) -> str:
 
 
 def _loaded(point: EntryPoint) -> type[Codec]:
-    """Load the class of an entry point. Raises CodecError where it is no usable codec."""
+    """Load the class of an entry point; raise CodecError if it is no usable codec."""
     codec: Any = point.load()
     if not (isinstance(codec, type) and issubclass(codec, Codec)):
         raise CodecError("expected a subclass of hybridcomp.codecs.Codec")
@@ -207,12 +208,12 @@ def ladder_of(family: str) -> tuple[Codec, ...]:
 
 
 def families() -> tuple[str, ...]:
-    """Return every name that may stand beside an error bound."""
+    """Return every codec name that may be combined with an error bound."""
     return (AUTO, ANY_BOUND.name, *(name for name in CODECS if ladder_of(name)))
 
 
 def without_misfits(settings: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
-    """Drop settings that act only beside missing others, except those in ``written``."""
+    """Drop settings whose required companion settings are missing, except those in ``written``."""
     codec = CODECS.get(settings.get("codec", ""))
     declared = () if codec is None else codec.settings
     misfits = {one.name for one in declared if not one.fits(settings)}.difference(written)

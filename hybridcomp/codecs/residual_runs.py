@@ -1,4 +1,4 @@
-"""Read and write many views of residuals of few bits as the few stretches that they lie in."""
+"""Read and write many views of few-bit residuals as a few contiguous runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 
-#: values of a run that is unpacked for its payloads, 16 MB as fp32; it may be longer, see ``runs``
+#: most values of a run that is unpacked for its payloads, 16 MB as fp32; it may be longer, see
+#: ``runs``
 LONGEST = 1 << 22
-#: no limit
+#: stands for no limit
 ALL = 1 << 62
 
 
 @dataclass
 class ResidualRun:
-    """Views of one residual, each of which begins where the one before ends, or at the next block.
+    """Views of one residual, each beginning where the previous one ends or at the next block.
 
-    What is done to the run has the bits of the same done to its ``parts``, one after the other.
+    Operations on the run give the same bits as on its ``parts``, one after the other.
     """
 
     parts: list[QuantizedResidual]
@@ -30,9 +31,9 @@ class ResidualRun:
         return self.parts[0].view(self.parts[0].start, self.parts[-1].stop)
 
     def goes_on(self, part: QuantizedResidual, longest: int) -> bool:
-        """Return whether ``part`` comes next; one that begins at a block may come too late.
+        """Return whether ``part`` continues the run.
 
-        ``longest``: values of a run at most.
+        ``longest``: most values of the run with it; a part inside its last block may exceed that.
         """
         first, end, start = self.parts[0], self.parts[-1].stop, part.start
         if not first.shares(part) or start not in (end, _next_block(end)):
@@ -45,9 +46,9 @@ class ResidualRun:
         return [values[part.start - begin : part.stop - begin] for part in self.parts]
 
     def pack(self, values: Tensor) -> None:
-        """Quantize ``values``, as long as the run, in place of what is here.
+        """Quantize ``values``, as long as the run, into the run.
 
-        In one write, and one more for each part that begins in the block of the one before.
+        It writes once, and again for each part that begins inside the previous part's last block.
         """
         begin, first = self.parts[0].start, self.parts[0]
         for part, behind in zip(self.parts, [*self.parts[1:], None], strict=True):
@@ -63,9 +64,9 @@ class ResidualRun:
 
 
 def runs(parts: Sequence[Residual], longest: int) -> Iterator[ResidualRun]:
-    """Yield those of ``parts`` that have few bits as runs of at most ``longest`` values, in order.
+    """Group few-bit ones of ``parts``, in order, into runs of at most ``longest`` values.
 
-    A part alone may be longer, and so may be parts that share blocks. None is empty.
+    A single part may be longer, and so may parts that share blocks. No run is empty.
     """
     run: ResidualRun | None = None
     for part in parts:
@@ -82,9 +83,9 @@ def runs(parts: Sequence[Residual], longest: int) -> Iterator[ResidualRun]:
 
 
 def joined(parts: Sequence[Residual]) -> QuantizedResidual | None:
-    """Return ``parts`` as one view, if each begins at the first block behind the one before.
+    """Return ``parts`` as one view, if each begins at the first block behind the previous one.
 
-    None for others, for parts of fp32, and for a first part that does not begin at a block.
+    None otherwise, for fp32 parts, and if the first part does not begin at a block.
     """
     filled = [part for part in parts if part.numel()] or parts[:1]
     found = list(runs(filled, ALL))

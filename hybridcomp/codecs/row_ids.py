@@ -2,8 +2,8 @@
 
 Layout of a payload of k numbers, little endian (docs/wire_formats.md): a byte for each block of 128
 with the width of its gaps, 0 to 40 bits; then the blocks, 128 gaps of that many bits each. The gap
-of a number is what lies between it and the one before, the first one's the number itself. The last
-block is filled up with zeros, the payload with zeros to a multiple of 16 bytes.
+of a number is the count of numbers between it and its predecessor; for the first it is the number
+itself. The last block is padded with zeros, and so is the payload to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridcomp.codecs.base import align
 from hybridcomp.errors import CodecError
 
-#: numbers of a block
+#: row numbers per block
 BLOCK = 128
 #: the widest gap, in bits: numbers are below 2^40
 WIDEST = 40
@@ -72,7 +72,7 @@ def _nbytes(widths: Bytes) -> int:
 def _by_width(
     widths: Bytes,
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield each width above 0, its blocks, and where their bytes are: a row for each block."""
+    """Yield each width above 0 with its blocks and their byte positions: a row for each block."""
     sizes = BLOCK // 8 * widths.astype(np.int64)
     starts = len(widths) + np.cumsum(sizes) - sizes
     for width in np.unique(widths[widths > 0]).tolist():

@@ -18,18 +18,18 @@ class Setting:
     """One argument of a codec's constructor, and the key of the same name in the block.
 
     Args:
-        name: of the argument and the key.
+        name: name of the argument and of the key.
         type: int, float, bool, or a ``Literal`` of strings.
         help: sentences for the schema. Where codecs share a key their sentences follow each other,
             so they begin with the name of the codec.
-        least: the smallest value of a number, None where only the constructor knows.
-        most: the largest one.
+        least: smallest allowed number; None: only the constructor checks it.
+        most: largest allowed number.
         ramp_step: a ramp moves the setting in multiples of this, and larger is milder; None: not
             moved. A ramp moves one setting of a codec.
         no_bound: why the codec keeps no bound with this setting, as the end of a sentence that
             begins with the value; "" if it keeps one.
-        beside: names and values of other settings that it needs where they are written: a ramp or
-            a preset that another value reaches goes without it.
+        beside: names and values that other settings must have for this one; a ramp or preset under
+            which they have other values drops it.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Setting:
     beside: tuple[tuple[str, Any], ...] = ()
 
     def fits(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether the written ``settings`` have what this one needs beside it."""
+        """Return whether the written ``settings`` have the values that this one requires."""
         return all(settings.get(name, value) == value for name, value in self.beside)
 
     def check(self, codec: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """stepcode: lossless; 16-bit weights as exact steps from a reference that both sides hold.
 
-Between two optimizer steps a weight stays or moves by a few units in the last place, and how likely
-it moves depends on its old exponent, which the receiver knows from the reference. The steps are
+Between two optimizer steps a weight stays or changes by a few units in the last place. The
+probability depends on its old exponent, which the receiver knows from the reference. The steps are
 entropy-coded with a model for each of 16 exponents, learned from the message. The format is at the
 top of ``kernels/formats/stepcode.h``.
 """
@@ -24,14 +24,14 @@ STEP_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 HEADER = 32
 #: sizes that ``stepcode.h`` and ``stepcode_model.h`` define: the largest model, the smallest tile
 MODEL, LEAST_TILE = 4912, 8192
-#: what the header begins with: magic, version
+#: first bytes of the header: magic, version
 _START = b"hcst\x01"
 #: mode of a payload without a reference
 _NO_REFERENCE = 2
 
 
 def cpu_instructions() -> str:
-    """Return which loops the CPU kernels run here: "avx512", "avx2" or "plain"."""
+    """Return the instruction set of the CPU kernels here: "avx512", "avx2" or "plain"."""
     kernels: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
     found: str = kernels.used()
     return found
@@ -69,14 +69,14 @@ class StepCodeKernels(Protocol):
 
 
 class StepCode:
-    """Lossless for bf16 and fp16, variable size: the entropy of the steps and a few percent.
+    """Lossless for bf16 and fp16, variable size: the entropy of the steps plus a few percent.
 
     Not a ``Codec``: both directions take a reference. Instances have no state and may be shared.
     Every pair of bit patterns is exact, -0.0, infinities and the payloads of NaNs included. Bytes
     depend on values and reference only: they are the same on every device and thread count.
 
-    A payload does not say against which reference it was made. With another one, decoding raises
-    or gives other values, so whoever keeps versions sends a number and a checksum with them.
+    A payload does not identify its reference. With a wrong reference, decoding raises or gives
+    wrong values, so a sender of versions adds a number and a checksum.
     """
 
     name: ClassVar[str] = "stepcode"
@@ -84,7 +84,7 @@ class StepCode:
 
     @property
     def spec(self) -> str:
-        """Name and settings; equal specs mean equal bytes."""
+        """Return name and settings; equal specs mean equal bytes."""
         return "stepcode()"
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -137,10 +137,10 @@ class StepCode:
             out: is overwritten; its values are undefined after an error.
 
         Raises:
-            CodecError: a tensor has another shape, dtype or device; the payload is cut, damaged,
-                of another codec, number of values or dtype; or it was encoded against a reference
-                and ``reference`` is None, or the other way round. On a GPU what is wrong with a
-                payload that has a reference is told by ``codecs.check_payloads``.
+            CodecError: a tensor has another shape, dtype or device; the payload is cut, damaged, of
+                another codec, number of values or dtype; or it was encoded against a reference and
+                ``reference`` is None, or the other way round. On a GPU, errors of a payload with a
+                reference are raised by ``codecs.check_payloads``.
         """
         self._check_dtype(out.dtype)
         check_decode(self.spec, payload, out, HEADER if out.numel() else 0)

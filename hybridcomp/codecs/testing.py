@@ -80,13 +80,13 @@ def check_names(codec: Codec) -> None:
             try:
                 other = type(codec)(**{**settings_of(codec), setting.name: one})
             except CodecError:
-                continue  # does not go with the other settings
+                continue  # these settings exclude each other
             same = other.spec == codec.spec
             _require(same == (one == found), f"spec does not tell {setting.name}={one!r}")
 
 
 def settings_of(codec: Codec) -> dict[str, object]:
-    """Return the settings that made ``codec``; it keeps each as an attribute of that name."""
+    """Return the settings of ``codec``, each of which is an attribute of the same name."""
     return {setting.name: getattr(codec, setting.name) for setting in codec.settings}
 
 

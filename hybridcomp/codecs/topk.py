@@ -1,10 +1,10 @@
 """topk: the largest values of every 4096, in few bits, with their places entropy-coded.
 
-For deltas whose rest error feedback sends later (Sarfi et al. 2025, SparseLoCo). The payload stands
-at the top of ``kernels/formats/topk.h``.
+It is for deltas of which error feedback sends the rest later (Sarfi et al. 2025, SparseLoCo). The
+payload is described at the top of ``kernels/formats/topk.h``.
 
-Gaps are geometric where the largest values lie anywhere, for which Rice's code is
-within a few percent of the entropy: at a density of 1/64 and 2 bits a message has 0.153 bits a
+If the positions of the largest values are random, gaps between them are geometric, and Rice's code
+is within a few percent of their entropy: at a density of 1/64 and 2 bits a message has 0.153 bits a
 value.
 """
 
@@ -28,8 +28,8 @@ HEADER = 16
 class TopKKernels(Protocol):
     """Kernels of topk on every back end.
 
-    The first settings: bits of a value kept, low bits of a gap, values kept of a whole chunk and of
-    the last one.
+    The first settings: bits per kept value, low bits of a gap, values kept of a whole chunk and of
+    the last chunk.
     """
 
     def encode(
@@ -95,7 +95,7 @@ class TopK(VariableCodec):
         return f"topk(bits={self.bits}, density={self.density:g})"
 
     def _kept(self, numel: int) -> int:
-        """Return how many of ``numel`` values of one chunk are kept at most."""
+        """Return the most values of a chunk of ``numel`` values that are kept."""
         return min(numel, max(1, round(numel * self.density)))
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -109,7 +109,7 @@ class TopK(VariableCodec):
         return align(HEADER + 2 * -(-numel // CHUNK) + sum(-(-bits // 8) for bits in sections))
 
     def bits_per_value(self, dtype: torch.dtype) -> float:
-        """Return the bits a value where the largest lie anywhere."""
+        """Return bits a value when the positions of the largest values are random."""
         quotient = 1 / (1 - (1 - self.density) ** (1 << self._rice)) if self.density < 1 else 1.0
         return self.density * (self._rice + self.bits + quotient) + 16 / CHUNK
 

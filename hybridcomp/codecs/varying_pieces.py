@@ -1,4 +1,4 @@
-"""Encode and decode all pieces of a message with payloads of variable size at once, on a GPU."""
+"""Encode and decode all variable-size payloads of a message at once, on a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hybridcomp.kernels import DTYPE_CODES, stores_sizes
 from hybridcomp.kernels.cuda.workspaces import SLAB
 from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
 
-#: bytes of the slab of words that kernels of these codecs have on each stream
+#: bytes of the slab of words that these codecs' kernels keep for each stream
 WORDS_NBYTES = 8 * SLAB
-#: bits of -0.0, to which any fp32 value can be added without a change
+#: bits of -0.0, to which any fp32 value can be added unchanged
 MINUS_ZERO = 1 << 31
 
 
@@ -25,8 +25,8 @@ class VaryingPieces:
 
     Args:
         functions: its kernels.
-        settings: their first arguments.
-        lossless: whether decoders must be told what was encoded.
+        settings: first arguments of the kernels.
+        lossless: whether decoders need the encoded dtype.
         held: the earlier values of the whole message, for a codec ``against`` them.
     """
 
@@ -123,8 +123,9 @@ def varying_pieces(
     functions: Any, device: torch.device, settings: tuple[float, ...], lossless: bool,
     held: Tensor | None = None,
 ) -> VaryingPieces | None:  # fmt: skip
-    """Return ``VaryingPieces`` of ``functions``, those on ``device``; None where sizes do not stay
-    there, as on a CPU."""
+    """Return ``VaryingPieces`` of ``functions``, the kernels of ``device``; None if sizes do not
+    stay there, as on a CPU.
+    """
     if not stores_sizes(device):
         return None
     return VaryingPieces(cast(PieceFunctions, functions), settings, lossless, held)

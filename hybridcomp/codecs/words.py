@@ -1,4 +1,4 @@
-"""Name the dtypes and the codecs of a message in words."""
+"""Name dtypes and the codecs of a message for users."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 
-#: dtypes of messages by the names that options and files of the command line have
+#: message dtypes by the names used in command-line options and files
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def used_for(codec: Codec, summed: bool, dtype: torch.dtype) -> str:
-    """Return the codecs of a message of ``dtype``, in words."""
+    """Describe the codecs of a message of ``dtype``."""
     if not summed:
         (only,) = codec.split_error_budget(1, 1, result=dtype)
         return _short(only)

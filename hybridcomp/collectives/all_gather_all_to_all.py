@@ -1,4 +1,4 @@
-"""all_gather and all_to_all of encoded values, with one quantization; a gather of plain words."""
+"""all_gather and all_to_all of encoded values, with one quantization; gathers of raw words."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from hybridcomp.errors import CodecError
 def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False) -> Handle:
     """Gather the shards of all ranks into ``out``, by group rank; the same bits on all ranks.
 
-    This rank also decodes its shard from the payload that the others get; a lossless codec would
-    give back the shard, which is copied. In two levels ``wait()`` posts a second message, so
-    handles must be waited for in one order on all ranks.
+    This rank also decodes its own shard from the payload that the others get; with a lossless codec
+    the shard is copied instead. In two levels ``wait()`` posts a second message, so handles must be
+    waited for in one order on all ranks.
 
     Args:
         shard: 1-D contiguous fp32/bf16/fp16, equally long on all ranks; may be a view of its
@@ -74,7 +74,7 @@ def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False
 
 
 def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
-    """1 gather this rank's column of the grid between nodes, encoded, 2 gather columns inside.
+    """1 gather this rank's grid column between nodes, encoded, 2 gather the columns inside.
 
     A ring over all ranks carries every payload into N nodes, these steps into N - 1, which saves
     1/N of the bytes between nodes. Every rank decodes N shards instead of N * L. In more levels
@@ -87,7 +87,7 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     # 1
     far = levels.gathered
     column = shard.new_empty(far.size * numel)
-    if via.codec.references:  # decoding needs what this rank holds of the column
+    if via.codec.references:  # decoding needs the references for the column
         first = levels.stages[0].rank * far.size
         held = levels.by_column(out.device)[first : first + far.size]
         torch.index_select(out.view(-1, numel), 0, held, out=column.view(-1, numel))
@@ -97,7 +97,7 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
 
 
 def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
-    """Gather on one level: in two launches, or in rounds that overlap.
+    """Gather on one level: in two launches, or in overlapping rounds.
 
     All values are encoded before the first wait.
     """
@@ -117,9 +117,9 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
 
 
 def _planned(shard: Tensor, via: Transfer) -> AllGatherPlan:
-    """Return the cached plan for messages like this one; make it at the first.
+    """Return the cached plan for messages like this one, making it for the first.
 
-    A codec ``against`` earlier values is one message's alone, and so is the plan with it.
+    A codec ``against`` earlier values belongs to a single message, so its plan is not cached.
     """
     cuts, group = tuple(via.cuts), via.group
     key = ("all_gather", id(via.codec), shard.numel(), shard.dtype, shard.device, cuts)
@@ -183,8 +183,8 @@ def all_to_all(
             ``wait()``.
         values: the same dtype. Not modified. Must not change before ``wait()``.
         via: codec, group and meter.
-        out_splits, in_splits: elements from and to each group rank; None cuts evenly. A list that
-            comes back, or ``Splits``, is not read again.
+        out_splits, in_splits: elements from and to each group rank; None splits evenly. A list
+            object seen before, or ``Splits``, is not read again.
         async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors or splits that do not add up.
@@ -222,7 +222,7 @@ def _splits(
 def _all_to_all(
     out: Tensor, values: Tensor, takes: Splits, gives: Splits, via: Transfer
 ) -> Steps[None]:
-    """Exchange in two launches where the codec has such kernels; else encode part by part."""
+    """Exchange in two launches if the codec has such kernels; if not, encode part by part."""
     if len(gives) == 1:
         out.copy_(values)
         return given(None)

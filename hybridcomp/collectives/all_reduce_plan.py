@@ -1,6 +1,6 @@
-"""Plan how a group all-reduces messages that are alike: codecs, kernels and the messages of rounds.
+"""Plan how a group all-reduces equal messages: codecs, kernels and the messages of rounds.
 
-A plan is made at the first message and kept with the group (``reductions``).
+A plan is made for the first message and kept with the group (``all_reduction``).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class AllReducePlan:
     """Plan of a single-level all-reduce, cached for messages of one size and dtype.
 
     Attributes:
-        codec: of the reduction, held for the key.
-        codecs: of the quantizations, with their ``specs`` as a meter notes them.
+        codec: codec of the reduction, kept alive for the key.
+        codecs: codecs of the quantizations, with their ``specs`` for the meter.
         fused: kernels for three launches.
-        cut: with cuts, in launches for all stretches.
-        pairs: of two ranks that swap: the rounds of one quantization.
-        rounds: of two quantizations.
+        cut: plan with cuts, whose kernels process all slices in one launch.
+        pairs: rounds of a swap between two ranks, with one quantization.
+        rounds: rounds with two quantizations.
     """
 
     codec: Codec
@@ -69,7 +69,7 @@ class SumRound:
 
     stretches: list[Range]
     mine: Range
-    lengths: list[int]  # of this rank's stretches
+    lengths: list[int]  # elements of each slice of this rank's chunk
     sum: SumPlan
     gather: GatherPlan
 
@@ -79,8 +79,9 @@ def all_reduce_codecs(
 ) -> tuple[Codec, ...]:
     """Return the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
 
-    One where each of two ranks sends all values to the other (``_pair``), two everywhere else. On a
-    GPU, two ranks take two hops if the codec has them in three launches: half the memory reads.
+    It is one codec if each of two ranks sends all its values to the other (``_pair``), else two. On
+    a GPU two ranks use two hops if the codec does them in three launches, with half the memory
+    reads.
     """
     return _codecs(codec, dtype, world_size, device, cuts)[0]
 
@@ -142,9 +143,9 @@ def _plan_round(
     codecs: Sequence[Codec],
     group: Group,
 ) -> SumRound:
-    """Plan a round; ``rows``: by rank, the stretches of ``tensor`` that it sums.
+    """Plan a round; ``rows``: for each rank, the slices of ``tensor`` that it sums.
 
-    ``begin``: of this rank's chunk. ``dtype``: in which values are sent.
+    ``begin``: start of this rank's chunk. ``dtype``: dtype in which values are sent.
     """
     (first, second), device, row = codecs, tensor.device, rows[group.rank]
     parts = [

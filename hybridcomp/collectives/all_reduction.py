@@ -73,14 +73,14 @@ def _check(tensor: Tensor, how: Reduction) -> None:
 
 
 def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """1 sum this rank's stretch over the node, 2 all-reduce it between nodes, 3 gather inside."""
+    """1 sum this rank's slice over the node, 2 all-reduce it between nodes, 3 gather inside."""
     levels, dtype = how.group.levels, tensor.dtype
     assert levels is not None
     if not tensor.numel():
         return
     codec = how.codec.for_presummed(levels.width, dtype)
     first = all_reduce_codecs(codec, torch.float32, levels.nodes, tensor.device, how.cuts)[0]
-    codec = first if first.lossless else codec  # a bound too tight for 16 bits
+    codec = first if first.lossless else codec  # the codec's bound is too tight for a 16-bit sum
     lengths = [stop - start for start, stop in chunk_ranges(tensor.numel(), levels.width)]
     # 1
     buffer, work = yield from node_sum(tensor, lengths, codec, how)
@@ -96,7 +96,7 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
-    """Return the cached plan for messages like this one; make it at the first."""
+    """Return the cached plan for messages like this one, making it for the first."""
     cuts, left = tuple(how.cuts), how.residual
     few = isinstance(left, QuantizedResidual)
     kinds = (few and fits(left, how.owner_residual), type(left), how.flush)
@@ -112,7 +112,7 @@ def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     """Sum on one level: in a few launches, in a swap between two ranks, or in rounds.
 
-    Returns the generator of these steps instead of delegating to it, which would cost at each step.
+    Returns the generator of these steps, since delegating to it would cost time at each step.
     """
     group = how.group
     if group.size == 1 and how.residual is not None:
@@ -136,7 +136,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _in_rounds(tensor: Tensor, plan: AllReducePlan, how: Reduction) -> Steps[None]:
-    """Sum in rounds that overlap (``_round``)."""
+    """Sum in overlapping rounds (``_round``)."""
     own = tensor[slice(*chunk_ranges(tensor.numel(), how.group.size)[how.group.rank])]
     scratch, total = _accumulator(own, how)
     yield from overlapped([_round(tensor, own, total, each, how) for each in plan.rounds])
@@ -146,8 +146,8 @@ def _in_rounds(tensor: Tensor, plan: AllReducePlan, how: Reduction) -> Steps[Non
 def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
     """Return ``(buffer to give back, fp32 tensor that will hold the sum)``.
 
-    The sum is made where it takes no further pass over memory: on top of the owner's residual, or
-    of this rank's values where that keeps the bits of the rank order (see ``sum_parts``).
+    The sum is computed where it needs no extra pass over memory: in the owner's residual, or in
+    this rank's values if that gives the same bits as rank order (see ``sum_parts``).
     """
     if isinstance(how.owner_residual, Tensor):
         return None, how.owner_residual
@@ -164,7 +164,7 @@ def _round(
 ) -> Steps[None]:
     """1-3 sum this rank's part (``sum_parts``), 4 encode the sum, 5 all-gather, 6 decode.
 
-    ``own``: this rank's chunk of ``tensor``; ``total``: fp32, where that chunk is summed.
+    ``own``: this rank's chunk of ``tensor``; ``total``: fp32 buffer for the sum of that chunk.
     """
     group, meter, clock, kept = how.group, how.meter, how.meter.clock, how.owner_residual
     # 1-3
@@ -195,10 +195,11 @@ def _round(
 def _pair(tensor: Tensor, plan: PairRound, how: Reduction) -> Steps[None]:
     """1 encode and decode this rank's values, 2 exchange payloads, 3 add the other rank's values.
 
-    As many bytes as in two hops, in which each sends half of its values and then half of the sums.
-    But values are encoded once, so a relative bound allows each encoding twice the error, and
-    codecs of fixed size make two thirds of the squared error; and there is one wait instead of two.
-    Both ranks add the same two decoded tensors, and a + b is b + a, so their bits are equal.
+    This sends as many bytes as two hops, in which each rank sends half of its values and then half
+    of the sums. But values are encoded only once, so a relative bound allows each encoding twice
+    the error, fixed-size codecs make two thirds of the squared error, and there is one wait instead
+    of two. Both ranks add the same two decoded tensors, and a + b is b + a, so their bits are
+    equal.
     """
     row, coder, meter, residual = plan.row, plan.exchange.coder, how.meter, how.residual
     begin, stop = row[0][0], row[-1][1]

@@ -1,7 +1,7 @@
 """Encode messages before upstream posts them, and decode them once upstream has waited for them.
 
-A payload of variable size has a header in front (``Header``) with its length: upstream posts send
-and receive at once, so the receive buffer has room for the longest payload.
+A payload of variable size starts with a header (``Header``) that gives its length. Upstream posts
+send and receive together, so the receive buffer has room for the longest payload.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Posting:
 
     Attributes:
         codec: None sends the values unencoded.
-        holders: ranks that all hold the same tensor, on both sides; each sends its part, and
-            receivers gather the payloads. None: this rank sends all of it.
+        holders: group of ranks on the sending and on the receiving side that all hold the same
+            tensor; each sends its part, and the receivers gather the payloads. None: this rank
+            sends all of it.
     """
 
     codec: Codec | None
@@ -50,7 +51,7 @@ class Posting:
 
     @property
     def _head(self) -> int:
-        """Return the bytes of the header: 0 where the receiver knows the payload's length."""
+        """Return the bytes of the header: 0 if the receiver knows the payload's length."""
         return HEADER_NBYTES if self.codec is not None and not self.codec.fixed_size else 0
 
     def part(self, values: Tensor) -> Tensor:
@@ -80,10 +81,10 @@ class Posting:
         return torch.empty(self._head + nbytes, dtype=torch.uint8, device=like.device)
 
     def decode(self, message: Tensor, values: Tensor, src: int, meter: Meter) -> int:
-        """Decode a message of the global rank ``src`` into ``values``, after gathering the parts.
+        """Decode a message from global rank ``src`` into ``values``, after gathering the parts.
 
-        Returns the bytes that gathering sent. Raises CodecError that names both sides where the
-        header is not the expected one.
+        Returns the bytes sent for gathering. Raises CodecError, naming both sides, if the header is
+        not the expected one.
         """
         payload, gathered = self._payload(message, values, src), Meter(clock=meter.clock)
         payloads: Sequence[Tensor] = [payload]
@@ -120,7 +121,7 @@ class Posting:
             return out.chunk(self.parts)
         numels = [[values.numel() // self.parts]] * self.parts
         plan = plan_gather(numels, self.codec, values.dtype, own.device, self.holders)
-        room = plan.room()  # over gloo behind its size
+        room = plan.room()  # over gloo the payload follows its size
         room.buffer[room.head : room.head + own.numel()].copy_(own)
         room.nbytes = [own.numel()]
         steps = gather(room, plan, self.holders, meter)

@@ -3,8 +3,8 @@
 In a broadcast the root encodes once and decodes its payload as well, so that all ranks continue
 with the same bits. In a reduction the root adds its values unquantized.
 
-No upstream sends the native messages of hybridcomp's layers: ``broadcast_native`` and
-``reduce_native`` do. They sum as ``reduce`` does, so a lossless codec changes no bit.
+hybridcomp's own layers have no upstream to send their messages natively: ``broadcast_native`` and
+``reduce_native`` do. They sum in the order of ``reduce``, so a lossless codec changes no bit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def broadcast(
 
 
 def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
-    """Broadcast in rounds that overlap."""
+    """Broadcast in overlapping rounds."""
     group, numel = via.group, out.numel()
     if group.size == 1 and values is not None:
         out.copy_(values)
@@ -93,10 +93,10 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
 
 @dataclass(frozen=True, eq=False)
 class RootedPlan(Generic[T]):
-    """The rounds of messages that are alike; ``held``: their codec, for the key."""
+    """The rounds of equal messages; ``held`` is their codec, kept alive for the key."""
 
     held: Codec
-    spec: str  # of the codec that encodes
+    spec: str  # spec of the codec that encodes
     rounds: list[T]
 
 
@@ -160,7 +160,7 @@ def reduce(
 
 
 def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Steps[None]:
-    """Reduce in rounds that overlap: all ranks send to the root, which sums."""
+    """Reduce in overlapping rounds: all ranks send to the root, which sums."""
     group, numel = via.group, values.numel()
     if group.size == 1 and out is not None:
         out.copy_(values)
@@ -204,7 +204,7 @@ def _check_sum(
 def broadcast_native(
     values: Tensor, root: int, group: Group, meter: Meter, async_op: bool = False
 ) -> Handle:
-    """Fill ``values`` (1-D, contiguous) of all ranks with those of group rank ``root``."""
+    """Broadcast ``values`` (1-D, contiguous) of group rank ``root`` unencoded to all ranks."""
     return Handle(_broadcast_native(values.detach(), root, group, meter), meter, async_op)
 
 

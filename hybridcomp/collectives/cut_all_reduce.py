@@ -1,6 +1,6 @@
 """All-reduce tensors with boundaries in a constant number of kernel launches.
 
-For codecs with kernels for the stretches of a plan: bytes and bits of ``reductions.all_reduce``.
+For codecs with kernels for all slices of a plan; bytes and results equal ``all_reduce``'s.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class CutAllReduce:
     """Two hops of an all-reduce with boundaries: sum each chunk at its owner, then gather.
 
     Attributes:
-        kernels: of the two quantizations.
+        kernels: kernels of the two quantizations.
         owners: each rank's chunk.
-        mine: ``[start, stop)`` of this rank's.
-        sent, arriving: stretches of this rank's chunk, and those of all in the tensor.
-        places: of this rank's payloads and of all, in one allocation.
+        mine: ``[start, stop)`` of this rank's chunk.
+        sent, arriving: slices of this rank's chunk, and slices of the whole tensor.
+        places: bytes for this rank's payloads and for all ranks' payloads, in one allocation.
     """
 
     kernels: tuple[PlannedKernel, PlannedKernel]
@@ -58,10 +58,10 @@ class CutSwap:
     """One-hop all-reduce with boundaries between two ranks: each sends all its values.
 
     Attributes:
-        kernel: of the quantization.
-        table, sums: the stretches, and those to sum.
-        gives: bytes to and from each rank.
-        places: of the payloads that go and come.
+        kernel: kernel of the quantization.
+        table, sums: the slices to encode, and the slices to sum.
+        gives: bytes to each rank, and equally from it.
+        places: bytes for sent and for received payloads.
     """
 
     kernel: PlannedKernel
@@ -74,7 +74,7 @@ class CutSwap:
 def plan_cut(
     tensor: Tensor, codecs: Sequence[Codec], how: Reduction
 ) -> CutAllReduce | CutSwap | None:
-    """Plan the sum of ``tensor``, which has cuts; None where a codec has no such kernels.
+    """Plan the sum of ``tensor``, which has cuts; None if a codec lacks such kernels.
 
     ``codecs``: one for each quantization.
     """
@@ -111,7 +111,7 @@ def plan_cut(
 def _laid_out(
     rows: Sequence[Range], payload: int, begin: int, codec: Codec, dtype: torch.dtype
 ) -> tuple[list[PlannedStretch], int]:
-    """Return ``rows``, counted from ``begin``, with payloads from ``payload`` on; and all bytes."""
+    """Lay out payloads for ``rows`` from byte ``payload`` on; return the slices and all bytes."""
     sizes = [codec.wire_nbytes(high - low, dtype) for low, high in rows]
     places = accumulate(sizes, initial=payload)
     made = [
@@ -156,14 +156,14 @@ def cut_all_reduce(
 def cut_swap(tensor: Tensor, plan: CutSwap, how: Reduction) -> Steps[None]:
     """1 encode and decode this rank's values, 2 exchange payloads, 3 add the other rank's values.
 
-    Both ranks add the same two decoded tensors (``reductions._pair``).
+    Both ranks add the same two decoded tensors (``all_reduction._pair``).
     """
     group, meter, kernel = how.group, how.meter, plan.kernel
     buffer, total, residual, wide = None, tensor, how.residual, None
     if tensor.dtype != torch.float32:
         buffer, total = POOL.take_fp32(tensor.numel(), tensor.device)
     kept = residual if isinstance(residual, QuantizedResidual) else None
-    if kept is not None:  # cuts may lie inside of its blocks
+    if kept is not None:  # cuts may lie inside the residual's blocks
         wide, values = POOL.take_fp32(tensor.numel(), tensor.device)
         residual = kept.unpack(values)
     room, (sent, received) = room_of(plan.places, tensor.device)

@@ -29,7 +29,7 @@ from hybridcomp.collectives.wire import (
     transport,
 )
 
-#: alignment in bytes of buffers that share an allocation: a warp loads that many at once
+#: alignment in bytes of buffers that share an allocation, since a warp loads this many at once
 PLACE = 512
 
 
@@ -37,12 +37,12 @@ PLACE = 512
 class _Plan:
     """Sizes and offsets common to all messages of one size."""
 
-    chunk: int  # elements of every chunk but the last ones
-    slot: int  # bytes of its payload
+    chunk: int  # elements of every chunk except the last ones
+    slot: int  # bytes of a whole chunk's payload
     mine: slice  # this rank's elements
     gives: Splits  # bytes sent in an exchange, by rank
     takes: Splits  # bytes received in it
-    places: tuple[int, ...]  # bytes of each buffer, each followed by those of the gap behind it
+    places: tuple[int, ...]  # alternately the bytes of a buffer and of the gap behind it
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +51,8 @@ def _planned(
 ) -> _Plan:
     """Plan an exchange of ``numel`` elements in chunks; ``gathers``: a gather of the sums follows.
 
-    By two lengths and not by those of all ranks, which would be hashed at each message.
+    It is cached by two lengths instead of all ranks' lengths, which would be hashed for each
+    message.
     """
     edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
     sizes = [codec.wire_nbytes(high - low, dtype) for low, high in pairwise(edges)]
@@ -81,12 +82,12 @@ def places_of(*nbytes: int) -> tuple[int, ...]:
 
 
 def fits(*residuals: Residual | None) -> bool:
-    """Return whether the kernels for all chunks take these residuals."""
+    """Return whether the kernels for all chunks can process these residuals."""
     return all(not isinstance(r, QuantizedResidual) or r.in_blocks for r in residuals)
 
 
 def _own(residual: Residual | None, plan: _Plan, me: int) -> Residual | None:
-    """Return this rank's part of the residual of all chunks."""
+    """Return this rank's chunk of the residual, which covers all chunks."""
     if residual is None or isinstance(residual, Tensor):
         return None if residual is None else residual[plan.mine]
     start = me * -(-plan.chunk // BLOCK) * BLOCK
@@ -96,7 +97,7 @@ def _own(residual: Residual | None, plan: _Plan, me: int) -> Residual | None:
 def fused_all_reduce(
     tensor: Tensor, codec: Codec, fused: CollectiveKernel, how: Reduction
 ) -> Steps[None]:
-    """Sum ``tensor`` over ``group`` in place: the bytes and bits of ``reductions.all_reduce``.
+    """Sum ``tensor`` over ``group`` in place, with the bytes and results of ``all_reduce``.
 
     1 encode all chunks but this rank's, 2 all-to-all, 3 sum in rank order and encode in one kernel,
     which writes no sum to memory, 4 all-gather, 5 decode all chunks.
@@ -132,11 +133,11 @@ def fused_reduce_scatter(
     how: Reduction,
     begin: Tensor | None = None,
 ) -> Steps[Tensor]:
-    """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
+    """Sum this rank's shard over ``group`` into ``total``, with the results of ``reduce_scatter``.
 
     ``flat`` and the residual: the shards of all ranks one after the other, of ``chunk`` elements
-    each, the last ones shorter or empty; in a residual of few bits each begins at a block.
-    ``begin``: what the sum starts from, fp32; may be ``total``.
+    each, the last ones shorter or empty; in a residual of few bits each shard begins at a block.
+    ``begin``: fp32 start value of the sum; may be ``total``.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
@@ -160,7 +161,7 @@ def fused_reduce_scatter(
 def fused_all_gather(
     shard: Tensor, out: Tensor, fused: CollectiveKernel, via: Transfer
 ) -> Steps[None]:
-    """Gather equally long shards into ``out``: bytes and bits of ``moves.all_gather``.
+    """Gather equally long shards into ``out``, with the bytes and results of ``all_gather``.
 
     1 encode this rank's shard, 2 all-gather, 3 decode all shards.
     """
@@ -181,7 +182,7 @@ def fused_all_gather(
 def fused_all_to_all(
     out: Tensor, values: Tensor, fused: CollectiveKernel, via: Transfer
 ) -> Steps[None]:
-    """Exchange equally long parts: bytes and bits of ``moves.all_to_all``.
+    """Exchange equally long parts, with the bytes and results of ``all_to_all``.
 
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
@@ -203,9 +204,9 @@ def fused_all_to_all(
 
 
 def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
-    """Return ``shards`` as one tensor if they are adjacent in memory as its chunks, else None.
+    """Return ``shards`` as one tensor if they lie in memory as its consecutive chunks, else None.
 
-    Chunks are equally long, but for the last that is not empty.
+    Chunks are equally long, except for the last non-empty one.
     """
     start, length, size = shards[0].data_ptr(), shards[0].numel(), shards[0].itemsize
     total, full, last = 0, True, shards[0]
@@ -219,5 +220,5 @@ def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
         full, last = numel == length, shard
         total += numel
     if last.untyped_storage().data_ptr() != shards[0].untyped_storage().data_ptr():
-        return None  # neighbours by chance
+        return None  # separate tensors that are adjacent only by chance
     return shards[0].as_strided((total,), (1,))

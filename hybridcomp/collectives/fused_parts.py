@@ -1,4 +1,4 @@
-"""Move parts of any lengths with kernels that take a table of them: two GPU launches a message.
+"""Exchange parts of any lengths with kernels that take a table of them: two GPU launches a message.
 
 The table is planned once for all messages whose parts have the same lengths.
 """
@@ -25,7 +25,7 @@ from hybridcomp.collectives.wire import (
     transport,
 )
 
-#: exchanges of unequal parts that are remembered; each has a row for every rank
+#: most exchanges of unequal parts that are remembered; each has a row for every rank
 MOST_KNOWN = 64
 
 
@@ -33,12 +33,13 @@ MOST_KNOWN = 64
 class _PartsPlan:
     """Sizes and places common to all messages whose parts have the same lengths."""
 
-    sent: StretchTable  # those for other ranks, and their payloads
+    sent: StretchTable  # table of the parts for other ranks and of their payloads
     received: StretchTable
     gives: Splits  # bytes to each rank
     takes: Splits
     places: tuple[int, ...]
-    own: tuple[slice, slice]  # what stays on this rank: in the values, in the output
+    # part that stays on this rank: its slice of the values and of the output
+    own: tuple[slice, slice]
 
 
 @lru_cache(maxsize=MOST_KNOWN)
@@ -84,7 +85,7 @@ def parts_to_all(
     kernel: PlannedKernel,
     via: Transfer,
 ) -> Steps[None]:
-    """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
+    """Exchange parts of any lengths, by rank, with the bytes and results of ``all_to_all``.
 
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
@@ -105,9 +106,9 @@ def parts_to_all(
 
 
 def gather_parts(shard: Tensor, out: Tensor, kernel: PlannedKernel, via: Transfer) -> Steps[None]:
-    """Gather shards with cuts into ``out``: bytes and bits of ``moves.all_gather``.
+    """Gather shards with cuts into ``out``, with the bytes and results of ``all_gather``.
 
-    1 encode every stretch of this rank's shard, 2 all-gather, 3 decode those of all ranks.
+    1 encode every slice of this rank's shard, 2 all-gather, 3 decode the slices of all ranks.
     """
     group, meter, numel = via.group, via.meter, shard.numel()
     parts, slot, places = _planned_stretches(

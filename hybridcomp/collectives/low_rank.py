@@ -1,16 +1,16 @@
 """Sum gradients by low-rank factors: PowerSGD (Vogels et al. 2019, arXiv 1905.13727, alg. 1 and 2).
 
-One power iteration a step, begun where the last one ended. With M_r the matrix of rank r and Q its
-right factor, orthonormal and the same on all ranks,
+Each step runs one power iteration, which starts from the last one's result. With M_r the matrix of
+rank r and Q its right factor, orthonormal and the same on all ranks,
 
     P = orthonormal basis of sum_r M_r Q,    Q' = sum_r M_r^T P,    P Q'^T = P P^T sum_r M_r
 
-approximates the sum. The error on rank r, (1 - P P^T) M_r, is that rank's residual: those of all
-ranks add up to the exact minus the delivered sum. (The paper keeps M_r minus the mean instead,
-whose part that differs between ranks is never sent and grows like a random walk.)
+approximates the sum. The error on rank r, (1 - P P^T) M_r, is that rank's residual: the residuals
+of all ranks add up to the exact minus the delivered sum. (The paper keeps M_r minus the mean
+instead: the part of it that differs between ranks is never sent and grows like a random walk.)
 
-Every rank computes with the same sums, so replicas stay equal where the ranks of a group use the
-same library on the same kind of device with as many threads.
+Every rank computes with the same sums, so replicas stay equal if the ranks of a group use the same
+library on the same kind of device with equally many threads.
 
 torch's ``powerSGD_hook`` does not fit: its state is kept by DDP's bucket indices, it divides by the
 size of the group, and its residuals can follow neither a parameter nor a loss scale.
@@ -38,7 +38,7 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stretch of a flat tensor that is ``rows`` x ``columns`` values, row by row."""
+    """A slice of a flat tensor that holds ``rows`` x ``columns`` values, row by row."""
 
     key: str  # name of the matrix, equal on all ranks
     start: int
@@ -62,13 +62,13 @@ Measure = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Factoring:
-    """Matrices in a flat tensor, and the right factors with which their sums begin.
+    """Matrices in a flat tensor, and the right factors from which their sums start.
 
     Attributes:
-        matrices: stretches of the tensor in order, without overlap; the same on all ranks.
-        rank: of the factors, the same on all ranks.
+        matrices: slices of the tensor in order, without overlap; the same on all ranks.
+        rank: rank of the factors, the same on all ranks.
         warm: right factors, the same on all ranks; updated.
-        needed: ``[start, stop)`` stretches that the caller reads; None: all of it.
+        needed: ``[start, stop)`` slices that the caller reads; None: the whole tensor.
         measure: called with squared norms, if this step takes a sample.
     """
 
@@ -85,7 +85,7 @@ class Factoring:
         return any(start < matrix.stop and matrix.start < stop for start, stop in self.needed)
 
     def between(self, numel: int) -> list[tuple[int, int]]:
-        """Return the stretches of a tensor of ``numel`` elements that are in no matrix."""
+        """Return the slices of a tensor of ``numel`` elements that belong to no matrix."""
         edges = [0, *(edge for m in self.matrices for edge in (m.start, m.stop)), numel]
         pairs = list(zip(edges[::2], edges[1::2], strict=True))
         assert all(start <= stop for start, stop in pairs), "matrices overlap"
@@ -95,7 +95,7 @@ class Factoring:
 def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[Tensor]:
     """Sum ``values`` over a group: matrices by low-rank factors, everything else exactly.
 
-    1 add the values to the residual: that is to be summed
+    1 add the values to the residual, which then holds what is to be summed
     2 all-reduce the left factors and, behind them, the values outside of matrices
     3 all-reduce the right factors; subtract this rank's part of the product from the residual
     4 multiply the factors of matrices that are needed; keep the right factors for the next step
@@ -104,8 +104,8 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
 
     Args:
         values: 1-D contiguous fp32/bf16/fp16, not modified.
-        how: group, meter and residual; that is fp32, as long as ``values``, updated, and 0 outside
-            of matrices.
+        how: group, meter and residual; the residual is fp32, as long as ``values``, and is updated;
+            outside matrices it is 0.
 
     Returns the fp32 sum, undefined in matrices that are not needed at all.
     """
@@ -150,7 +150,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
 def _left_factors(
     total: Tensor, factoring: Factoring, rest: Sequence[tuple[int, int]]
 ) -> tuple[list[Tensor], Tensor]:
-    """Return ``(left factors, the message: these, then the values in no matrix)``."""
+    """Return the left factors, and the message: left factors, then the values outside matrices."""
     matrices, device = factoring.matrices, total.device
     starts = [_warm_start(factoring.warm, matrix, factoring.rank, device) for matrix in matrices]
     lefts = [matrix.of(total) @ start for matrix, start in zip(matrices, starts, strict=True)]
@@ -164,7 +164,7 @@ def _leave(
     carried: Iterable[Tensor],
     rest: Sequence[tuple[int, int]],
 ) -> None:
-    """Subtract the products of the factors from ``residual``, and set it to 0 outside matrices."""
+    """Subtract the factors' products from ``residual``, and zero it outside matrices."""
     for matrix, delivered in zip(matrices, carried, strict=True):
         settle(matrix.of(residual), delivered)
     for start, stop in rest:
@@ -172,7 +172,7 @@ def _leave(
 
 
 def _put(result: Tensor, rest: Sequence[tuple[int, int]], outside: Tensor) -> None:
-    """Write ``outside``, the sums of the stretches ``rest``, into ``result``."""
+    """Write ``outside``, the sums of the slices ``rest``, into ``result``."""
     position = 0
     for start, stop in rest:
         result[start:stop] = outside[position : position + stop - start]
@@ -180,13 +180,14 @@ def _put(result: Tensor, rest: Sequence[tuple[int, int]], outside: Tensor) -> No
 
 
 def follow(warm: WarmStarts, key: str, right: Tensor) -> None:
-    """Keep this right factor for the next step, unless it has a NaN or Inf."""
+    """Keep the right factor for the next step, unless it has a NaN or Inf."""
     basis = _orthonormal(right)
-    warm[key] = torch.where(basis.isfinite().all(), basis, warm[key])  # without a wait of the host
+    # chosen on the device, so the host does not wait
+    warm[key] = torch.where(basis.isfinite().all(), basis, warm[key])
 
 
 def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.device) -> Tensor:
-    """Return the right factor to begin with; the first is random, seeded by the key alone."""
+    """Return the initial right factor; the first one is random, seeded only by the key."""
     found = warm.get(matrix.key)
     if found is None or found.shape != (matrix.columns, rank):
         seed = int.from_bytes(hashlib.sha256(matrix.key.encode()).digest()[:7], "little")
@@ -199,7 +200,8 @@ def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.devic
 def _orthonormal(columns: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns; Householder QR, which allows dependent columns.
 
-    Contiguous: a product's bits depend on the layout, and a checkpoint may not keep another one.
+    The result is contiguous: a product's bits depend on the layout, which a checkpoint may not
+    keep.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.contiguous()

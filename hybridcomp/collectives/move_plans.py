@@ -1,6 +1,6 @@
-"""Plan how a group gathers and exchanges messages that are alike: codec, kernels and rounds.
+"""Plan how a group gathers and exchanges equal messages: codec, kernels and rounds.
 
-A plan is made at the first message and kept with the group (``moves``).
+A plan is made for the first message and kept with the group.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class AllGatherPlan:
     """Cached plan of a single-level gather; one of ``fused``, ``parts``, ``rounds`` is used.
 
     Attributes:
-        held: the codec of the gather, for the key.
-        codec, spec: of the quantization.
-        fused: kernels for two launches; ``parts``: those of shards with cuts.
-        rounds: each with its stretches of a shard.
+        held: the codec of the gather, kept alive for the key.
+        codec, spec: codec of the quantization, and its spec.
+        fused: kernels for two launches; ``parts``: kernels for shards with cuts.
+        rounds: each round with its slices of a shard.
     """
 
     held: Codec
@@ -64,10 +64,10 @@ class AllToAllPlan:
     """Plan of an exchange of parts of equal lengths in a group, in one of three ways.
 
     Attributes:
-        held: the codec and the lengths, for the key.
-        codec, spec: of the quantization.
-        fused: kernels for two launches; ``parts``: those of unequal parts.
-        exchange: without such kernels.
+        held: the codec and the lengths, kept alive for the key.
+        codec, spec: codec of the quantization, and its spec.
+        fused: kernels for two launches; ``parts``: kernels for unequal parts.
+        exchange: plan of the exchange if there are no such kernels.
     """
 
     held: tuple[Codec, Splits, Splits]

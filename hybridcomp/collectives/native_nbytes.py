@@ -2,7 +2,7 @@
 
 Bandwidth-optimal algorithms, as in NCCL's accounting (nccl-tests, PERFORMANCE.md): a ring sends
 ``(W-1)/W`` of the buffer for a reduce-scatter and again for the all-gather of an all-reduce.
-Results are cached, as every message needs one and messages have few sizes.
+Results are cached, since every message needs one and messages have few sizes.
 """
 
 from __future__ import annotations

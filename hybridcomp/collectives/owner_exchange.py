@@ -1,8 +1,8 @@
 """Exchange the slices of an owner plan in a constant number of kernel launches.
 
-For codecs with kernels for the stretches of a plan (``codecs.launches.PlannedKernel``): bytes and
-bits of ``wire.exchanges`` and of the second hop of ``owner_reduction``. What does not depend on the
-values is worked out once for each rank of a plan, and lies on the device.
+For codecs with kernels for all slices of a plan (``codecs.launches.PlannedKernel``); bytes and
+results equal those of ``wire.exchanges`` and of the second hop of ``owner_reduction``. Everything
+that does not depend on values is computed once per plan and rank, and kept on the device.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ class OwnerExchange:
 
     Attributes:
         gives, takes: bytes to and from each rank.
-        places: of the buffers of both, and of the payloads before ``copies``, in one allocation.
-        outgoing, incoming: stretches that are encoded, and that are summed or decoded.
-        in_blocks: whether stretches of values begin at blocks of a residual of few bits.
-        stays: sums that this rank made and owns: ``[start, stop)`` in its chunk, and where they
-            begin in the tensor of its sums.
-        copies: of payloads that go to several ranks, into what is sent.
-        again: stretches that this rank owns with others: it decodes its payload as they do.
-        shared: of a direct plan, their sums, with what is decoded as this rank's own values.
+        places: bytes for both message buffers, and for the payloads before ``copies``, in one
+            allocation.
+        outgoing, incoming: slices that are encoded, and slices that are summed or decoded.
+        in_blocks: whether all slices begin at block borders of a few-bit residual.
+        stays: sums that this rank computes and owns: ``[start, stop)`` in its chunk, and their
+            start in the tensor of its sums.
+        copies: copies payloads that go to several ranks into the sent message.
+        again: slices that this rank owns with others: like them, it decodes its own payload.
+        shared: in a direct plan, the sums of such slices, with the decoded payload as this rank's
+            values.
     """
 
     gives: Splits
@@ -60,13 +62,13 @@ class OwnerExchange:
     shared: StretchTable | None = None
 
     def room(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Allocate ``(buffer to give back, this rank's payloads, what comes, what it sends)``."""
+        """Allocate ``(buffer to give back, this rank's payloads, received, sent bytes)``."""
         buffer, cut = room_of(self.places, like.device)
         return buffer, cut[-1], cut[0], cut[1]
 
 
 def even_plan(numel: int, chunk: int, ranks: int) -> OwnerPlan:
-    """Return the direct plan of chunks of ``chunk`` elements, the last ones shorter, by rank."""
+    """Return the direct plan with a chunk of ``chunk`` elements per rank, the last ones shorter."""
     edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
     chunks = tuple(OwnedRange(*edge, (rank,)) for rank, edge in enumerate(pairwise(edges)))
     return replace(plan_of(chunks, ranks), kind="direct", prepared={})
@@ -83,11 +85,11 @@ def shards_as_plan(
 def exchange_of(
     plan: OwnerPlan, kernel: PlannedKernel, codec: Codec, like: Tensor, via: Transfer
 ) -> OwnerExchange:
-    """Return the exchange after which the sums of ``plan`` are at their owners.
+    """Return the exchange that brings the sums of ``plan`` to their owners.
 
     In a direct plan each rank sends the values of all runs, in a balanced one the sums of its
-    chunk; both are cut at the cuts of ``via``. ``like`` has the dtype and device of what is
-    encoded. Made at the first call.
+    chunk; both are cut at the cuts of ``via``. ``like`` has the dtype and device of the encoded
+    values. The first call makes the exchange, later ones return it.
     """
     key = (codec, via.group.rank, like.dtype, like.device, tuple(via.cuts))
     found: OwnerExchange | None = plan.prepared.get(key)
@@ -177,7 +179,7 @@ def _part(ranks: tuple[int, ...], low: int, numel: int, of: SendingRank) -> Part
 
 
 def _places(gives: Splits, takes: Splits, copies: CopiedPayloads | None) -> tuple[int, ...]:
-    """Return the places of ``OwnerExchange.room``; without copies payloads are what is sent."""
+    """Return the places of ``OwnerExchange.room``; without copies payloads are the message."""
     if copies is None:
         return places_of(takes.total, gives.total)
     return places_of(takes.total, gives.total, copies.nbytes)
@@ -193,8 +195,8 @@ def sum_at_owners(
 ) -> Steps[None]:
     """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order.
 
-    A residual of few bits is fp32 in between where a run begins inside of one of its blocks.
-    ``begin``: of a plan without shared runs, what the sums start from, fp32; may be ``sums``.
+    A few-bit residual is converted to fp32 meanwhile if a run begins inside one of its blocks.
+    ``begin``: fp32 start values of the sums, for a plan without shared runs; may be ``sums``.
     """
     group, meter, residual, buffer = how.group, how.meter, how.residual, None
     ranks, me = group.size, group.rank
@@ -246,8 +248,8 @@ def send_sums(
 ) -> Steps[None]:
     """1 encode this rank's chunk ``total`` for the owners, 2 all-to-all, 3 decode into ``sums``.
 
-    What stays on this rank is not in it. With ``feedback`` the chunk becomes the residual of this
-    quantization.
+    Sums that stay on this rank are left out. With ``feedback`` the chunk becomes the residual of
+    this quantization.
     """
     meter, gives, takes = via.meter, exchange.gives, exchange.takes
     room, payloads, received, sent = exchange.room(total)

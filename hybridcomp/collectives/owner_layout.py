@@ -1,4 +1,4 @@
-"""Lay out the payloads that go to owners, in the order in which a message has them."""
+"""Lay out the payloads for owners in the order in which a message holds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.launches import PlannedStretch
 from hybridcomp.collectives.wire import Splits
 
-#: bytes of the words in which payloads are copied; payloads are multiples of it
+#: bytes of a word in which payloads are copied; payload sizes are multiples of it
 WORD = 8
 
 
@@ -39,10 +39,10 @@ class CopiedPayloads:
     """Copies of payloads that go to several ranks, in one launch for any number of copies.
 
     Attributes:
-        nbytes: of all payloads, each once.
-        unit: words of the rows that payloads consist of: as many as divide all of them.
-        rows: int64 on the device, by row of the message that of the payloads: of the shortest
-            payloads they take half as many bytes as the message.
+        nbytes: bytes of all payloads, each counted once.
+        unit: words of a row: the largest number that divides the length of every payload.
+        rows: for each row of the message the row of the payloads, int64 on the device. For the
+            shortest payloads this index takes half as many bytes as the message.
     """
 
     nbytes: int
@@ -55,7 +55,7 @@ class CopiedPayloads:
         torch.index_select(words, 0, self.rows, out=out)
 
 
-#: values that go to ranks, none of which is this one: the ranks, the first element, elements
+#: values for other ranks only: these ranks, the first element, the number of elements
 Part = tuple[tuple[int, ...], int, int]
 
 
@@ -64,8 +64,9 @@ def lay_out(
 ) -> tuple[Splits, list[PlannedStretch], CopiedPayloads | None]:
     """Lay payloads out by rank, then in the order of ``parts``.
 
-    Returns the bytes by rank, a stretch for each part, and the copies that make the message of the
-    payloads of these stretches: None where these are the message, as none goes to several ranks.
+    Returns the bytes by rank, a slice for each part, and the copies that build the message from the
+    payloads of these slices: None if no payload goes to several ranks, so that they are the
+    message.
     """
     sizes = [of.nbytes(numel) for _, _, numel in parts]
     message: list[list[int]] = [[] for _ in range(of.ranks)]

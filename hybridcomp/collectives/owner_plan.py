@@ -1,7 +1,7 @@
-"""Plan the reduction of a bucket whose ranges have owners: which rank sums and which receive.
+"""Plan the reduction of a bucket whose ranges have owners: which rank sums, which ranks receive.
 
-The same buckets come every step, so a plan, which depends on their ranges only, is kept. A tuple of
-ranges that comes again is known by its identity: to hash 4,096 ranges takes 3 ms.
+The same buckets come every step, and a plan depends only on their ranges, so plans are cached. A
+tuple of ranges is recognized by its identity: hashing 4,096 ranges takes 3 ms.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hybridcomp.errors import CodecError
 
 PlanKind = Literal["direct", "balanced"]
 Key = TypeVar("Key")
-#: elements: where the sum of a run begins in the tensor of all sums, so that kernels find vectors
+#: alignment, in elements, of a run's sum in the tensor of all sums, so that kernels can use vectors
 PLACE_ALIGN = 32
-#: largest number of tuples of ranges that are known by their identity
+#: most tuples of ranges that are recognized by their identity
 MOST_KNOWN = 4096
 
 
@@ -32,7 +32,7 @@ class OwnedPart:
     start: int
     stop: int
     ranks: tuple[int, ...]
-    source: int  # group rank that has summed it
+    source: int  # group rank that computes the sum
 
     @property
     def numel(self) -> int:
@@ -40,7 +40,7 @@ class OwnedPart:
 
     @property
     def stays(self) -> bool:
-        """Return whether only the rank that summed it needs it: no second quantization."""
+        """Return whether only the rank that sums it needs it, so that it is not quantized again."""
         return self.ranks == (self.source,)
 
 
@@ -52,13 +52,13 @@ class OwnerPlan:
         kind: ``direct``: every rank sends to the owners; ``balanced``: each rank sums a chunk of an
             even split and sends the sums to their owners.
         numel: elements of the bucket.
-        runs: neighbours with the same owners as one range, empty ones left out.
+        runs: ranges with neighbours of the same owners merged and empty ones left out.
         even: the chunks of the ranks, as ranges.
         lengths: elements of each chunk.
-        longest: elements of the longest row of each kind of message: those of one set of owners
-            (direct), a chunk, those that one rank sends to one set of owners (balanced).
+        longest: elements of the longest row of each kind of message: of one set of owners (direct);
+            of a chunk, and from one rank to one set of owners (balanced).
         sole: whether every range has one owner.
-        prepared: what collectives work out of the plan for one rank, kept with it.
+        prepared: what collectives derive from the plan for one rank, cached here.
     """
 
     kind: PlanKind
@@ -85,7 +85,7 @@ class OwnedSums:
 
     Attributes:
         numel: elements of the tensor.
-        starts, places: by run, where it begins in the bucket and in the tensor.
+        starts, places: start of each run in the bucket and in the tensor.
         results: ``[start, stop)`` in the tensor of every range that the rank owns, in order.
     """
 
@@ -95,12 +95,12 @@ class OwnedSums:
     results: list[Range]
 
     def place_of(self, start: int) -> int:
-        """Return where element ``start`` of the bucket, which is in a run, lies in the tensor."""
+        """Return where element ``start`` of the bucket, inside a run, lies in the tensor."""
         run = bisect_right(self.starts, start) - 1
         return self.places[run] + start - self.starts[run]
 
     def part(self, sums: Tensor, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the bucket, inside one run, in the tensor."""
+        """Return elements ``[start, stop)`` of the bucket, inside a run, from ``sums``."""
         place = self.place_of(start)
         return sums[place : place + stop - start]
 
@@ -120,12 +120,13 @@ def _owned_sums(plan: OwnerPlan, rank: int) -> OwnedSums:
     return replace(sums, results=results)
 
 
-#: plans by identity of the ranges, which are kept so that none takes their place, and ranks
+#: plans by ranks and identity of the ranges, which are kept so that no other tuple gets that
+#: identity
 _KNOWN: dict[tuple[int, int], tuple[tuple[OwnedRange, ...], OwnerPlan]] = {}
 
 
 def find_plan(ranges: Sequence[OwnedRange], world_size: int) -> OwnerPlan:
-    """Return ``plan_of(ranges)``; for a tuple that was met before, without a look at its ranges."""
+    """Return ``plan_of(ranges)``, without reading the ranges of a tuple that was seen before."""
     if not isinstance(ranges, tuple):
         return plan_of(tuple(ranges), world_size)
     key = (id(ranges), world_size)
@@ -141,9 +142,9 @@ def find_plan(ranges: Sequence[OwnedRange], world_size: int) -> OwnerPlan:
 def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
     """Return the plan for ``ranges``, the same on all ranks.
 
-    The plan with the smaller maximum of elements that any rank sends or receives is chosen. One
-    rank that owns a whole bucket would receive ``W - 1`` times its length directly, but at most
-    twice its length in the balanced plan. Ties are direct, which quantizes once.
+    It chooses the plan in which the busiest rank sends or receives fewer elements. A rank that owns
+    a whole bucket would receive ``W - 1`` times its length directly, but at most twice its length
+    in the balanced plan. On a tie it takes direct, which quantizes only once.
 
     Raises CodecError unless the ranges follow each other from 0 and have distinct known owners.
     """
@@ -209,9 +210,9 @@ def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[OwnedPa
 
 
 def _direct_traffic(ranges: Sequence[OwnedRange], world_size: int) -> list[list[int]]:
-    """Return ``[sent, received]`` elements of every rank when all send to the owners."""
+    """Return ``[sent, received]`` elements of every rank if all send directly to the owners."""
     owns = [0] * world_size
-    copies = 0  # elements that a rank which owns nothing sends
+    copies = 0  # elements that a rank that owns nothing sends
     for owned in ranges:
         copies += (owned.stop - owned.start) * len(owned.ranks)
         for rank in owned.ranks:
@@ -231,7 +232,7 @@ def _longest(lengths: Sequence[tuple[Key, int]]) -> int:
 
 
 def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
-    """Join adjacent ranges with the same owners: fewer calls of the codec."""
+    """Join adjacent ranges with the same owners, for fewer codec calls."""
     runs: list[OwnedRange] = []
     for owned in ranges:
         if runs and runs[-1].ranks == owned.ranks:

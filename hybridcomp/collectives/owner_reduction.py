@@ -50,14 +50,14 @@ from hybridcomp.collectives.wire import (
 def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> list[Tensor]:
     """Sum ``tensor`` over a group; only the owners of a range get its sum.
 
-    ``plan_of`` chooses the plan. The error of an element is at most ``W * e1`` (direct) or
-    ``(W - 1) * e1 + e2`` (balanced), in two levels with nodes for ranks. Owners of one range get
+    ``plan_of`` chooses the plan. The error of an element is at most ``W * e1`` (direct) or ``(W -
+    1) * e1 + e2`` (balanced), in two levels with nodes in place of ranks. Owners of one range get
     the same bits.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16, not modified.
         ranges: cover ``tensor`` in order, each with at least one rank; the same on all ranks.
-        how: ``owner_hops`` says whether its owner's residual is used.
+        how: reduction; its owner residual is used if ``owner_hops`` is 2.
 
     Returns the fp32 sum of every range that this rank owns, in the order of ``ranges``; the
     tensors may be views of one buffer that belongs to the caller.
@@ -71,9 +71,9 @@ def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reductio
 
 
 def keep_to_owners(tensor: Tensor, how: Transfer, total: Tensor) -> None:
-    """Sum ``tensor`` over the node and add this rank's stretch of it to ``total``, fp32.
+    """Sum ``tensor`` over the node and add this rank's slice of the sum to ``total``, fp32.
 
-    ``Reduction.kept`` of a later ``reduce_to_owners`` of a tensor that is cut alike takes it along.
+    A later ``reduce_to_owners`` of a tensor with the same cuts sends it by ``Reduction.kept``.
     """
     edges = chunk_ranges(tensor.numel(), how.group.width)
     lengths = [stop - start for start, stop in edges]
@@ -99,7 +99,7 @@ def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
 def _in_two_levels(
     tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
 ) -> Steps[list[Tensor]]:
-    """1 sum this rank's stretch over the node, 2 reduce to the owners' nodes, 3 then to owners."""
+    """1 sum this rank's slice over the node, 2 reduce to owners' nodes, 3 then to the owners."""
     levels = how.group.levels
     assert levels is not None
     codec = how.codec.for_presummed(levels.width)
@@ -120,7 +120,7 @@ def _in_two_levels(
 def _flat(
     tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
 ) -> tuple[Steps[None], list[Tensor]]:
-    """Return the steps on one level, direct or balanced as the plan says, and what they fill in."""
+    """Return the single-level steps, direct or balanced as planned, and the sums they fill."""
     check_values("tensor", tensor)
     check_residual("residual", how.residual, tensor.numel())
     plan = _planned(tensor, ranges, how)
@@ -143,7 +143,7 @@ def _flat(
 
 
 def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
-    """Return the cached plan for buckets like this one; make it at the first."""
+    """Return the cached plan for buckets like this one, making it for the first."""
     cuts, same = tuple(how.cuts), id(ranges) if isinstance(ranges, tuple) else tuple(ranges)
     left = how.residual
     of_residual = (isinstance(left, QuantizedResidual) and left.in_blocks, type(left))
@@ -158,7 +158,7 @@ def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Bu
 
 
 def _alone(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) -> None:
-    """Copy the runs into the sums of a group of one rank, and add the residual."""
+    """Copy the runs into the sums, in a group of one rank, and add the residual."""
     for run in plan.owners.runs:
         here, out = slice(run.start, run.stop), plan.mine.part(sums, run.start, run.stop)
         out.copy_(tensor[here])
@@ -209,10 +209,10 @@ def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) ->
 def _accumulator(
     numel: int, plan: BucketPlan, sums: Tensor, kept: Residual | None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return ``(buffer to give back, fp32 tensor of the sum of a chunk, what that starts from)``.
+    """Return ``(buffer to give back, fp32 tensor for a chunk's sum, its start values)``.
 
-    That is in ``sums`` where the chunk is this rank's alone, else the residual ``kept``, which then
-    is that of the second quantization, or a buffer.
+    The tensor is part of ``sums`` if only this rank owns the chunk; else it is the residual
+    ``kept`` of the second quantization, or a buffer.
     """
     buffer: Tensor | None = None
     if plan.alone is not None:
@@ -231,7 +231,7 @@ def _send_on(
 ) -> Steps[None]:
     """1 send this rank's sums to their owners, 2 decode the sums that this rank owns.
 
-    With ``feedback`` the memory of a sum, in ``total``, becomes the residual of this quantization.
+    With ``feedback`` the sums in ``total`` become the residual of this quantization.
     """
     coder, dtype = plan.exchange.coder, plan.exchange.dtype
     # 1

@@ -1,7 +1,7 @@
-"""Plan how a group reduces buckets that are alike: codecs, kernels and the messages of every round.
+"""Plan how a group reduces equal buckets: codecs, kernels and the messages of every round.
 
-``owner_plan`` says which rank sums what; here this becomes messages with a codec, a dtype and cuts,
-of one rank. A plan is made at the first bucket and kept with the group.
+``owner_plan`` assigns sums to ranks; this module turns that into one rank's messages, with codec,
+dtype and cuts. A plan is made for the first bucket and kept with the group.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class BucketPlan:
     """Plan of a single-level reduction to owners, cached for buckets of one layout.
 
     Attributes:
-        held: codec and ranges of the reduction, for the key.
-        owners, mine: which ranks sum what, and where this rank's sums lie.
-        codecs: of the quantizations, one in a direct plan and two in a balanced one; ``specs``:
-            theirs, as a meter notes them.
-        kernel: for the stretches of a direct plan, or of the second hop of a balanced one.
-        cuts: of the parameters; a bounded codec also where owners change.
-        fused: kernels for the first hop of a balanced plan; ``parts``: with cuts, with the plan of
-            that hop.
-        alone: where the chunk that this rank sums lies in the tensor of its sums, if no other rank
-            needs any of it and kernels sum it: then it is summed there.
+        held: codec and ranges of the reduction, kept alive for the key.
+        owners, mine: the plan that assigns sums to ranks, and the positions of this rank's sums.
+        codecs: codecs of the quantizations, one in a direct plan and two in a balanced one;
+            ``specs``: their specs for the meter.
+        kernel: kernel for the slices of a direct plan, or of the second hop of a balanced one.
+        cuts: cuts at parameters; for a bounded codec also at changes of owner.
+        fused: kernels for the first hop of a balanced plan; ``parts``: kernels and plan of that hop
+            if there are cuts.
+        alone: position of this rank's chunk in the tensor of its sums, if no other rank needs any
+            of it and kernels sum it; it is then summed in place.
         sums: the rounds of the first hop without such kernels.
-        scatters: the same of the second hop.
+        scatters: the rounds of the second hop without such kernels.
     """
 
     held: tuple[Codec, Sequence[OwnedRange]]
@@ -74,15 +74,16 @@ class BucketPlan:
 
 @dataclass(frozen=True, eq=False)
 class ScatterRound:
-    """One round in which sums go from the ranks that made them to their owners.
+    """One round in which sums go from the ranks that computed them to their owners.
 
-    Ranges are in this rank's chunk of the even split, or in the tensor of the sums that it owns.
+    Ranges refer to this rank's chunk of the even split, or to the tensor of the sums that it owns.
 
     Attributes:
-        exchange: of the payloads; ``sent``: its jobs, in the chunk.
-        arriving: where payloads of others are decoded to, by source.
-        again: jobs whose payloads this rank decodes as well, as one of several owners, and where.
-        stays: what this rank alone needs: in the chunk, and in its sums.
+        exchange: exchange of the payloads; ``sent``: its jobs, as ranges of the chunk.
+        arriving: ranges into which other ranks' payloads are decoded, by source.
+        again: jobs whose payloads this rank also decodes, as one of several owners, with their
+            target ranges.
+        stays: ranges that only this rank needs: in the chunk, and in its sums.
         each: kernels for several payloads in one launch, if the back end has them.
     """
 
@@ -138,7 +139,7 @@ def _balanced(
 ) -> BucketPlan:
     """Plan to sum an even split and to send the sums to their owners.
 
-    A bounded codec must encode the same stretches in both, so both are cut where owners change.
+    A bounded codec must encode the same slices in both hops, so both are cut at changes of owner.
     """
     group, device, owners = how.group, tensor.device, plan.owners
     codecs = how.codec.split_error_budget(2, group.size, exact=1)
@@ -199,7 +200,7 @@ def _balanced(
 
 
 def _alone_at(owners: OwnerPlan, mine: OwnedSums, me: int) -> int | None:
-    """Return where the chunk of rank ``me`` begins in its sums, if it owns all of it alone."""
+    """Return the start of rank ``me``'s chunk in its sums, if it is the only owner of all of it."""
     chunk = owners.even[me]
     for run in owners.runs:
         if chunk.start < chunk.stop and run.start <= chunk.start and chunk.stop <= run.stop:

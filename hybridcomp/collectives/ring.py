@@ -1,13 +1,13 @@
 """Send ring attention's tensors round a group: encode them once, forward the same bytes.
 
-A ``PackedMessage`` has some tensors of one dtype. Its owner packs it; every other rank receives it,
-decodes the tensors that it needs, and forwards the same bytes. In host memory a header
-stands in front (``headers.Header``): a rank whose neighbour has other shapes or another block
-raises an error instead of computing with wrong values. On a GPU there is none, as reading it would
-make the host wait.
+A ``PackedMessage`` holds several tensors of one dtype. Its owner packs it; every other rank
+receives it, decodes the tensors that it needs, and forwards the same bytes. In host memory it
+starts with a header (``headers.Header``), so that a rank whose neighbour has other shapes or
+another block raises an error instead of computing with wrong values. On a GPU there is no header,
+since reading it would make the host wait.
 
-Variable sizes stand behind the header. On a GPU they are a separate message ahead of the payload;
-the host waits for it, and the payload travels while a block of attention computes.
+Payload sizes, if they vary, follow the header. On a GPU they are a separate message ahead of the
+payload: the host waits for it, while the payload travels during a block of attention.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from hybridcomp.collectives.wire import (
 )
 from hybridcomp.errors import CodecError
 
-#: spec in the header of values that travel unencoded
+#: spec in the header of unencoded values
 NATIVE = "none"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Shapes of a parcel: the elements of each of its tensors, and their common dtype."""
+    """Contents of a message: the elements of each of its tensors, and their common dtype."""
 
     numels: tuple[int, ...]
     dtype: torch.dtype
@@ -55,9 +55,9 @@ class Contents:
 
 @dataclass(eq=False)
 class PackedMessage:
-    """Message of several tensors: uint8, with payloads of ``nbytes`` bytes behind ``head`` bytes.
+    """Message of several tensors: uint8, ``head`` bytes, then payloads of ``nbytes``.
 
-    ``buffer``: goes back to the pool once the message is no longer read.
+    ``buffer`` is given back to the pool once the message is no longer read.
     """
 
     contents: Contents
@@ -79,9 +79,9 @@ class PackedMessage:
 
 @dataclass(eq=False)
 class Ring:
-    """Ring of ranks that pass parcels on, with codec (None: unencoded), group and meter.
+    """Ring of ranks that pass packed messages on, with codec (None: unencoded), group and meter.
 
-    ``device``: where messages are.
+    ``device``: device of the messages.
     """
 
     codec: Codec | None
@@ -138,15 +138,15 @@ class Ring:
     ) -> Pending[PackedMessage | None]:
         """Send to group rank ``rank + by`` and receive from ``rank - by``, modulo the size.
 
-        The messages are under way when this returns; ``wait()`` gives the received parcel. None for
-        ``parcel`` or ``expected``: no message goes that way, and the other side must know it.
+        The messages are under way when this returns; ``wait()`` gives the received parcel.
+        ``parcel`` None: send nothing; ``expected`` None: receive nothing. The neighbour must agree.
         """
         return Pending(self._shift(parcel, by, expected), self.meter, async_op=True)
 
     def _shift(
         self, parcel: PackedMessage | None, by: int, expected: Contents | None
     ) -> Steps[PackedMessage | None]:
-        """1 exchange sizes that are in no header, 2 exchange messages, 3 check the header."""
+        """1 exchange sizes unless a header has them, 2 exchange messages, 3 check the header."""
         group = self.group
         dst, src = (group.rank + by) % group.size, (group.rank - by) % group.size
         # 1
@@ -166,7 +166,7 @@ class Ring:
     def _tell_sizes(
         self, parcel: PackedMessage | None, expected: Contents | None, src: int, dst: int
     ) -> list[int]:
-        """Exchange the sizes of payloads; the host waits for those that it receives."""
+        """Exchange payload sizes; the host waits for those that it receives."""
         mine = out = None
         if parcel is not None:
             mine = torch.tensor(parcel.nbytes, dtype=torch.int64, device=self.device)
@@ -186,7 +186,7 @@ class Ring:
         return sizes
 
     def _room(self, expected: Contents, told: list[int] | None) -> PackedMessage:
-        """Allocate a parcel to receive into, of the sizes ``told`` or else the largest possible."""
+        """Allocate a message to receive into, of sizes ``told`` or else as large as possible."""
         head, nbytes = self._head(expected), self._most(expected) if told is None else told
         buffer, message = POOL.take_bytes(head + sum(nbytes), self.device)
         return PackedMessage(expected, message, nbytes, head, buffer)
@@ -239,7 +239,7 @@ class Ring:
 
 
 def _told(contents: Contents) -> tuple[torch.dtype, int]:
-    """Return dtype and elements for a header: fp64, which no codec takes, as pairs of fp32."""
+    """Return dtype and elements for a header; fp64, which codecs refuse, counts as fp32 pairs."""
     if contents.dtype == torch.float64:
         return torch.float32, 2 * contents.numel
     return contents.dtype, contents.numel

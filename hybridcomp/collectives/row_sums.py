@@ -1,12 +1,14 @@
 """Sum the touched rows of a table that every rank holds: gathered, or by owner.
 
-1. A header of each rank: what is wrong with its rows, how many it has, the bytes of their numbers.
-2. The numbers of the rows (``codecs.row_ids``). Now all ranks know what all others touched.
-3. The form with the fewest encoded bytes over all ranks, which all of them compute alike:
-   gather  each rank's rows go to all others, one quantization;
-   owner   row i goes to rank i % ranks, which sends the sum to all others, two quantizations;
-   The dense table is no third one: by owner the ranks send at most what its all-reduce does, where
-   all rows are touched, with as many quantizations.
+1. Each rank sends a header: an error in its rows, the number of rows, the bytes of their row
+   numbers.
+2. Each rank sends its row numbers (``codecs.row_ids``). Now all ranks know which rows all others
+   touched.
+3. All ranks compute alike which form takes the fewest encoded bytes over all ranks, and use it:
+   gather each rank's rows go to all others, one quantization; owner row i goes to rank i % ranks,
+   which sends the sum to all others, two quantizations; The dense table is no third form: even if
+   all rows are touched, "owner" sends at most the bytes of its all-reduce, with as many
+   quantizations.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ FORMS: tuple[Form, ...] = ("gather", "owner")
 class TouchedRows(NamedTuple):
     """Rows of a table.
 
-    ids: (k,), int64 on the host; of one rank and of a sum ascending, each once.
-    values: (k, width), fp32, bf16 or fp16.
+    ids: (k,), int64 on the host; ascending and distinct for one rank and for a sum. values: (k,
+    width), fp32, bf16 or fp16.
     """
 
     ids: Tensor
@@ -39,7 +41,7 @@ class TouchedRows(NamedTuple):
 
 
 class RowError(NamedTuple):
-    """A rank and the number, out of range, that it has a row of."""
+    """A rank with an out-of-range row number, and that number."""
 
     rank: int
     row: int
@@ -51,9 +53,9 @@ def gather_ids(
     """Return the row numbers of all ranks, or the first mistake of any, equal on all ranks.
 
     Args:
-        mine: this rank's, ascending, below ``rows``; on the host.
-        wrong: a number that it must not have; None: there is none.
-        device: of what travels.
+        mine: this rank's row numbers, ascending, below ``rows``; on the host.
+        wrong: an out-of-range number of this rank; None: there is none.
+        device: device of the messages.
     """
     ids = mine if wrong is None else mine[:0]
     payload = encode_ids(ids).to(device)
@@ -72,7 +74,7 @@ def cheapest(
 ) -> tuple[Form, dict[Form, int]]:
     """Return the form with the fewest bytes over all ranks, and the bytes of each form.
 
-    ``ids``: of all ranks. Of codecs of variable size the largest payloads count.
+    ``ids``: row numbers of all ranks. Codecs of variable size count with their largest payloads.
     """
     ranks = len(ids)
 
@@ -134,7 +136,7 @@ def _to_owners(mine: TouchedRows, ids: Sequence[Tensor], via: Transfer) -> list[
 
 
 def _added(union: Tensor, ids: Sequence[Tensor], parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the fp32 sums of ``union``'s rows: ``parts`` by rank, of the rows ``ids``."""
+    """Return fp32 sums of the rows ``union``; ``parts``: each rank's values of its ``ids``."""
     total = torch.zeros((len(union), like.shape[1]), device=like.device)
     for numbers, part in zip(ids, parts, strict=True):
         total.index_add_(0, torch.searchsorted(union, numbers).to(like.device), part.float())
@@ -179,7 +181,7 @@ def _gather_bytes(
         out, rooms = payload.new_empty(sum(sizes)), list(sizes)
         transfer(lambda: transport.all_gather_uneven(out, payload, rooms, group, meter), meter)
         return list(torch.split(out, rooms))
-    padded = payload.new_zeros(most)  # the other transports gather equal parts
+    padded = payload.new_zeros(most)  # other transports need equally long parts
     padded[: len(payload)] = payload
     whole = payload.new_empty(most * group.size)
     transfer(lambda: transport.all_gather(whole, padded, group, meter), meter)

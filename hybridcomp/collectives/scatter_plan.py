@@ -1,4 +1,4 @@
-"""Plan a reduce-scatter: kernels for messages contiguous in memory, rounds for all others."""
+"""Plan a reduce-scatter: kernels for shards that are contiguous in memory, rounds for others."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class ReduceScatterPlan:
     """Cached plan of a single-level reduce-scatter of messages with equal shards.
 
     Attributes:
-        held: the codec of the reduction, for the key.
-        codec, spec: of the quantization.
-        fused: kernels for two launches, for shards that are one in memory; ``parts``: with cuts.
-        whole: the shards and cuts of such a message as one tensor has them, from the first one on.
-        rounds: for all others, planned at the first one of these.
+        held: the codec of the reduction, kept alive for the key.
+        codec, spec: codec of the quantization, and its spec.
+        fused: kernels for two launches, for shards contiguous in memory; ``parts``: kernels if
+            there are cuts.
+        whole: the shards and cuts of such a message as positions in one tensor, set by the first
+            one.
+        rounds: rounds for other messages, planned for the first of them.
         is_one: whether the rounds take values and residuals as one tensor each.
     """
 

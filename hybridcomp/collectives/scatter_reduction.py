@@ -60,7 +60,7 @@ class Shards(Sequence[Tensor]):
         return self.flat[place : place + self.numel]
 
 
-#: one for each shard that this rank encodes (``Group.receivers``)
+#: one residual for each shard that this rank encodes (``Group.receivers``)
 Residuals = Sequence[Residual] | None
 Cuts = Sequence[Sequence[int]] | None
 
@@ -100,9 +100,9 @@ def keep_shards(
 ) -> ReduceScatterHandle:
     """Sum over the node the shards of this rank's column and add them to ``total``, fp32.
 
-    ``Reduction.kept`` of a later ``reduce_scatter`` of shards that are as long takes it along.
-    ``total``: as long as the shards of ``group.receivers``. Returns a handle whose ``wait()`` gives
-    zeros in place of a sum.
+    A later ``reduce_scatter`` of equally long shards sends it by ``Reduction.kept``. ``total``: as
+    long as the shards of ``group.receivers``. Returns a handle whose ``wait()`` gives zeros in
+    place of a sum.
     """
     steps = _keep(_checked(shards, how.group.size), how, total)
     return ReduceScatterHandle(steps, how.meter, async_op)
@@ -119,7 +119,7 @@ def _keep(shards: Sequence[Tensor], how: Transfer, total: Tensor) -> Steps[Tenso
 
 
 def _checked(shards: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
-    """Return the shards without their graph. Raises CodecError on other tensors."""
+    """Return the shards detached from autograd. Raises CodecError on other tensors."""
     if isinstance(shards, Shards):
         count, kinds = shards.ranks, min(1, shards.ranks)
     else:
@@ -164,7 +164,7 @@ def _in_two_levels(
 def _flat(
     shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
 ) -> Steps[Tensor]:
-    """Reduce-scatter on one level: in two launches, or in rounds that overlap."""
+    """Reduce-scatter on one level: in two launches, or in overlapping rounds."""
     me, ranks = how.group.rank, how.group.size
     if isinstance(residuals, Shards) and isinstance(shards, Shards) and residuals.ranks == ranks:
         check_residual("residuals", residuals.flat, shards.flat.numel())
@@ -209,9 +209,9 @@ def _flat(
 
 
 def _sizes(shards: Sequence[Tensor], me: int) -> tuple[int, int, Tensor]:
-    """Return elements of the first shard and of rank ``me``'s, and a tensor of dtype and device.
+    """Return lengths of the first and rank ``me``'s shard, and a tensor of their dtype and device.
 
-    ``Shards`` are not cut for it: each cut takes the host 1 us.
+    ``Shards`` are not sliced for this: each slice takes the host 1 us.
     """
     if isinstance(shards, Shards):
         flat, chunk = shards.flat, shards.numel
@@ -222,7 +222,7 @@ def _sizes(shards: Sequence[Tensor], me: int) -> tuple[int, int, Tensor]:
 def _planned(
     shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, how: Reduction, like: Tensor
 ) -> ReduceScatterPlan:
-    """Return the cached plan for messages like this one; make it at the first.
+    """Return the cached plan for messages like this one, making it for the first.
 
     ``like``: a tensor of the dtype and device of the shards.
     """
@@ -252,7 +252,7 @@ def _joined(shards: Sequence[Tensor]) -> Tensor | None:
 
 
 def _joined_residuals(residuals: Sequence[Residual]) -> Residual | None:
-    """Return residuals as one if they are one in memory, those of few bits with gaps; else None."""
+    """Return residuals as one if contiguous in memory (few-bit ones with gaps), else None."""
     if isinstance(residuals, Shards):
         return residuals.flat
     wide = [one for one in residuals if isinstance(one, Tensor)]
@@ -266,7 +266,7 @@ def _in_rounds(
     plan: ReduceScatterPlan,
     how: Reduction,
 ) -> Steps[Tensor]:
-    """Sum this rank's shard into ``total``, in rounds that overlap (``sum_parts``)."""
+    """Sum this rank's shard into ``total``, in overlapping rounds (``sum_parts``)."""
     values: Sequence[Tensor] = shards
     if plan.is_one and isinstance(shards, Shards):
         values = [shards.flat]

@@ -3,10 +3,10 @@
 DeepSpeed's pipeline reuses receive buffers of another dtype, so the message must state its dtype.
 A 32-byte header travels ahead as a separate message and gives the length of the payload.
 
-Over NCCL the stream that sends goes on with its next work while the message travels: the values
-are encoded, and a payload is kept until the next send, or until ``finish_sends`` at the end of a
-step, which order the stream behind the message before its memory may be taken again. So no more
-payloads are held than if each send were waited for. Over gloo the host waits for each send.
+Over NCCL the sending stream continues while the message travels. The payload is kept until the next
+send, or until ``finish_sends`` at the end of a step; these order the stream behind the message
+before its memory is reused. So no more payloads are held than if each send were waited for. Over
+gloo the host waits for each send.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ from hybridcomp.collectives.wire import (
 )
 from hybridcomp.errors import CodecError
 
-_SIZE_AT = slice(16, 24)  # of the bytes of the payload
-#: longest plausible payload of another codec or shape: so many times the bytes of the message, plus
-#: a spare
+_SIZE_AT = slice(16, 24)  # bytes of the header that give the size of the payload
+#: a payload of another codec or shape may have at most so many times the message's bytes, plus a
+#: spare
 MOST_TIMES, SPARE_NBYTES = 16, 4096
 
 
 @lru_cache(maxsize=1024)
 def _packed(header: Header, device: torch.device) -> Tensor:
-    # cached: a pipeline sends the same few shapes again and again, and a copy to a GPU takes time
+    # cached: a pipeline sends the same few shapes again and again, and copying to a GPU takes time
     return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
 
 
 @dataclass
 class Leaving:
-    """Message that is posted over NCCL and that no stream has waited for yet, with its tensors."""
+    """Message posted over NCCL that no stream has waited for yet, with its tensors."""
 
     works: Sequence[Work] = ()
     tensors: list[Tensor] = field(default_factory=list)
 
     def finish(self) -> Steps[None]:
-        """Wait for it on the current stream; then its memory may be taken again."""
+        """Wait for the message on the current stream; then its memory may be reused."""
         works, self.works = self.works, ()
         tensors, self.tensors = self.tensors, []
         yield from works
         POOL.give(*tensors)
 
 
-#: the last message of this process that was sent over NCCL
+#: the last message that this process sent over NCCL
 LEAVING = Leaving()
 
 
 def finish_sends() -> None:
-    """Order the current stream behind the last message that was sent, and free its payload."""
+    """Order the current stream behind the last sent message, and free its payload."""
     for work in LEAVING.finish():
         work.wait()
 
@@ -115,7 +115,7 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     works.append(transport.send(packed, dst, group, meter))
     if not leaves:
         yield works.pop()
-    if arrival is not None:  # the receiver has its header already
+    if arrival is not None:  # the receiver already has the header
         yield arrival
         (used,) = arrival.sizes()
     if used:
@@ -128,7 +128,7 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
 
 
 def _leaves(tensor: Tensor, group: Group) -> bool:
-    """Return whether a stream orders the message, so that the host need not wait for it."""
+    """Return whether a stream waits for the message, so that the host need not."""
     return tensor.is_cuda and group.backends.get("cuda") != "gloo"
 
 

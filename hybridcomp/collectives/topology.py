@@ -2,8 +2,8 @@
 
 Subgroups are made once, at start-up, by all ranks of the job in the same order: ``new_group`` is a
 collective over the whole job. All engines of a process that reduce over the same ranks share them.
-torch.distributed and the engines hold them; this module refers to them weakly, so that their
-threads and sockets end with ``destroy_process_group``, or with ``let_go``.
+torch.distributed and the engines own them; this module holds weak references, so that their threads
+and sockets end with ``destroy_process_group``, or with ``let_go``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import tell
 
 Ranks = tuple[int, ...]
-#: numbers of levels, in words
+#: words for numbers of levels
 COUNTS = {2: "two", 3: "three", 4: "four"}
 
 _Reference = Callable[[], dist.ProcessGroup | None]
@@ -34,8 +34,7 @@ _made_in: list[_Reference] = [lambda: None]  # the default group of ``_made``
 
 
 class Nodes:
-    """Nodes of all ranks, the units that hold several nodes, and the levels of groups that span
-    them."""
+    """Nodes of all ranks, units that hold several nodes, and the levels of groups across them."""
 
     def __init__(
         self,
@@ -44,10 +43,11 @@ class Nodes:
         *above: Sequence[int],
         codecs: Sequence[Codec | None] = (),
     ) -> None:
-        """``of_rank``: a number for the node of every global rank; ``source``: its origin.
+        """``of_rank``: node number of every global rank; ``source``: where it is known from.
 
-        ``above``: the same for switches, sites and so on, which hold whole units of the level
-        before. ``codecs``: of the sums of each level, the innermost first; None, or none: native.
+        ``above``: the same for switches, sites and so on, each of which holds whole units of the
+        level below. ``codecs``: codec for the sums of each level, the innermost first; None or
+        missing: native.
         """
         self.codecs = tuple(codecs)
         self.of_rank = tuple(of_rank)
@@ -61,8 +61,9 @@ class Nodes:
 
     @property
     def layout(self) -> list[Any] | None:
-        """Return the node of every rank, with units above nodes a list for each level, by which
-        residuals are split; None where no group of the job has two levels."""
+        """Return the node of every rank (with units above nodes, a list per level), by which
+        residuals are split; None if no group of the job has two levels.
+        """
         if not self._deep:
             return None
         return list(self.of_rank) if len(self.units) == 1 else [list(one) for one in self.units]
@@ -70,7 +71,7 @@ class Nodes:
     def group(self, group: dist.ProcessGroup | None, *, two_levels: bool) -> Group:
         """Return a group with its remote ranks; with ``two_levels`` also its prepared levels.
 
-        Remote are the ranks of other units of the largest kind that the group spans.
+        Remote ranks are those in other units of the largest kind that the group spans.
         """
         ranks, me = ranks_of(group), dist.get_rank()
         remote: frozenset[int] = frozenset()
@@ -80,8 +81,7 @@ class Nodes:
         return Group.of(group, remote, self._levels.get(ranks) if two_levels else None)
 
     def rows(self, group: Ranks) -> list[Ranks]:
-        """Return the ranks that encode a sum together: each largest unit in two levels or more,
-        else each alone.
+        """Return the ranks that encode a sum together: largest units, or in one level single ranks.
 
         ``group``: the global ranks of any group of the job; the same on all ranks.
         """
@@ -93,10 +93,12 @@ class Nodes:
         ``groups``: the groups of this rank. Returns sentences for the user about the groups that
         span nodes, the same on all ranks.
         """
-        own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}  # its first rank states it
+        # a group is stated by its first rank
+        own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}
         said = tell({"groups": sorted(own), "alive": _alive()}, what="data-parallel groups")
         if not all(statement["alive"] for statement in said):
-            _made.clear()  # on all ranks: they make the same groups in the same order
+            # cleared on all ranks, so that they make the same groups in the same order
+            _made.clear()
         every = sorted({tuple(ranks) for statement in said for ranks in statement["groups"]})
         count = len(set(self.of_rank))
         notes: dict[str, None] = {}
@@ -156,7 +158,7 @@ def _of(ranks: Ranks, members: Iterable[int]) -> Ranks:
 
 
 def _way(found: Arrangement, codecs: Sequence[Codec | None], *, nodes: bool) -> str:
-    """Say what is native and what is encoded; ``nodes``: there are no units above nodes."""
+    """Describe what is native and what is encoded; ``nodes``: there are no units above nodes."""
     units, width = len(found.grid), len(found.grid[0])
     if nodes:
         return f"native inside a node, encoded between {units} nodes of {width} ranks"
@@ -180,9 +182,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
 def discover(hierarchy: Hierarchy, codecs: Sequence[Codec | None] = ()) -> Nodes:
     """Find the nodes of this job and the units above them; a collective with ``auto``.
 
-    ``codecs``: of the sums of each level.
+    ``codecs``: codecs for the sums of each level.
 
-    Raises ConfigError where a number does not divide what it groups, or nobody tells a unit.
+    Raises ConfigError if a number does not divide the units below it, or if a unit is unknown.
     """
     found = placed(hierarchy)
     nodes, *above = found.units
@@ -202,14 +204,14 @@ def machines(device: str) -> list[tuple[int, str]]:
 def _alive() -> bool:
     """Return whether the subgroups made before still exist: any code may destroy groups."""
     world = dist.group.WORLD
-    if _made_in[0]() is not world:  # torch.distributed was started again
+    if _made_in[0]() is not world:  # torch.distributed was restarted
         _made_in[0] = weakref.ref(world)
         return not _made
     return all(_living(ranks) is not None for ranks, group in _made.items() if group is not None)
 
 
 def _living(ranks: Ranks) -> dist.ProcessGroup | None:
-    """Return the subgroup of ``ranks``; None where it was destroyed, or this rank is no member."""
+    """Return the subgroup of ``ranks``; None if it was destroyed or this rank is no member."""
     reference = _made[ranks]
     group = None if reference is None else reference()
     try:
@@ -229,16 +231,16 @@ def _group(ranks: Ranks) -> dist.ProcessGroup | None:
 def let_go() -> None:
     """Destroy the subgroups that no engine of this process uses, with their threads and sockets.
 
-    The next ``prepare`` makes them again, on all ranks. Living engines keep theirs.
+    The next ``prepare`` makes them again, on all ranks. Subgroups of living engines stay.
     """
     if not _made or not dist.is_initialized() or _made_in[0]() is not dist.group.WORLD:
         return
-    gc.collect()  # engines hang in reference cycles: one that was deleted must not count
+    gc.collect()  # engines hang in reference cycles: collect deleted ones so that they do not count
     used = {ranks for nodes in _users for ranks in nodes.uses}
     for ranks in _made.keys() - used:
         if (group := _living(ranks)) is not None:
             dist.destroy_process_group(group)
 
 
-#: the ``Nodes`` of engines, which use subgroups, held weakly
+#: the ``Nodes`` of living engines, held weakly; each lists the subgroups that it uses
 _users: weakref.WeakSet[Nodes] = weakref.WeakSet()

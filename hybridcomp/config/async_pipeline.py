@@ -12,7 +12,7 @@ from hybridcomp.config.error_messages import problem
 Versions = Literal["flush", 2, "stash", 1]
 Correction = Literal["none", "error_feedback", "look_ahead", "pipemare", "spike"]
 
-#: correction -> versions that its recurrence is written for
+#: correction -> weight versions for which its recurrence is written
 FITS: dict[Correction, tuple[Versions, ...]] = {
     "none": ("flush", 2, "stash", 1),
     "error_feedback": (2,),
@@ -23,7 +23,7 @@ FITS: dict[Correction, tuple[Versions, ...]] = {
 
 
 class AsyncPipelineConfig(Strict):
-    """Pipelines that do not wait for the end of a batch: which weights a stage computes with."""
+    """Configure pipelines that do not wait for the end of a batch: which weights a stage uses."""
 
     versions: Versions = Field(
         "flush",

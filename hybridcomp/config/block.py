@@ -1,7 +1,7 @@
 """Model of the ``"compression"`` block: its keys, and the checks across them.
 
-A dimension that the user writes with a codec replaces the preset's; one without a codec changes
-only the settings that it names. So do ``forward`` and ``backward`` inside a dimension.
+A dimension written with a codec replaces the preset's; one without a codec changes only the
+settings that it names. The same holds for ``forward`` and ``backward`` inside a dimension.
 """
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ class CompressionConfig(DimensionFields):
         return config
 
     def _check_islands(self) -> None:
-        """Refuse a pipeline without a flush in islands, which hold no PipelineModule."""
+        """Refuse a flushless pipeline together with islands, which cannot hold a PipelineModule."""
         if self.enabled and self.sync.acts and self.pipeline.waitless:
             todo = "islands of sync train no PipelineModule; leave pipeline or sync out"
             raise problem("pipeline.versions", self.pipeline.versions, todo)
 
     def _check_accumulates(self) -> None:
-        """Refuse sums in the node where the block says that a node is one rank, or no level."""
+        """Refuse ``dp.accumulate`` if ``hierarchy`` has single-rank nodes or is off."""
         if self.enabled and self.dp.accumulate == "node" and self.widths in ("none", 1):
             todo = 'sums in the node need nodes of several ranks; write "auto" or their number, or'
             raise problem("hierarchy", self.widths, f"{todo} remove dp.accumulate")
@@ -214,23 +214,23 @@ class CompressionConfig(DimensionFields):
 
     @property
     def others(self) -> bool:
-        """Return whether a key that is no dimension does something."""
+        """Return whether any key other than the dimensions has an effect."""
         waitless = self.pipeline.waitless
         others = self.publish or self.gathered or self.generate
         return bool(others or waitless or self.memory.planned)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
-        """Dimensions that the user wrote, as opposed to those from the preset only."""
+        """Return the dimensions that the user wrote, as opposed to those from the preset only."""
         return self._explicit
 
     @property
     def planned(self) -> planned.Planned | None:
-        """Plan from which this block was made; None for any other preset."""
+        """Return the plan from which this block was made; None for any other preset."""
         return self._planned
 
     def keep_native(self, dimensions: Iterable[Dimension]) -> None:
-        """Leave the codecs of these dimensions out, which the job cannot take; all ranks alike."""
+        """Make these dimensions native, which the job cannot encode; all ranks call it alike."""
         self._native |= frozenset(dimensions)
 
     def error_feedback(self, dimension: Dimension) -> bool:
@@ -239,11 +239,11 @@ class CompressionConfig(DimensionFields):
         return settings.feeds_back and dimension not in self._native
 
     def measured(self) -> tuple[Dimension, ...]:
-        """Return the dimensions that turn off where the link is faster than their codec."""
+        """Return the dimensions that turn themselves off if the link is faster than their codec."""
         return tuple(name for name in MEASURED if self._when(name) == "auto")
 
     def insists(self, dimension: Dimension) -> bool:
-        """Return whether the user, and not only the preset, asked to measure ``dimension``."""
+        """Return whether the user, not only the preset, asked to measure ``dimension``."""
         return dimension in self.measured() and "auto" in (getattr(self, dimension).when, self.when)
 
     def _when(self, dimension: Dimension) -> Literal["always", "auto"]:
@@ -267,7 +267,7 @@ class CompressionConfig(DimensionFields):
         return Policy(self.codecs(), self.min_bytes, self.start_step, self.ramps())
 
     def active(self, dimension: Dimension) -> bool:
-        """Return whether any direction of ``dimension`` has a codec, or it acts without one."""
+        """Return whether any direction of ``dimension`` has a codec, or it acts without a codec."""
         settings: DimensionConfig = getattr(self, dimension)
         codecs = self.codecs().items()
         return settings.acts or any(codec for (name, _), codec in codecs if name == dimension)
@@ -280,7 +280,7 @@ class CompressionConfig(DimensionFields):
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self.codecs().items()
-            # else as before there were any
+            # other dimensions add nothing, so that digests stay as before these dimensions existed
             if (not ROWS[name].is_quiet or self.active(name))
             and (codec or direction not in ROWS[name].apart)
         }
@@ -290,9 +290,10 @@ class CompressionConfig(DimensionFields):
             for key, value in getattr(self, name).agreed().items()
         }
         settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
-        if not self.remember:  # who remembers states what it sends
+        if not self.remember:  # a job that remembers verdicts announces its messages
             settings[f"{BLOCK}.remember"] = False
-        settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
+        # ranks must agree, because a report is a collective
+        settings[f"{BLOCK}.ledger.every"] = self.ledger.every
         if self.pipeline.waitless:
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.memory.planned:
@@ -320,7 +321,8 @@ class CompressionConfig(DimensionFields):
             settings[f"{BLOCK}.ledger.sample_every"] = self.ledger.sample_every
         for name in sorted(self._named()):
             if (origin := CODECS.origin(name)) is not None:
-                settings[f"{BLOCK}.codec.{name}"] = origin  # of another package, with its version
+                # a codec of another package counts with its version
+                settings[f"{BLOCK}.codec.{name}"] = origin
         return settings
 
     def _named(self) -> set[str]:

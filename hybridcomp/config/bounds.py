@@ -1,4 +1,4 @@
-"""Check error bounds in the block, and build the codec that keeps one."""
+"""Check error bounds in the block, and build the codec that keeps them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybridcomp.config.error_messages import NOTHING, problem
 from hybridcomp.dimensions import ROWS, Dimension
 from hybridcomp.errors import CodecError
 
-#: keys of an error bound -> arguments of ``Bounded``
+#: keys of an error bound in the block -> arguments of ``Bounded``
 PROMISE = {"error_bound": "error_bound", "error_bound_mode": "mode", "segment": "segment"}
 
 
 def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> None:
-    """Refuse keys of an error bound beside a codec that keeps none. ``at``: the place of a key."""
+    """Refuse keys of an error bound beside a codec that keeps no bound. ``at``: path of a key."""
     if name not in CODECS:
         return
     if "error_bound" in settings:
@@ -28,7 +28,7 @@ def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], 
 
 
 def _no_bound(codec: type[Codec]) -> str:
-    """Say why an error bound does not go with ``codec``, and what to do."""
+    """Return why an error bound does not go with ``codec``, and what to do."""
     if codec.gradients_only:
         why = "bounds no error: what it leaves out comes with the next step"
         return f"{codec.name} {why}; remove it, or {KEEPS_EVERY_BOUND}"
@@ -38,7 +38,7 @@ def _no_bound(codec: type[Codec]) -> str:
 
 
 def _not_taken(name: str, key: str, takes: Sequence[str], implied: bool) -> str:
-    """Say why the codec ``name`` with a bound has no setting ``key``, and what to do."""
+    """Return why the codec ``name`` with a bound has no setting ``key``, and what to do."""
     if not implied:
         return f"{name} takes {', '.join(takes)}; remove {key}"
     others = [
@@ -54,7 +54,7 @@ def build_bounded(
 ) -> Bounded:
     """Build the codec ``name`` with a bound; raises as ``build_codec`` does.
 
-    ``implied``: nobody wrote the codec; the bound alone means it.
+    ``implied``: the user wrote no codec; the bound alone selects it.
     """
     if "error_bound" not in settings:
         field = at("codec").removesuffix("codec") + "error_bound"

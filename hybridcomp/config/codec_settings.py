@@ -1,7 +1,7 @@
 """Name a codec and its settings: the part that directions and dimensions share.
 
-The fields are those that the codecs declare (``codecs.setting``), so that a codec's settings are
-defined in its module, and the settings of another package's codec are keys of the block, too.
+The fields are the settings that codecs declare (``codecs.setting``): a codec's settings are defined
+in its own module, and those of another package's codec become keys of the block too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DIMENSION_KEYS = frozenset(
         *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
-#: names of attributes of the models
+#: attribute names of the models, which no codec may use as a setting
 ATTRIBUTES = frozenset(
     {
         *dir(BaseModel),
@@ -59,7 +59,7 @@ ATTRIBUTES = frozenset(
 
 
 def _refuse_taken_keys() -> None:
-    """Refuse codecs of other packages with a setting that is called like a key of the block."""
+    """Refuse other packages' codecs that have a setting named like a key of the block."""
     for name, codec in tuple(CODECS.outside.items()):
         taken = [s.name for s in codec.settings if s.name in DIMENSION_KEYS | ATTRIBUTES]
         if taken:
@@ -69,13 +69,13 @@ def _refuse_taken_keys() -> None:
 _refuse_taken_keys()
 
 
-#: the dimension under which a codec is named, where it matters: dp, zero and sync have codecs of
-#: their own. None: another dimension; any: all codecs may be named
+#: the dimension under which a codec is named: dp, zero and sync have codecs that no other dimension
+#: takes. None: another dimension; any: all codecs are allowed
 Under = Literal["dp", "zero", "sync", "any"] | None
 
 
 def _home(codec: type[Codec]) -> Under:
-    """Return the only dimension that can have ``codec``, None if all can."""
+    """Return the only dimension that accepts ``codec``, None if all do."""
     if codec.gradients_only:
         return "dp"
     if codec.sparse:
@@ -85,7 +85,7 @@ def _home(codec: type[Codec]) -> Under:
 
 @lru_cache(maxsize=4)
 def codec_names(under: Under = None) -> tuple[str, ...]:
-    """Return every value of the key ``codec`` under a dimension."""
+    """Return every allowed value of the key ``codec`` under a dimension."""
     known = {n for n, codec in CODECS.items() if under == "any" or _home(codec) in (None, under)}
     return (NONE, *sorted(known.union(families())))
 
@@ -93,7 +93,7 @@ def codec_names(under: Under = None) -> tuple[str, ...]:
 def settings_of(
     *, gradients_only: bool = False, sparse: bool = False
 ) -> dict[str, tuple[Setting, ...]]:
-    """Return the settings of all codecs by key: of those for dp or sync only, or of the others.
+    """Return the settings by key of all codecs for only dp, for only sync, or of the others.
 
     Settings that decide the bits a value, which a ramp may move, come first.
     """
@@ -127,7 +127,7 @@ class Strict(BaseModel):
 
 
 def _explained(codecs: Iterable[type[Codec]]) -> str:
-    """Return a sentence for each codec, or for neighbours with the same description."""
+    """Return one sentence for each codec, or for adjacent codecs with the same description."""
     sentences = []
     for about, group in groupby(codecs, key=lambda codec: codec.about):
         alike = list(group)
@@ -171,9 +171,9 @@ else:
 class CodecSettings(_Declared):
     """A codec and its settings; written as an object, or as the bare name of the codec."""
 
-    #: codec settings of this dimension only
+    #: codec settings that only this dimension has
     more: ClassVar[tuple[str, ...]] = ()
-    #: what a message shows in the place of a wrong value
+    #: example that an error shows instead of a wrong value
     EXAMPLE: ClassVar[str] = '{"codec": "blockint", "bits": 8}'
 
     error_bound: float | None = Field(
@@ -222,7 +222,7 @@ def build_codec(
     """Build the codec of the settings ``given``; None for "none".
 
     Raises the error that pydantic turns into a ValidationError, at the key concerned: below
-    ``prefix`` for keys in ``own`` (an override), else at the key of the dimension.
+    ``prefix`` for keys in ``own`` (an override of one direction), else at the dimension's key.
     """
 
     def at(key: str) -> str:
@@ -247,7 +247,7 @@ def build_codec(
 
 
 def _no_codec(given: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Say that a codec is needed, and which ones take the settings that were written."""
+    """Return the error that a codec is missing, listing codecs that take the written settings."""
     known = {n: {setting.name for setting in CODECS[n].settings} for n in names if n in CODECS}
     fits = [n for n, takes in known.items() if given and takes >= given.keys()]
     those = f" (for {', '.join(given)}: {' or '.join(fits)})" if fits else ""
@@ -255,18 +255,19 @@ def _no_codec(given: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> Codec:
-    """Build the codec, or raise its constructor's error at the key that the error names."""
+    """Build the codec; raise its constructor's error at the key that the error names."""
     try:
         return make_codec(name, **settings)
     except CodecError as error:
         named = [key for key in settings if key in str(error)] or list(settings) or ["codec"]
-        named.sort(key=str(error).find)  # what is wrong comes first
-        said = str(error).partition(", found ")[0]  # ``problem`` states the found value itself
+        named.sort(key=str(error).find)  # the error text names the wrong setting first
+        # ``problem`` itself adds the value that was found
+        said = str(error).partition(", found ")[0]
         raise problem(at(named[0]), settings.get(named[0], name), said) from None
 
 
 def _unusable_codec(name: str, names: Sequence[str], under: Under) -> str:
-    """Say why a codec cannot be used here, and what to do."""
+    """Return why a codec cannot be used here, and what to do."""
     if name in CODECS.refused:
         return CODECS.refused[name]
     listed = ", ".join(names)

@@ -26,7 +26,7 @@ _LATE = tuple(name for name in MEASURED if name not in MEASURED_EARLY)
 
 
 class GuardConfig(Strict):
-    """Samples tell when a dimension falls back to native for the rest of the run."""
+    """Set limits on sampled errors beyond which a dimension turns native for the whole run."""
 
     error: float | None = Field(
         1.0,
@@ -75,7 +75,7 @@ class DimensionConfig(CodecSettings):
         return self.given()
 
     def rungs_of(self, direction: Direction) -> tuple[Rung, ...]:
-        """Return the codecs of the ramp in ``direction``; none where no setting moves there."""
+        """Return the codecs of the ramp in ``direction``; empty if no setting is ramped there."""
         settings = self.settings(direction)
         if self.ramp is None or moving(settings) is None:
             return ()
@@ -90,7 +90,7 @@ class DimensionConfig(CodecSettings):
         self._check_codecs()
         ramps = [
             self.rungs_of(way) for way in self.ways
-        ]  # raises if the settings of any direction are wrong
+        ]  # building them raises if the settings of any direction are wrong
         if self.ramp is not None and not any(ramps):
             *first, last = movable()
             listed = f"{', '.join(first)} or {last}"
@@ -117,16 +117,16 @@ class DimensionConfig(CodecSettings):
 
     @property
     def acts(self) -> bool:
-        """Return whether the dimension changes a job although no message has a codec."""
+        """Return whether the dimension has an effect although none of its messages has a codec."""
         return False
 
     @property
     def remark(self) -> str:
-        """Return what a line about the dimension says behind its codec; "" for nothing."""
+        """Return the text that follows the codec in a line about the dimension; "" for none."""
         return ""
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings beside codecs, ramp and guard on which the ranks have to agree."""
+        """Return the settings, beyond codecs, ramp and guard, on which the ranks must agree."""
         return {}
 
     def _check_guard(self) -> None:
@@ -142,7 +142,7 @@ class DimensionConfig(CodecSettings):
         build_codec(self.given(), "")
 
     def _check_converges(self, codec: Codec, key: str) -> None:
-        """Refuse a codec whose error grows, or is noise alone, if it goes into the next message."""
+        """Refuse error feedback or deltas if the codec's errors would grow or only add noise."""
         if codec.unbiased:
             todo = "leaves nothing out in the mean, and its noise would only come back; remove it"
             raise problem(key, True, f"{codec} {todo}")
@@ -152,7 +152,7 @@ class DimensionConfig(CodecSettings):
 
 
 class MeasuredConfig(DimensionConfig):
-    """A dimension that can turn itself off where the link is faster than its codec."""
+    """A dimension that can turn itself off if the link is faster than its codec."""
 
     when: Literal["always", "auto"] | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""Give the block a key for each row of ``hybridcomp.dimensions``, behind its first keys."""
+"""Give the block a key for each row of ``hybridcomp.dimensions``, after its first keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybridcomp.config.parameter import ParameterConfig
 from hybridcomp.config.presets import NAMES
 from hybridcomp.dimensions import ROWS, Settings
 
-#: keys that a dimension has, by the name that its row gives them
+#: model of a dimension's keys, by the name in its row
 MODELS: Mapping[Settings, type[DimensionConfig]] = {
     "plain": DimensionConfig,
     "gradients": GradientConfig,
@@ -37,7 +37,7 @@ MODELS: Mapping[Settings, type[DimensionConfig]] = {
 
 
 class Beginning(Strict):
-    """Keys of the block that stand before its dimensions."""
+    """Keys of the block that precede its dimensions."""
 
     enabled: bool = Field(True, description="false: everything is native, as without the block.")
     preset: str | None = Field(
@@ -66,7 +66,9 @@ def with_dimensions(base: type[BaseModel]) -> type[BaseModel]:
 if TYPE_CHECKING:
 
     class DimensionFields(Beginning):
-        """Dimensions whose settings code reads by name; all others are read by their row."""
+        """Dimensions whose settings other code reads by name; others are read through their
+        rows.
+        """
 
         dp: GradientConfig = GradientConfig()
         zero: ParameterConfig = ParameterConfig()

@@ -12,7 +12,7 @@ from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.error_messages import problem
 from hybridcomp.dimensions import DIRECTIONS, KINDS, Direction
 
-#: codecs of files of optimizer states
+#: codecs for files of optimizer states
 STATE_CODECS = ("expcode", "mpc")
 
 
@@ -36,7 +36,7 @@ class StatesConfig(DirectionConfig):
 class SplitConfig(DimensionConfig):
     """A dimension whose directions, ``ways``, may each have settings of their own.
 
-    Those of ``apart`` are native without.
+    Directions in ``apart`` are native unless they have settings.
     """
 
     apart: ClassVar[tuple[Direction, ...]] = ()
@@ -81,7 +81,7 @@ class ActivationConfig(SplitConfig):
 
 
 class MeshConfig(SplitConfig):
-    """Two-dimensional tensor parallel: what is moved has kinds instead of directions."""
+    """Two-dimensional tensor parallelism, whose messages have kinds instead of directions."""
 
     ways: ClassVar[tuple[Direction, ...]] = KINDS
 
@@ -98,7 +98,7 @@ class MeshConfig(SplitConfig):
 
 
 class TensorConfig(MeasuredConfig, ActivationConfig):
-    """Collectives of tensor-parallel layers; also what sends between stages have in common."""
+    """Collectives of tensor-parallel layers; base of sends between stages, which share its keys."""
 
     def _check_codecs(self) -> None:
         super()._check_codecs()
@@ -117,7 +117,7 @@ class PipelineConfig(TensorConfig):
 
     @property
     def remark(self) -> str:
-        """Say that tensor ranks share messages."""
+        """Return words on whether tensor ranks share messages."""
         return ", cut among tensor ranks" if self.scatter_gather else ""
 
     def agreed(self) -> dict[str, Any]:
@@ -160,13 +160,13 @@ class OffloadConfig(ActivationConfig):
     @model_validator(mode="before")
     @classmethod
     def _states_alone(cls, data: Any) -> Any:
-        """Take copies as native where a block names the codec of states and no other setting."""
+        """Make copies native if a block names only the codec of states."""
         if isinstance(data, Mapping) and set(data) == {"states"}:
             return {"codec": NONE, **data}
         return data
 
     def agreed(self) -> dict[str, Any]:
-        """Return what decides when a copy is made, and whether it is encoded."""
+        """Return the settings that decide when a copy is made, and whether it is encoded."""
         return {"when": self.when, "sums": self.sums}
 
     def _check_codecs(self) -> None:

@@ -15,7 +15,7 @@ from hybridcomp.config import other_names
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line
 
-#: longest rendering of a value
+#: most characters of a value in a message
 WIDTH = 60
 
 _EXPECTED = {
@@ -29,8 +29,8 @@ _EXPECTED = {
     "string_too_short": "expected a string that is not empty",
 }
 
-#: what to write for a key that takes an object; a lone string that was found goes into ``jsonl`` or
-#: ``to``, a lone number into ``from``
+#: example for each key that takes an object; a bare string that the user wrote goes into ``jsonl``
+#: or ``to``, a bare number into ``from``
 _OBJECTS: Mapping[str, Mapping[str, Any]] = {
     "ledger": {"jsonl": "ledger.jsonl"},
     "publish": {"to": "runs/weights"},
@@ -43,7 +43,7 @@ _OBJECTS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Shown(str):
-    """Text that a message shows without quotes."""
+    """Text that a message shows unquoted."""
 
     __slots__ = ()
 
@@ -63,12 +63,13 @@ def problem(field: str, found: object, todo: str) -> PydanticCustomError:
 
 
 def show(found: object) -> Shown:
-    """Render ``found`` as the user wrote it in JSON, on one line and at most ``WIDTH`` long."""
+    """Render ``found`` on one line as the user wrote it in JSON, at most ``WIDTH`` characters."""
     if isinstance(found, Shown):
         return found
     try:
         text = json.dumps(found)
-    except (TypeError, ValueError, RecursionError):  # also integers of thousands of digits
+    # also raised for integers of thousands of digits
+    except (TypeError, ValueError, RecursionError):
         text = one_line(found, WIDTH) if not isinstance(found, int) else "a number without end"
     return Shown(text if len(text) <= WIDTH else f"{text[:WIDTH]}...")
 
@@ -114,7 +115,7 @@ def _instead(name: str, kind: str, found: object) -> str:
 
 
 def _unknown_key(path: Sequence[str], root: type[BaseModel], block: str) -> str:
-    """Say what to do about the unknown key at the end of ``path``. ``block``: key of the block."""
+    """Return advice on the unknown key at the end of ``path``. ``block``: key of the block."""
     model = root
     for part in path[:-1]:
         model = _model_in(model.model_fields[part].annotation) or model
@@ -154,7 +155,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def idle(key: str, found: object, todo: str, on_unsupported: str) -> str:
-    """Return a sentence about a key below "compression" that cannot act in this job.
+    """Return a sentence on a key below "compression" that has no effect in this job.
 
     ``todo``: why, and what to do. Raises ConfigError unless ``on_unsupported`` is "native".
     """

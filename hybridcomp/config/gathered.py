@@ -1,4 +1,6 @@
-"""The block's key ``gathered``: all weights on every rank while ``hybridcomp.gathered`` lasts."""
+"""The block's key ``gathered``: how all weights are held on every rank in
+``hybridcomp.gathered``.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from hybridcomp.config.codec_settings import (
     codec_schema,
 )
 
-#: codec where none is written
+#: codec used unless one is written
 STEPS = "stepcode"
 
 
 class GatheredConfig(CodecSettings):
-    """How the weights are gathered for a roll-out, and what is kept of them for the next one."""
+    """Configure how the weights are gathered for a roll-out, and what is kept for the next one."""
 
     codec: str | None = Field(
         None,
@@ -48,7 +50,7 @@ class GatheredConfig(CodecSettings):
         return self
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings on which the ranks have to agree."""
+        """Return the settings on which the ranks must agree."""
         codec = self.codec_of()
         return {
             "codec": "none" if codec is None else codec.spec,

@@ -12,7 +12,7 @@ from hybridcomp.config.error_messages import problem
 
 
 class HopConfig(CodecSettings):
-    """Set how messages of one dimension are encoded while the job generates."""
+    """Configure how messages of one dimension are encoded while the job generates."""
 
     def codec_of(self) -> Codec | None:
         """Build the codec; None for native."""
@@ -20,7 +20,7 @@ class HopConfig(CodecSettings):
 
 
 class GenerateConfig(Strict):
-    """Generation from the training ranks: what it writes here, and not the training's codecs."""
+    """Configure generation on the training ranks; the training's own codecs do not apply to it."""
 
     pp: HopConfig = Field(
         HopConfig(codec=NONE),
@@ -62,14 +62,14 @@ class GenerateConfig(Strict):
         return found
 
     def summary(self) -> str:
-        """Return what messages and sequences are, in a line."""
+        """Return one line on the codecs of messages and the memory of sequences."""
         ways = [f"{name} {codec.spec}" for name, one in (("pp", self.pp), ("tp", self.tp))
                 if (codec := one.codec_of()) is not None]  # fmt: skip
         sent = ", ".join(ways) or "native messages"
         return f"{sent}; batches of {self.batch}, {self.in_flight} in flight, room {self.room}"
 
     def block(self, min_bytes: int) -> dict[str, Any]:
-        """Return the block of a job that sends as this one does while it generates."""
+        """Return the block of a job that would send as this one does while it generates."""
         given = {"pp": self.pp.given(), "tp": self.tp.given(), "ledger": {"sample_every": 0}}
         least = min_bytes if self.min_bytes is None else self.min_bytes
         return {**given, "min_bytes": least, "hierarchy": "none"}

@@ -1,4 +1,4 @@
-"""``dp``: how gradients are reduced between data-parallel ranks, with error feedback."""
+"""``dp``: the reduction of gradients between data-parallel ranks, with error feedback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ else:
 
 
 class FeedbackConfig(Strict):
-    """Add what one reduction left out to the next one, and keep it in few bits."""
+    """Add the error of one reduction to the next one, stored in few bits."""
 
     bits: Literal[4, 8, 16, 32] = Field(
         32,
@@ -91,19 +91,19 @@ class GradientConfig(_Declared):
 
     @property
     def residual_bits(self) -> int:
-        """Return the bits of a residual's value; 32: fp32, which is also the answer without any."""
+        """Return the bits per value of a residual; 32 (fp32) also if there are none."""
         found = self.error_feedback
         return found.bits if isinstance(found, FeedbackConfig) else 32
 
     @property
     def remark(self) -> str:
-        """Say that residuals are kept, and in how many bits where these are fewer than 32."""
+        """Return words on residuals, with their bits if fewer than 32."""
         few = f" in {self.residual_bits} bits" if self.residual_bits != 32 else ""
         once = ", micro-batches summed in the node" if self.accumulate == "node" else ""
         return (f", error feedback{few}" if self.feeds_back else "") + once
 
     def agreed(self) -> dict[str, Any]:
-        """Return whether residuals are kept, as each message carries them, and in how many bits."""
+        """Return whether residuals are kept and in how many bits; both must agree between ranks."""
         few = {"residual_bits": self.residual_bits} if self.residual_bits != 32 else {}
         once = {"accumulate": "node"} if self.accumulate == "node" else {}
         return {"error_feedback": self.feeds_back, **few, **once}
@@ -115,7 +115,7 @@ class GradientConfig(_Declared):
         return codec is not None and codec.gradients_only
 
     def limits(self) -> Limits:
-        """Return the guard's limits; a low rank's large residuals only if the user limits them."""
+        """Return the guard's limits; low rank has no residual limit unless the user sets one."""
         found = super().limits()
         if self._reduces and "residual" not in self.guard.model_fields_set:
             return Limits(found.error, None)

@@ -1,4 +1,4 @@
-"""Model of the levels of ``hierarchy``, of which each may have a codec of its own."""
+"""Model the levels of ``hierarchy``, each of which may have its own codec."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hybridcomp.dimensions import ROWS, TWO_LEVELS, Dimension, Direction, listed
 
 #: dimensions whose sums a level may encode
 SUMMED = tuple(name for name in TWO_LEVELS if ROWS[name].summed)
-#: units of the level below that a unit has, or as the launcher tells
+#: number of units of the level below in a unit; "auto": as the launcher tells
 Size = Literal["auto"] | Annotated[int, Field(ge=2)]
 #: ``hierarchy`` without codecs
 Widths = Literal["auto", "none"] | int | list[int | Literal["auto"]]
 
 
 class HierarchyLevel(CodecSettings):
-    """One level of ``hierarchy`` inside of the largest units: its size, and how its sums travel."""
+    """One level of ``hierarchy`` inside the largest units: its size, and the codec of its sums."""
 
     size: Size = Field(
         description="Units of the level below in a unit of this one: ranks of a node, nodes of a "
@@ -53,14 +53,14 @@ class HierarchyLevel(CodecSettings):
         return self._built
 
 
-#: for each level, the innermost first
+#: sizes or levels, the innermost first
 Units = Annotated[list[Size | HierarchyLevel], Field(min_length=2)]
-#: as a block has it
+#: ``hierarchy`` as it is written in a block
 Written = Literal["auto", "none"] | int | list[Size | HierarchyLevel]
 
 
 def read_hierarchy(found: Any) -> Any:
-    """Return ``hierarchy`` as a block has it, its levels read; errors name what is wrong in it."""
+    """Parse ``hierarchy`` as written in a block; errors name the wrong key inside it."""
     if isinstance(found, list):
         if len(found) < 2 or not all(
             isinstance(each, (Mapping, HierarchyLevel)) or each == "auto" or _counts(each, 2)
@@ -107,9 +107,9 @@ def codecs_of(hierarchy: Written) -> tuple[Codec | None, ...]:
 def check_hierarchy(
     hierarchy: Written, codecs: Mapping[tuple[Dimension, Direction], Codec | None]
 ) -> None:
-    """Refuse levels that no compressed dimension has, and codecs of levels as ``_check_levels``.
+    """Refuse levels that no compressed dimension uses, and codecs that ``_check_levels`` refuses.
 
-    ``codecs``: of the dimensions, by direction.
+    ``codecs``: codecs of the dimensions, by direction.
     """
     found = [codec for (name, _), codec in codecs.items() if codec and name in TWO_LEVELS]
     if not found:
@@ -126,7 +126,7 @@ def _check_levels(
     levels: tuple[Codec | None, ...],
     codecs: Mapping[tuple[Dimension, Direction], Codec | None],
 ) -> None:
-    """Refuse codecs of ``levels`` without sums to encode, or that would break an error bound."""
+    """Refuse codecs of ``levels`` that have no sums to encode or would break an error bound."""
     own = [codec for codec in levels if codec is not None]
     summed = [codec for (name, _), codec in codecs.items() if codec and name in SUMMED]
     told, names = ", ".join(codec.spec for codec in own), listed(SUMMED)

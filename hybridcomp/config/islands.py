@@ -1,4 +1,4 @@
-"""The dimension ``sync`` of the block: islands that train on their own and meet now and then."""
+"""The dimension ``sync`` of the block: islands that train alone and meet now and then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridcomp.dimensions import Direction
 
 
 class OuterConfig(Strict):
-    """The outer optimizer: SGD on the mean of what the islands have moved."""
+    """The outer optimizer: SGD on the mean change of the islands' weights."""
 
     lr: float = Field(0.7, gt=0, allow_inf_nan=False, description="Learning rate.")
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum; 0: none, and no memory for it.")
@@ -134,7 +134,7 @@ class IslandConfig(_Declared):
 
     @property
     def acts(self) -> bool:
-        """Return whether there are islands: any key but ``"codec": "none"`` was written."""
+        """Return whether there are islands: any key other than ``"codec": "none"`` was written."""
         return bool(self.model_fields_set - {"codec"}) or self.codec not in (None, NONE)
 
     def codec_of(self, direction: Direction) -> Codec | None:
@@ -143,27 +143,27 @@ class IslandConfig(_Declared):
 
     @property
     def jobs(self) -> RendezvousConfig | None:
-        """Return where islands meet that are jobs of their own; None: they are parts of one."""
+        """Return the rendezvous of islands that are separate jobs; None for parts of one job."""
         return self.islands if isinstance(self.islands, RendezvousConfig) else None
 
     @property
     def late(self) -> int:
-        """Return the steps from the message of a meeting to the step that takes its mean."""
+        """Return the steps from sending the message of a meeting to applying its mean."""
         return self.staleness * self.every or self.delay
 
     def fragment_at(self, clock: int) -> int | None:
-        """Return the fragment that meets at step ``clock``; None: none does."""
+        """Return the fragment that meets at step ``clock``, None if none does."""
         offsets, step = self._offsets, clock % self.every
         return offsets.index(step) if step in offsets else None
 
     @property
     def _offsets(self) -> list[int]:
-        """Return by fragment the step within ``every`` at which it meets."""
+        """Return for each fragment the step within ``every`` at which it meets."""
         return [self.every * index // self.fragments for index in range(self.fragments)]
 
     @property
     def most_under_way(self) -> int:
-        """Return how many meetings may be pending when another begins."""
+        """Return the most meetings that may be pending when another begins."""
         if self.staleness:
             return self.staleness * self.fragments - 1
         met = self._offsets
@@ -173,7 +173,7 @@ class IslandConfig(_Declared):
 
     @property
     def remark(self) -> str:
-        """Say when islands meet, and what they do with a mean."""
+        """Return words on when islands meet, and how they apply a mean."""
         if not self.acts:
             return ""
         whose = "nodes" if self.islands == "node" else f"islands of {self.islands} rank(s)"
@@ -191,7 +191,7 @@ class IslandConfig(_Declared):
         return ", " + ", ".join(parts)
 
     def agreed(self) -> dict[str, Any]:
-        """Return everything that decides when islands meet and what they make of it."""
+        """Return all settings that decide when islands meet and how they apply a mean."""
         if not self.acts:
             return {}
         names = (
@@ -220,7 +220,7 @@ class IslandConfig(_Declared):
                 raise problem(name, value, f"{todo}; remove it, or staleness")
 
     def _check_jobs(self) -> None:
-        """Refuse what islands that are jobs cannot do."""
+        """Refuse settings that islands cannot have if they are separate jobs."""
         if self.ramp is not None:
             todo = "islands that join count other steps, so their codecs would differ; remove it"
             raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)
@@ -240,9 +240,10 @@ class IslandConfig(_Declared):
 
 
 def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the written keys into a preset's; another codec replaces the codec with its settings.
+    """Merge the written keys into a preset's.
 
-    Error feedback goes with a codec that leaves nothing out.
+    A written codec replaces the preset's codec together with its settings. A lossless codec drops
+    error feedback.
     """
     found = dict(preset)
     if "codec" in written or "error_bound" in written:

@@ -13,7 +13,7 @@ from hybridcomp.config.islands import IslandConfig
 from hybridcomp.config.parameter import ParameterConfig
 
 _MODELS: tuple[type[CodecSettings], ...] = (*MODELS.values(), DirectionConfig)
-#: models that may be written as the bare name of a codec
+#: models that may also be written as the bare name of a codec
 SHORTHAND = frozenset(model.__name__ for model in _MODELS)
 #: models of the dimensions that have codecs of their own
 HOMES: dict[str, Under] = {
@@ -24,7 +24,7 @@ HOMES: dict[str, Under] = {
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a ds_config.json that describes the block and no other key."""
+    """Return the JSON schema of a ds_config.json, in which only the block is described."""
     block = _with_shorthand(CompressionConfig.model_json_schema())
     definitions = block.pop("$defs")
     return {

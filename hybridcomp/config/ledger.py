@@ -11,7 +11,7 @@ REPORT_EVERY = 10
 
 
 class LedgerConfig(Strict):
-    """Say what is written down about the traffic. Counting itself is always on."""
+    """Configure which traffic records are written. Counting itself is always on."""
 
     jsonl: str | None = Field(
         None,
@@ -34,5 +34,5 @@ class LedgerConfig(Strict):
 
     @property
     def interval(self) -> int:
-        """``every``, or its default where no finite steps_per_print takes its place."""
+        """Return ``every``, or its default unless a finite steps_per_print replaces it."""
         return REPORT_EVERY if self.every is None else self.every

@@ -1,4 +1,4 @@
-"""Compute the bytes that hybridcomp takes on a rank, from a block and the messages of a step.
+"""Compute the bytes that hybridcomp uses on a rank, from a block and the messages of a step.
 
 Used before a job (``hybridcomp validate``, the planner) and at its start.
 """
@@ -30,12 +30,12 @@ from hybridcomp.config.rank_messages import (
 )
 from hybridcomp.dimensions import ROWS, Dimension
 
-#: bytes of a value that is published
+#: bytes per published value
 PUBLISHED = 2
 
 
 class MemoryItem(NamedTuple):
-    """One thing that hybridcomp keeps on a rank; ``nbytes`` on the device, or on the host."""
+    """One item of memory that hybridcomp uses on a rank: ``nbytes`` on the device or host."""
 
     name: str
     nbytes: int
@@ -44,7 +44,7 @@ class MemoryItem(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptState:
-    """State that a block keeps from message to message.
+    """State that a block keeps between messages.
 
     Attributes:
         residual_bits: bits of a residual's value; 0: no error feedback.
@@ -56,12 +56,12 @@ class KeptState:
 
     @classmethod
     def of(cls, config: CompressionConfig) -> KeptState:
-        """Return what ``config`` keeps."""
+        """Return the state that ``config`` keeps."""
         bits = config.dp.residual_bits if config.error_feedback("dp") else 0
         return cls(bits, config.zero.delta and config.active("zero"))
 
     def smaller(self, config: CompressionConfig) -> Iterator[tuple[str, KeptState]]:
-        """Yield other settings that ``config`` could have and that keep less, in words."""
+        """Yield, in words, other settings of ``config`` that would keep less."""
         fewer = [bits for bits in BITS if bits < self.residual_bits]
         few = [(f'"error_feedback": {{"bits": {bits}}} under "dp"', bits) for bits in fewer]
         codec = config.codecs()["dp", "forward"]
@@ -84,10 +84,10 @@ def taken(
     messages: Mapping[Dimension, Sequence[RankMessages]],
     state: KeptState | None = None,
 ) -> list[MemoryItem]:
-    """Return what ``config`` takes for ``messages`` by dimension; nothing of 0 bytes.
+    """Return the memory that ``config`` uses for ``messages`` by dimension; no items of 0 bytes.
 
     A dimension may have messages of several groups or dtypes. Those that the block leaves native
-    take nothing. ``state``: in place of what the block keeps.
+    take nothing. ``state``: replaces the state that the block keeps.
     """
     state = state or KeptState.of(config)
     found, buffers, staged = Counter[str](), [0], [0]
@@ -108,7 +108,7 @@ def taken(
 def _kept(
     config: CompressionConfig, name: Dimension, every: RankMessages, state: KeptState
 ) -> dict[str, int]:
-    """Return the bytes that stay from step to step for the messages ``every``, by item."""
+    """Return the bytes, by item, that stay allocated between steps for the messages ``every``."""
     codec, found = config.codecs().get((name, "forward")), dict[str, int]()
     if codec is None:
         return found
@@ -131,7 +131,7 @@ def _kept(
 def _sent(
     config: CompressionConfig, name: Dimension, every: RankMessages
 ) -> Iterator[tuple[Codec, RankMessages]]:
-    """Yield those of ``every`` that are encoded in each direction, with their codec."""
+    """Yield the messages in ``every`` that are encoded in each direction, with their codec."""
     for way in ROWS[name].directions:
         codec = config.codecs().get((name, way))
         if codec is not None:
@@ -141,7 +141,7 @@ def _sent(
 def _encoded(
     config: CompressionConfig, name: Dimension, sent: RankMessages, way: Direction
 ) -> Iterator[int]:
-    """Yield the lengths of the messages that have a codec once ramps have ended."""
+    """Yield the lengths of the messages that have a codec after all ramps."""
     policy = config.policy()
     for numel in sent.numels:
         traffic = Traffic(name, way, sent.dtype, numel, sent.ranks, policy.settles_at)
@@ -150,12 +150,13 @@ def _encoded(
 
 
 def meetings(config: CompressionConfig, share: int, islands: int) -> list[MemoryItem]:
-    """Return what ``islands`` islands take on a rank that has ``share`` of the weights, in fp32.
+    """Return the memory of ``islands`` islands on a rank with ``share`` of the weights, in fp32.
 
-    State: the start, the momentum, what messages left out, and with late means the weights that the
-    next message counts from. Messages, as many as are under way at once: what was sent, with late
-    means also what the island had moved by then, and what all islands sent. Of islands that are
-    jobs it lies encoded on the host, and only that of the meeting that ends is decoded.
+    State: the weights at the start, the momentum, the residuals, and with late means the weights
+    from which the next message is counted. Messages, for as many meetings as may be pending: the
+    sent values, with late means also the island's change by then, and all islands' values. If
+    islands are separate jobs these stay encoded on the host, and only those of the meeting that
+    ends are decoded.
     """
     sync = config.sync
     if not sync.acts:
@@ -177,9 +178,9 @@ def meetings(config: CompressionConfig, share: int, islands: int) -> list[Memory
 def frozen(
     config: CompressionConfig, numels: Mapping[tuple[torch.dtype, bool], int]
 ) -> list[MemoryItem]:
-    """Return the frozen weights that every rank keeps.
+    """Return the memory of the frozen weights that every rank keeps.
 
-    ``numels``: of values by dtype, and whether they are of vectors, which are kept exactly.
+    ``numels``: number of values by dtype and by whether they are vectors, which are kept exactly.
     """
     kept = config.zero.keeps_frozen
     if kept is None or not config.enabled:
@@ -193,9 +194,9 @@ def frozen(
 
 
 def published(config: CompressionConfig, share: int) -> list[MemoryItem]:
-    """Return the 16-bit copies of the ``share`` of the weights that a rank publishes, on the host.
+    """Return the memory of the 16-bit copies that a rank publishes, on the host.
 
-    One is the last version, the other one that which is written beside the training.
+    One copy is the last version, the other the version being written beside the training.
     """
     if config.publish is None:
         return []
@@ -204,9 +205,9 @@ def published(config: CompressionConfig, share: int) -> list[MemoryItem]:
 
 
 def rolled_out(config: CompressionConfig, numel: int, ranks: int, width: int) -> list[MemoryItem]:
-    """Return what ``gathered`` keeps of ``numel`` 16-bit weights from one roll-out to the next.
+    """Return the memory that ``gathered`` keeps of ``numel`` 16-bit weights between roll-outs.
 
-    ``ranks``: of the job, ``width`` of them on a node.
+    ``ranks``: ranks of the job, ``width`` of them on each node.
     """
     codec = config.gathered.codec_of() if config.gathered else None
     if config.gathered is None or codec is None or not codec.references:
@@ -217,7 +218,7 @@ def rolled_out(config: CompressionConfig, numel: int, ranks: int, width: int) ->
 
 
 def memory_lines(items: Iterable[MemoryItem]) -> Iterator[str]:
-    """Yield a line with the bytes of all ``items``, if any, by where they are."""
+    """Yield a line with the bytes of all ``items``, if any, and where they are."""
     every = list(items)
     if every:
         parts = [f"{one.name} {size(one.nbytes)}{' (host)' * one.on_host}" for one in every]

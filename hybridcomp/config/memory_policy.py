@@ -1,4 +1,4 @@
-"""The block's key ``memory``: what ZeRO 3 keeps on the device, and in host memory."""
+"""The block's key ``memory``: what ZeRO 3 keeps on the device and in host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridcomp.config.error_messages import problem
 
 
 class MemoryPolicy(Strict):
-    """Say by what gathered parameters are released, and which states stay in host memory."""
+    """Configure when gathered parameters are released, and which states stay in host memory."""
 
     policy: Literal["static", "planned"] = Field(
         "static",

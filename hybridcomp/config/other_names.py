@@ -1,7 +1,7 @@
-"""Words that people know from other tools, and what the block calls the same thing.
+"""Map words of other tools to the names that the block uses.
 
-One table for each place of a word: a key of the block, a key of a dimension, the name of a codec.
-Nothing here is accepted in a block; a message about an unknown word ends with our word for it.
+There is one table per place of a word: keys of the block, keys of a dimension, names of codecs. The
+block accepts none of these words; an error about an unknown word suggests ours.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-#: dimension, or another key of the block -> other words for it
+#: key of the block, often a dimension -> other tools' words for it
 _KEYS: Mapping[str, str] = {
     "dp": "gradient gradients grad grads grad_reduce gradient_reduction gradient_compression "
     "gradient_accumulation allreduce all_reduce reduce_scatter reducescatter ddp data "
@@ -30,7 +30,7 @@ _KEYS: Mapping[str, str] = {
     "hierarchy": "hierarchical intra_node inter_node nodes node_size ranks_per_node local_size",
     "ledger": "log logging logs logger jsonl metrics monitor wandb report",
 }
-#: key of a dimension -> other words for it
+#: key of a dimension -> other tools' words for it
 _SETTINGS: Mapping[str, str] = {
     "codec": "type name method algorithm algo compressor compression scheme quantizer quantization "
     "quant quantize quant_type dtype",
@@ -44,7 +44,7 @@ _SETTINGS: Mapping[str, str] = {
     "rounding": "stochastic stochastic_rounding",
     "rotate": "hadamard rotation",
 }
-#: how the block writes what a codec of other tools does -> its names there
+#: JSON in the block -> other tools' names for that codec
 _CODECS: Mapping[str, str] = {
     '"codec": "bf16"': "bfloat16 bf16_compress bf16_compress_hook torch.bfloat16",
     '"codec": "fp16"': "float16 half fp16_compress fp16_compress_hook torch.float16",
@@ -73,7 +73,7 @@ _PRESETS = {
 DEEPSPEED = ("zero_optimization", "bf16", "fp16", "train_batch_size", "optimizer", "scheduler",
              "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print",
              "gradient_clipping", "communication_data_type", "compression_training")  # fmt: skip
-#: integers of so many bits in the words of other tools: int4, uint8, q4_0, w8, 4bit, 8-bits
+#: integer formats of other tools with their number of bits: int4, uint8, q4_0, w8, 4bit, 8-bits
 _INTEGER = re.compile(r"(?:u?int|[qwib]|quant|blockint)?[-_]?(\d)(?:[-_]?bits?)?(?:_[0-9a-z]+)*")
 
 #: a number as a string: 4, int4, 8-bit, 1e-3, 1%
@@ -95,17 +95,17 @@ def plain(word: str) -> str:
 
 
 def of_key(word: str) -> str | None:
-    """Return the key of the block that is meant by ``word`` at its top, None where unknown."""
+    """Return the key of the block that ``word`` means at the block's top; None if unknown."""
     return KEYS.get(plain(word))
 
 
 def of_setting(word: str) -> str | None:
-    """Return the key of a dimension that is meant by ``word`` in it, None where unknown."""
+    """Return the key of a dimension that ``word`` means; None if unknown."""
     return SETTINGS.get(plain(word))
 
 
 def of_codec(word: str) -> str | None:
-    """Return the JSON that says in a dimension what ``word`` does, None where unknown."""
+    """Return the JSON that selects the codec that ``word`` means; None if unknown."""
     found = CODECS.get(plain(word)) or CODECS.get(word.strip().lower())
     if found is not None:
         return found
@@ -116,12 +116,12 @@ def of_codec(word: str) -> str | None:
 
 
 def of_preset(word: str) -> str | None:
-    """Return the preset that is meant by ``word``, None where unknown."""
+    """Return the preset that ``word`` means; None if unknown."""
     return PRESETS.get(plain(word))
 
 
 def of_number(text: str) -> str | None:
-    """Return the JSON number that a string stands for, None where it is none."""
+    """Return the number that ``text`` stands for, as JSON; None if it is no number."""
     found = _NUMBER.fullmatch(text.strip().lower())
     if found is None:
         return None
@@ -129,5 +129,5 @@ def of_number(text: str) -> str | None:
 
 
 def of_switch(text: str) -> str | None:
-    """Return ``true`` or ``false`` for a string that says so, None for another."""
+    """Return ``true`` or ``false`` for a string that means one of them; None for others."""
     return SWITCHES.get(plain(text))

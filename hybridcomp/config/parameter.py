@@ -1,7 +1,7 @@
-"""``zero``: how parameters are gathered, whole or as what has changed since the last gather.
+"""``zero``: the gather of parameters, as whole values or as changes since the last gather.
 
-With a secondary copy every node holds all parameters once, cut over its ranks. What crosses between
-nodes is then what changed in that copy, and the ranks of a node gather it among themselves.
+With a secondary copy every node holds all parameters once, sharded over its ranks. Then only
+changes of that copy cross between nodes, and the ranks of a node gather from it among themselves.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hybridcomp.config.dimension import MeasuredConfig
 from hybridcomp.config.error_messages import problem
 from hybridcomp.dimensions import Direction
 
-#: codec that sends a whole secondary copy, and the format of the 8-bit copy
+#: codec that sends a whole secondary copy
 COPIED: dict[str, Any] = {"codec": "expcode"}
 ENCODED: dict[str, Any] = {"codec": "blockint", "bits": 8}
-#: where frozen weights are kept; None: not written
+#: allowed places of frozen weights; None: not written
 _PLACES = ("device", "host", None)
 _REFERRING = " ".join(
     f"{name} always does so." for name, codec in CODECS.items() if codec.references
@@ -29,7 +29,7 @@ _REFERRING = " ".join(
 
 
 class CopyConfig(Strict):
-    """A secondary copy that is kept encoded, in half the memory of a bf16 one."""
+    """Configure a secondary copy that is kept encoded, in half the memory of a bf16 copy."""
 
     bits: Literal[8] = Field(
         description="Bits a value, by blockint. The passes compute with the decoded copy."
@@ -37,7 +37,7 @@ class CopyConfig(Strict):
 
 
 class FrozenConfig(Strict):
-    """Weights without gradients that every rank keeps encoded after they were gathered once."""
+    """Configure weights without gradients that are gathered once and kept encoded on every rank."""
 
     on: Literal["device", "host"] = Field("device", description="Where they are kept.")
     bits: Literal[4, 8] | None = Field(
@@ -107,7 +107,7 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def acts(self) -> bool:
-        """Return whether frozen weights are kept, for which no codec of messages is needed."""
+        """Return whether frozen weights are kept, which needs no codec of messages."""
         return self.keeps_frozen is not None
 
     @field_validator("secondary", mode="before")
@@ -119,7 +119,7 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def remark(self) -> str:
-        """Say what is sent of parameters, how often exact or whole ones, and what is kept."""
+        """Return words on what gathers send, how often they are exact, and what is kept."""
         return self._sent + ("" if self.keeps_frozen is None else ", frozen ones once")
 
     @property
@@ -134,11 +134,11 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def keeps_copy(self) -> bool:
-        """Return whether nodes keep a secondary copy that steps are sent against."""
+        """Return whether nodes keep a secondary copy from which steps are encoded."""
         return self.secondary != "native"
 
     def agreed(self) -> dict[str, Any]:
-        """Return what gathers send, and in which steps it is exact."""
+        """Return the settings of gathers, and of the steps in which they are exact."""
         found: dict[str, Any] = {"delta": self.delta, "resync_every": self.resync_every}
         if self.keeps_copy:
             exact = self.secondary == "exact"
@@ -150,9 +150,9 @@ class ParameterConfig(MeasuredConfig):
     @model_validator(mode="before")
     @classmethod
     def _implies_codec(cls, data: Any) -> Any:
-        """Write the codec that the whole of a secondary copy is sent by, unless the user wrote one.
+        """Fill in the codec that sends a whole secondary copy, unless the user wrote one.
 
-        ``_check_copy`` refuses another one.
+        ``_check_copy`` refuses any other codec.
         """
         if not isinstance(data, Mapping) or data.get("codec") is not None:
             return data
@@ -165,7 +165,7 @@ class ParameterConfig(MeasuredConfig):
     @model_validator(mode="before")
     @classmethod
     def _implies_delta(cls, data: Any) -> Any:
-        """Write ``delta`` beside a codec that encodes nothing else, unless the user wrote it."""
+        """Fill in ``delta`` for a codec that only encodes deltas, unless the user wrote it."""
         found = {"codec": data} if isinstance(data, str) else data
         if not isinstance(found, Mapping) or not isinstance(found.get("codec"), str):
             return data
@@ -178,7 +178,7 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def steps(self) -> bool:
-        """Return whether the codec encodes steps from the last gather, of 16-bit weights only."""
+        """Return whether the codec encodes steps from the last gather, for 16-bit weights only."""
         codec = self.codec_of("forward") if self.codec else None
         return codec is not None and codec.references
 
@@ -200,7 +200,7 @@ class ParameterConfig(MeasuredConfig):
             raise problem("resync_every", self.resync_every, todo)
 
     def _check_copy(self) -> None:
-        """Refuse keys beside ``secondary`` that cannot act."""
+        """Refuse keys beside ``secondary`` that would have no effect."""
         if self.delta:
             todo = "a secondary copy takes steps by itself, and keeps nothing else; remove it"
             raise problem("delta", True, todo)

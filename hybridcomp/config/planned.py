@@ -1,7 +1,7 @@
-"""Read the preset ``planned``: the codecs from a file that ``hybridcomp plan`` wrote.
+"""Read the preset ``planned``: its codecs come from a file that ``hybridcomp plan`` wrote.
 
-A plan holds for one layout. As the block does not know its job, ``rules.planned`` checks the layout
-when an engine attaches.
+A plan is valid for one layout. Since a block does not know its job, ``rules.planned`` checks the
+layout when an engine attaches.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hybridcomp.foreign import parsed_json
 
 #: the preset's name
 PLANNED = "planned"
-#: key of a plan with the version of its format, and the version that this package reads
+#: key that holds a plan's format version, and the version that this package reads
 FORMAT, VERSION = "hybridcomp_plan", 1
 #: parallel degrees of a layout, whose product is the number of ranks
 DEGREES = ("tensor", "context", "data", "stages")
-#: facts of a layout that are compared with the job, with their names in a sentence
+#: facts of a layout that are compared with the job, and their names in a message
 FACTS: Mapping[str, str] = {
     "ranks": "ranks",
     "data": "data parallel",
@@ -34,7 +34,7 @@ FACTS: Mapping[str, str] = {
     "accumulation": "micro-batches a step",
     "mesh": "ranks on a side of a mesh",
 }
-#: further facts, yes (1) or no (0), which are no part of a block's digest
+#: further facts, yes (1) or no (0), that do not enter a block's digest
 LATER: Mapping[str, str] = {"offload": "optimizers on a host"}
 
 
@@ -46,9 +46,9 @@ class Planned:
         path: path of the file.
         block: the dimensions and other keys that it chose.
         layout: the facts of its layout, by names of ``FACTS``.
-        later: further facts, by names of ``LATER``: no part of the block's digest.
+        later: further facts, by names of ``LATER``, which do not enter the block's digest.
         machines: node and device of every rank on which it was measured; a node below 0 is unknown.
-            Empty where the cluster was described by hand.
+            Empty if the cluster was described by hand.
     """
 
     path: str
@@ -111,7 +111,7 @@ def _checked(path: str, plan: Mapping[str, Any]) -> Planned:
 
 
 def _machines(path: str, written: object) -> tuple[tuple[int, str], ...]:
-    """Node and device by rank; none in the plan of a described cluster."""
+    """Return node and device by rank; empty for the plan of a described cluster."""
     rows = [] if written is None else written
     if not isinstance(rows, list) or not all(
         isinstance(row, list) and list(map(type, row)) == [int, str] for row in rows

@@ -1,4 +1,4 @@
-"""Choose the codec of a message. Decides only; never touches a tensor.
+"""Choose the codec of a message. It only decides and never touches a tensor.
 
 The choice depends on dimension, direction, dtype, numel, group size and step: all equal on every
 rank that takes part in the message, so the ranks always agree without communication.
@@ -20,7 +20,7 @@ __all__ = ["Dimension", "Direction", "Limits", "Policy", "Rung", "Traffic"]
 
 
 class Traffic(NamedTuple):
-    """One message, as every rank of its group sees it; a tuple, as each message makes one."""
+    """One message, as every rank of its group sees it; a tuple, since each message makes one."""
 
     dimension: Dimension
     direction: Direction
@@ -47,7 +47,7 @@ class Limits:
 class Rung:
     """One level of a ramp."""
 
-    stop: int  # steps after ``start_step`` at which it ends
+    stop: int  # the rung ends this many steps after ``start_step``
     codec: Codec
 
 
@@ -58,7 +58,7 @@ class Policy:
     codecs: Mapping[tuple[Dimension, Direction], Codec | None]
     min_bytes: int
     start_step: int
-    #: codecs before the final one, in order
+    #: codecs before the final one, in the order of steps
     ramps: Mapping[tuple[Dimension, Direction], tuple[Rung, ...]] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ class Policy:
 
     @cached_property
     def settles_at(self) -> int:
-        """Return the step from which on the choice no longer depends on the step."""
+        """Return the step from which the choice no longer depends on the step."""
         stops = (rungs[-1].stop for rungs in self.ramps.values() if rungs)
         return self.start_step + max(stops, default=0)
 

@@ -1,12 +1,12 @@
 """Presets: named blocks. A key that the user writes beside ``preset`` overrides the preset's.
 
 ``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
-messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` follows from a
-rate-distortion study of training tensors: a transform gains nothing on them, so plain integers, and
-4 bits only for gradients, whose errors an optimizer averages over its steps; its settings are in
-the rows of ``hybridcomp.dimensions``. No preset names ``offload``, which takes time of the host,
-too, or ``tp2d``, whose layers a script chooses. ``none`` compresses nothing but counts the traffic,
-for a baseline. ``planned`` takes the block of a plan (``planned.py``).
+messages are fp32, so its rates 8 and 16 keep a quarter and a half of the bits. ``recommended``
+follows from a rate-distortion study of training tensors: a transform gains nothing on them, so it
+uses plain integers, with 4 bits only for gradients, whose errors an optimizer averages over its
+steps. Its settings are in the rows of ``hybridcomp.dimensions``. No preset names ``offload``, which
+also costs host time, or ``tp2d``, whose layers a script chooses. ``none`` compresses nothing but
+counts the traffic, for a baseline. ``planned`` takes the block of a plan (``planned.py``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.config.planned import PLANNED, Planned
 from hybridcomp.dimensions import DIRECTIONS, IN_PRESETS, ROWS, Dimension
 
-#: the preset that compresses nothing: all messages are native, and counted
+#: the preset that compresses nothing: all messages are native but counted
 NATIVE = "none"
 Settings = dict[str, Any]
-#: "model parallel" in the paper, and ZeRO
+#: dimensions that the paper calls "model parallel", and ZeRO
 _MODEL: tuple[Dimension, ...] = ("zero", "tp", "pp")
 
 
@@ -39,8 +39,8 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
     "recommended": {name: dict(ROWS[name].recommended or {}) for name in IN_PRESETS},
     NATIVE: {},
 }
-#: presets that measure each dimension and leave it native where that is faster, unless the block
-#: has another ``when``: a user of them has not checked whether the link is slow enough
+#: presets that measure each dimension and leave it native if that is faster, unless the block sets
+#: ``when``: their users have not checked whether the link is slow enough
 MEASURING = frozenset({"recommended"})
 #: presets made for fp32 messages
 PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
@@ -90,17 +90,17 @@ def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
 
 
 def overridden(preset: Any, written: Any) -> Any:
-    """Merge the user's settings into a preset's key; a bound alone replaces it by codec auto.
+    """Merge the user's settings into a preset's key; a bound alone selects codec auto instead.
 
-    A setting of the preset that does not go with what the user wrote, such as levels that need 4
-    bits beside ``"bits": 5``, is left out.
+    Settings of the preset that conflict with the user's, such as levels that need 4 bits beside
+    ``"bits": 5``, are dropped.
     """
     if not isinstance(written, Mapping) or not isinstance(preset, Mapping):
         return written
     if "codec" in written or "error_bound" in written:
         return written
     if written.get("secondary", "native") != "native":
-        return written  # which has codecs of its own
+        return written  # this dimension has codecs of its own
     ways = [written.get(way) for way in DIRECTIONS]
     if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
         return written

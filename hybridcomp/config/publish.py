@@ -12,7 +12,7 @@ from hybridcomp.foreign import folder_path
 
 
 class PublishConfig(Strict):
-    """Versions of the weights, written after optimizer steps: exact deltas, a full one at times."""
+    """Configure published versions of the weights: exact deltas, and full ones at times."""
 
     to: str = Field(
         min_length=1,

@@ -15,9 +15,9 @@ from hybridcomp.config.codec_settings import Strict
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.policy import Rung
 
-#: most values of a ramp before its end, so that ranks and readers see few codecs
+#: most codecs of a ramp before its end, so that ranks and readers see only a few
 RUNGS = 8
-#: the setting that every ramp may move; smaller is milder, unlike for the settings of codecs
+#: the setting that every ramp may move; a smaller value is milder, unlike for codec settings
 BOUND = "error_bound"
 
 
@@ -53,7 +53,7 @@ def movable() -> tuple[str, ...]:
 
 
 def moving(settings: Mapping[str, Any]) -> str | None:
-    """Return the written setting that a ramp moves; None where there is none."""
+    """Return the written setting that a ramp moves; None if there is none."""
     if BOUND in settings:
         return BOUND
     codec = CODECS.get(settings.get("codec", ""))
@@ -72,7 +72,7 @@ def _declared(settings: Mapping[str, Any], name: str) -> Setting | None:
 def values(start: float, end: float, step: float | None) -> list[float]:
     """Return the values of a ramp before ``end``, mildest first, in multiples of ``step``.
 
-    ``step`` None: a bound, which moves in equal ratios.
+    ``step`` None: the setting is a bound, which moves in equal ratios.
     """
     if step is None:
         return [float(f"{start * (end / start) ** (i / RUNGS):.3g}") for i in range(RUNGS)]
@@ -86,9 +86,9 @@ def rungs(
     steps: int,
     build: Callable[[Mapping[str, Any]], Codec | None],
 ) -> tuple[Rung, ...]:
-    """Build the codecs of a ramp of ``steps`` steps, each with the step that it ends before.
+    """Build the codecs of a ramp of ``steps`` steps, each with the step before which it ends.
 
-    ``settings``: those of the final codec. Raises the error that pydantic turns into a
+    ``settings``: settings of the final codec. Raises the error that pydantic turns into a
     ValidationError, at ``ramp.from``.
     """
     name = moving(settings)
@@ -113,7 +113,7 @@ def rungs(
 
 
 def _check_start(name: str, start: float, end: float, *, larger: bool) -> None:
-    """Refuse a ramp that does not start mild; ``larger``: mild is above ``end``."""
+    """Refuse a ramp that does not start mild; ``larger``: values above ``end`` are milder."""
     if start == end or (start > end) != larger:
         side = "above" if larger else "below"
         todo = f"a ramp starts mild: expected a number {side} {name}, which is {end:g}"

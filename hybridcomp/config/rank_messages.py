@@ -1,7 +1,7 @@
-"""Compute the bytes that messages of a step take on a rank: residuals, references, buffers.
+"""Compute the bytes that a step's messages use on a rank: residuals, references, buffers.
 
-Residuals and references are exact where the messages are; buffers are those of the largest message,
-at their most (of DDP those of all its buckets, which may be under way at once).
+Residuals and references are exact if the messages are. Buffers are the peak of the largest message
+(under DDP of all buckets, which may be pending at once).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hybridcomp.codecs.quantized_residual import BLOCK, nbytes_of
 from hybridcomp.codecs.residual_runs import LONGEST
 from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
 
-#: values of all shares that DeepSpeed's gathers send at once; half as many as deltas
+#: values of all shares together that one gather of DeepSpeed sends; deltas send half as many
 MOST_GATHERED = 1 << 27
-#: as ``autotune.trials.StepTraffic`` has it; exchanges are all-to-alls, sends go to one rank
+#: as in ``autotune.trials.StepTraffic``; exchanges are all-to-alls, sends go to one rank
 Way = Literal["sum", "own", "scatter", "gather", "exchange", "send"]
-#: sums that upstream makes in every micro-batch of a step, at ZeRO 2 and 3 and under fully_shard
+#: sums that upstream runs in every micro-batch of a step, at ZeRO 2 and 3 and under fully_shard
 REDUCED_EACH: tuple[Way, ...] = ("own", "scatter")
-#: bits of a weight by ``expcode``, of fp32 and of 16 bits: averages of trainings
+#: bits per weight under ``expcode``, for fp32 and for 16 bits: averages over trainings
 EXACT_BITS = (27.2, 11.2)
-#: bytes of a value in fp32, and its bits
+#: bytes of an fp32 value, and its bits
 FP32, FULL = 4, 32
 
 
@@ -34,19 +34,19 @@ class RankMessages:
     """Messages of a dimension in a step, as one rank sends them.
 
     Attributes:
-        numels: values of each message: of a sum, exchange or send on every rank, of a gather on all
-            ranks together.
-        how: sums for all ranks, to the owners of ranges (ZeRO 1 and 2), to the owners of shards
-            (ZeRO 3, FSDP2), gathers, exchanges, or sends.
-        dtype: of the values.
-        ranks: of the group.
+        numels: values of each message: per rank for a sum, exchange or send, of all ranks together
+            for a gather.
+        how: kind of message: sums for all ranks, for owners of ranges (ZeRO 1 and 2) or for owners
+            of shards (ZeRO 3, FSDP2); gathers, exchanges or sends.
+        dtype: dtype of the values.
+        ranks: ranks of the group.
         width: ranks of a node that sum before one of them encodes; 1 in one level.
-        on_gpu: whether the messages are of a GPU.
+        on_gpu: whether the messages are on a GPU.
         copied: whether a gather of deltas keeps a copy of this rank's share, as DeepSpeed's do.
-        tabled: whether each message is copied into a table first and all are under way at once, as
-            in DDP.
+        tabled: whether each message is first copied into a table and all are pending at once, as in
+            DDP.
         at_once: payloads of sends and receives that a rank holds at once.
-        staged: whether each goes through memory of the host, as a GPU's do over gloo.
+        staged: whether each message is staged in host memory, as from a GPU over gloo.
     """
 
     numels: tuple[int, ...]
@@ -66,8 +66,9 @@ class RankMessages:
         return self.ranks // self.width
 
     def fused(self, codec: Codec) -> bool:
-        """Return whether ``codec`` has kernels for all chunks: two ranks then take two hops, and
-        sums of an all-reduce lie in no memory."""
+        """Return whether ``codec`` has kernels for all chunks: then two ranks take two hops, and
+        the sums of an all-reduce are never written to memory.
+        """
         return self.on_gpu and codec.fuses
 
     def hops(self, codec: Codec) -> int:
@@ -83,14 +84,15 @@ class RankMessages:
 
 
 def residual_nbytes(messages: RankMessages, codec: Codec, bits: int) -> tuple[int, int]:
-    """Return the bytes of the residuals of sums: of what this rank sends, of sums that it owns.
+    """Return the bytes of the residuals of sums, of this rank's values and of sums that it owns.
 
     ``bits``: any of ``quantized_residual.BITS``.
     """
     sent = owned = 0
     for numel in messages.numels:
         own = -(-numel // messages.width)
-        if messages.how == "scatter" and bits != 32:  # shards begin between blocks
+        # few-bit residuals of shards begin at block borders
+        if messages.how == "scatter" and bits != 32:
             shard = -(-own // messages.encoders)
             own = -(-shard // BLOCK) * BLOCK * messages.encoders
         sent += nbytes_of(bits, own)
@@ -109,7 +111,7 @@ def reference_nbytes(messages: RankMessages) -> int:
 def copy_nbytes(messages: RankMessages, bits: int | None) -> int:
     """Return the bytes of this rank's slice of its node's secondary copy of gathered parameters.
 
-    ``bits``: by ``blockint``; None: as they are. 0 in one level, where there is no node.
+    ``bits``: bits under ``blockint``; None: unencoded. Returns 0 in one level, without nodes.
     """
     if messages.width == 1 or messages.how != "gather":
         return 0
@@ -121,9 +123,9 @@ def copy_nbytes(messages: RankMessages, bits: int | None) -> int:
 
 
 def frozen_nbytes(numel: int, dtype: torch.dtype, bits: int | None) -> int:
-    """Return the bytes of ``numel`` frozen values that a rank keeps: exactly, or in some bits.
+    """Return the bytes of ``numel`` frozen values that a rank keeps, exactly or in ``bits`` bits.
 
-    Exact ones are as many as weights of trainings take (``EXACT_BITS``).
+    Exact values count with the average bits of trained weights (``EXACT_BITS``).
     """
     if bits is None:
         return round(numel * EXACT_BITS[dtype != torch.float32] / 8)
@@ -133,7 +135,7 @@ def frozen_nbytes(numel: int, dtype: torch.dtype, bits: int | None) -> int:
 def node_sums_nbytes(messages: RankMessages) -> int:
     """Return the bytes of the sums of micro-batches that a rank keeps for its node.
 
-    Of all messages, with a codec or without; 0 in one level, where nothing is kept.
+    It covers all messages, with or without a codec; 0 in one level, where nothing is kept.
     """
     if messages.width == 1:
         return 0
@@ -145,16 +147,16 @@ def buffer_nbytes(
 ) -> int:
     """Return the peak bytes of buffers while the largest of ``messages`` is pending.
 
-    Payloads that are sent and that arrive, sums and parts of other ranks that no tensor of the
-    caller has room for, residuals as fp32, and the fp32 differences of lossy deltas, of all ranks
-    and of this one. Of tables those of all messages. On a GPU the words of encoders as well.
-    Low-rank codecs send factors, which are small: 0.
+    It includes sent and received payloads, sums and other ranks' parts that do not fit the caller's
+    tensors, residuals as fp32, and the fp32 differences of lossy deltas, of all ranks and of this
+    one. Messages in tables all count together. On a GPU the encoders' words count too. Low-rank
+    codecs count 0, since factors are small.
 
     Args:
-        messages: of one dimension.
-        codec: that encodes them.
+        messages: messages of one dimension.
+        codec: codec of the messages.
         deltas: whether parameters are gathered as deltas.
-        residual_bits: of the residuals of sums; 0: there are none.
+        residual_bits: bits of the residuals of sums; 0: there are none.
     """
     if codec.low_rank is not None or not messages.numels:
         return 0
@@ -174,14 +176,15 @@ def buffer_nbytes(
 
 
 def _of_gather(messages: RankMessages, numel: int, codec: Codec) -> int:
-    """Return the bytes of a gather: payloads, and in two levels what the node gathers, twice."""
+    """Return the bytes of a gather: payloads, in two levels twice the node's gathered values."""
     share, encoders = -(-numel // messages.ranks), messages.encoders
     if codec.references:
-        codec = codec.against(torch.empty(0))  # as all but the first
+        # all messages after the first are encoded against earlier values
+        codec = codec.against(torch.empty(0))
     payloads = codec.wire_nbytes(share, messages.dtype) * (encoders + 1)
     if messages.width == 1:
         return payloads
-    size = messages.dtype.itemsize  # a column between nodes stays while the node gathers
+    size = messages.dtype.itemsize  # a column between nodes stays allocated while the node gathers
     return size * encoders * share + max(payloads, size * numel)
 
 
@@ -193,12 +196,12 @@ def _of_one(messages: RankMessages, numel: int, codec: Codec, bits: int) -> int:
     between = _between(messages, own, codec, bits)
     if messages.width == 1:
         return between
-    # the ranks of a node send whole values, and sum stretches in fp32
+    # ranks of a node exchange whole values and sum slices of them in fp32
     return FP32 * own + max(messages.dtype.itemsize * numel, between)
 
 
 def _between(messages: RankMessages, own: int, codec: Codec, bits: int) -> int:
-    """Return the bytes of a sum or exchange of ``own`` values between those that encode."""
+    """Return the bytes of a sum or exchange of ``own`` values between the ranks that encode."""
     others = messages.encoders - 1
     part = -(-own // messages.encoders)
     sums = _dtype_of_sums(messages, codec)
@@ -215,28 +218,28 @@ def _between(messages: RankMessages, own: int, codec: Codec, bits: int) -> int:
         return exchanged
     if messages.fused(codec):
         return exchanged + gathered
-    in_residual = bits == FULL  # a rank sums in the fp32 residual's memory then
+    in_residual = bits == FULL  # a rank then sums in the memory of its fp32 residual
     return max(exchanged, gathered) + FP32 * part * (not in_residual)
 
 
 def _dtype_of_sums(messages: RankMessages, codec: Codec) -> torch.dtype:
-    """Return the dtype in which fp32 values are encoded, as ``sent_dtype`` has it."""
+    """Return the dtype in which fp32 values are encoded, as in ``sent_dtype``."""
     return messages.dtype if codec.lossless else torch.float32
 
 
 def _exchanged(
     messages: RankMessages, part: int, others: int, slot: int, codec: Codec, bits: int
 ) -> int:
-    """Return the bytes of payloads of ``others`` parts, both ways, or of encoding them if larger.
+    """Return the bytes of ``others`` payloads sent and received, or of encoding them if larger.
 
-    Residuals are unpacked, and what was delivered is decoded to be subtracted: on a GPU while the
-    payloads are encoded, on a CPU while they are sent. That of this rank's own part is unpacked
-    once payloads have arrived.
+    Encoding unpacks residuals and decodes payloads to subtract them: on a GPU while encoding, on a
+    CPU while sending. The residual of this rank's own part is unpacked once payloads have arrived.
     """
     few, payloads = 0 < bits < FULL, others * slot
     if not bits or (codec.fuses and (few or messages.on_gpu)):
         return 2 * payloads
-    is_pair = messages.how == "sum" and messages.hops(codec) == 1  # decoded into the sum
+    # payloads are decoded into the sum
+    is_pair = messages.how == "sum" and messages.hops(codec) == 1
     if not messages.on_gpu:
         return 2 * payloads + FP32 * part * (few * others + (not is_pair))
     at_once = part if codec.fixed_size else others * part
@@ -247,9 +250,9 @@ def _exchanged(
 
 
 def staged_nbytes(messages: RankMessages, codec: Codec, residual_bits: int = 0) -> int:
-    """Return the bytes of the host's copies of the largest of ``messages``, 0 where none are made.
+    """Return the bytes of host copies of the largest of ``messages``, 0 if none are staged.
 
-    Payloads that are sent and that arrive in one of its exchanges or gathers. Low rank: 0.
+    They are the payloads sent and received in one of its exchanges or gathers. Low rank: 0.
     """
     if not messages.staged or codec.low_rank is not None or not messages.numels:
         return 0
@@ -270,6 +273,6 @@ def staged_nbytes(messages: RankMessages, codec: Codec, residual_bits: int = 0) 
     exchanged = (encoders - 1) * codec.wire_nbytes(part, dtype)
     if messages.how != "sum":
         return 2 * exchanged
-    # what has arrived stays while sums are gathered, where one kernel makes and encodes these
+    # if one kernel sums and encodes, arrived payloads stay while the sums are gathered
     stays = exchanged if messages.fused(codec) else 0
     return max(2 * exchanged, stays + (encoders + 1) * codec.wire_nbytes(part, sums))

@@ -1,4 +1,4 @@
-"""The object below ``sync.islands``: islands that are jobs of their own, and where they meet."""
+"""The object ``sync.islands``: islands that are separate jobs, and the store where they meet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridcomp.config.error_messages import problem, translate
 
 
 class RendezvousConfig(Strict):
-    """Islands that are jobs of their own, and the store at which they meet."""
+    """Islands that are separate jobs, and the store where they meet."""
 
     rendezvous: str = Field(
         description="Where `hybridcomp rendezvous` listens: `tcp://host:port`, the same for all "
@@ -43,7 +43,7 @@ class RendezvousConfig(Strict):
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> RendezvousConfig:
-        """Read the object below ``islands``; errors name the key below that."""
+        """Parse the object below ``islands``; errors name the key inside it."""
         try:
             return cls.model_validate(found)
         except ValidationError as error:
@@ -72,7 +72,7 @@ class RendezvousConfig(Strict):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``tcp://host:port``; "" and 0 where it is none."""
+    """Return host and port of ``tcp://host:port``; "" and 0 for anything else."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not port.isascii() or not port.isdigit() or len(port) > 5:

@@ -54,7 +54,7 @@ def _read(path: Path) -> str:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which keys were written more than once."""
+    """A JSON object that records keys that were written more than once."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -65,10 +65,10 @@ class _Object(dict[str, Any]):
 def _parse(
     text: str, where: str, otherwise: Callable[[str], Any] | None = None
 ) -> Mapping[str, Any]:
-    """Parse JSON, else by ``otherwise``; returns the object."""
+    """Parse JSON, falling back to ``otherwise``; return the object."""
     try:
         loaded = _loads(text, otherwise or _as_hjson)
-    except ValueError as error:  # of json, hjson and yaml
+    except ValueError as error:  # raised by json, hjson and yaml
         raise unreadable(where, error, "YAML" if otherwise is parsed_yaml else "JSON") from None
     if not isinstance(loaded, Mapping):
         raise ConfigError(where, type(loaded).__name__, "expected a JSON object at the top level")
@@ -82,7 +82,7 @@ def _parse(
 
 
 def unreadable(where: str, error: ValueError, kind: str) -> ConfigError:
-    """Return the error for a file that a parser of ``kind``, "YAML" or "JSON", refuses."""
+    """Return the error for a file that a parser of ``kind``, "YAML" or "JSON", rejects."""
     if isinstance(error, MissingPackage):
         todo = f"{error}, which reads it, is not installed; pip install {error}"
         return ConfigError(where, Shown(f"a {kind} file"), todo)
@@ -100,7 +100,7 @@ def _loads(text: str, otherwise: Callable[[str], Any]) -> Any:
 
 
 def _as_hjson(text: str) -> Any:
-    """Parse Hjson as DeepSpeed does. Raises ValueError, of JSON where hjson is not installed."""
+    """Parse Hjson as DeepSpeed does. Raises ValueError, json's own if hjson is not installed."""
     try:
         import hjson  # a dependency of DeepSpeed
     except ImportError:

@@ -14,12 +14,12 @@ from hybridcomp.config.presets import NATIVE, PAPER
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension
 from hybridcomp.foreign import quoted_path
 
-#: bytes that few messages reach: gradients are reduced in buckets, by default of 5e8 values in
-#: DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
+#: message bytes that hardly any job reaches: gradients are reduced in buckets, by default of 5e8
+#: values in DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
 SELDOM_NBYTES = 1 << 28
-#: steps that few jobs reach
+#: number of steps that hardly any job reaches
 SELDOM_STEPS = 1_000_000
-#: dtypes that codecs encode, in words
+#: dtypes that codecs encode, for messages
 KINDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
 
 
@@ -28,10 +28,10 @@ def describe(
     absent: Collection[Dimension] = (),
     unseen: Collection[Dimension] = (),
 ) -> list[str]:
-    """Return a line for each compressed dimension (or direction, where they differ), then others.
+    """Return a line for each compressed dimension (or direction, if they differ), then the others.
 
-    ``absent``: dimensions without traffic in this job; ``unseen``: those that a file does not show.
-    They are only listed.
+    ``absent``: dimensions without traffic in this job; ``unseen``: dimensions that a file cannot
+    show. Both are only listed.
     """
     known = [name for name in DIMENSIONS if not ROWS[name].is_quiet or config.active(name)]
     later = [n for n in known if n in unseen and n not in absent and config.active(n)]
@@ -74,7 +74,7 @@ def describe(
 
 
 def _levels(config: CompressionConfig) -> str:
-    """Say what a unit of each level consists of, and which levels encode their sums."""
+    """Describe the units of each level, and which levels encode their sums."""
     widths = config.widths if isinstance(config.widths, list) else []
     below = ["ranks", "nodes", *["of these"] * len(widths)]
     told = [
@@ -88,7 +88,7 @@ def _levels(config: CompressionConfig) -> str:
 
 
 def _waitless(settings: AsyncPipelineConfig) -> str:
-    """Say which weights a pipeline without a flush computes with."""
+    """Describe which weights a flushless pipeline computes with."""
     told = "a version for each micro-batch under way"
     if settings.versions != "stash":
         one, two = "the newest weights in both passes", "two versions, gradients one step late"
@@ -99,7 +99,7 @@ def _waitless(settings: AsyncPipelineConfig) -> str:
 
 
 def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
-    """Yield the lines of one dimension; none where it is native."""
+    """Yield the lines of one dimension; none if it is native."""
     codecs = config.codecs()
     ways = {way: codecs[name, way] for way in ROWS[name].directions}
     ways = {way: c for way, c in ways.items() if c is not None or way not in ROWS[name].apart}
@@ -146,7 +146,7 @@ def _guarded(config: CompressionConfig, absent: Collection[Dimension]) -> list[s
 
 
 def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
-    """Warn about codecs that save nothing on messages of ``dtype``, or encode none of them."""
+    """Return warnings about codecs that save nothing on ``dtype`` messages, or encode none."""
     if dtype not in VALUE_DTYPES:
         active = ", ".join(name for name in DIMENSIONS if config.active(name))
         kind = str(dtype).removeprefix("torch.")
@@ -170,9 +170,9 @@ def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
 
 
 def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> list[str]:
-    """Warn about a block that compresses nothing; not where its preset is ``none``.
+    """Return warnings about a block that compresses nothing, unless its preset is ``none``.
 
-    ``largest_nbytes``: size of the job's largest message, where that is known.
+    ``largest_nbytes``: size of the job's largest message, if known.
     """
     active = any(config.active(name) for name in DIMENSIONS)
     if not active and (config.preset == NATIVE or config.others):

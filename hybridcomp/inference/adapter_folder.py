@@ -1,4 +1,4 @@
-"""Keep published adapters of PEFT as the folders that engines load them from."""
+"""Save published PEFT adapters as folders from which engines load them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing import WeightReceiver
 
-#: folders that remain: the newest, and one that an engine may be reading
+#: number of folders that are kept: the newest, and one that an engine may be reading
 KEEP = 2
 ADAPTER = ".lora_"
 
 
 class AdapterFolder:
-    """Follows versions of adapters (``publish.lora``: adapters), each in a folder of its own.
+    """Follow versions of adapters (``publish.lora``: adapters), each saved in its own folder.
 
     vLLM loads one with ``POST /v1/load_lora_adapter`` (``load_inplace`` true) or ``LLM.add_lora``,
     SGLang with ``load_lora_adapter``, PEFT with ``load_adapter``.
@@ -31,7 +31,7 @@ class AdapterFolder:
 
         Args:
             source: as for ``hybridcomp.WeightReceiver``.
-            folder: in which the folders of versions are made.
+            folder: folder that will contain one folder per version.
             config: the adapter's configuration, ``peft_config["default"].to_dict()``.
         """
         self._receiver, self._folder = WeightReceiver(source), Path(folder)
@@ -43,11 +43,12 @@ class AdapterFolder:
         return self._receiver.version
 
     def update(self, version: int | None = None) -> Path | None:
-        """Write the newest version, or ``version``; None where there is no new one.
+        """Write the newest version, or ``version``; return None if there is no new one.
 
-        Returns the folder, which is there whole or not at all. Raises PublishError.
+        Returns the folder, which appears complete or not at all. Raises PublishError.
         """
-        from safetensors.torch import save_file  # of the engine that loads it
+        # safetensors belongs to the engine that loads the folder
+        from safetensors.torch import save_file
 
         if self._receiver.update(version) is None:
             return None

@@ -1,4 +1,4 @@
-"""Refuse engines that cannot take 16-bit weights as they are, each in one line."""
+"""Refuse engines that cannot use 16-bit weights unchanged, each with a one-line error."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.inference.layout import LoaderLayout
 
-#: dtypes that hold weights as they were trained
+#: dtypes of weights that are not quantized
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
-#: names of the families that engines load, as Hugging Face has them
+#: Hugging Face's names of the output head and the embedding, in the families that engines load
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TODO = "start the engine with the weights in 16 bits, without a quantization"
 
 
 def refuse_quantized(asked: object, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PublishError where an engine computes with quantized weights.
+    """Raise PublishError if an engine computes with quantized weights.
 
     Args:
-        asked: what the engine says of its quantization; nothing where it has none.
-        tensors: the engine's parameters: integers and floats of 8 bits are taken for quantized.
+        asked: the engine's quantization setting; None or empty if it has none.
+        tensors: the engine's parameters: 8-bit integers and floats count as quantized.
     """
     if asked:
         raise PublishError(
@@ -42,10 +42,11 @@ def refuse_quantized(asked: object, tensors: Iterable[tuple[str, Tensor]]) -> No
 
 
 def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterable[str]) -> None:
-    """Raise PublishError where the published model is another one than an engine's.
+    """Raise PublishError if the published model is not the engine's model.
 
     Args:
-        config: of the engine's model, as transformers has it; None, or without a key: not compared.
+        config: transformers' configuration of the engine's model; None or missing keys: not
+            compared.
         shapes: the published shapes by name.
         aliases: further names of published weights that are tied.
     """
@@ -65,7 +66,8 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
         )
     layers = [int(found[1]) + 1 for name in shapes if (found := LAYER.match(name))]
     vocabulary = [int(shape[0]) for name, shape in shapes.items() if name == EMBEDDING]
-    further = getattr(config, "num_nextn_predict_layers", 0) or 0  # behind the others
+    # further layers follow the others
+    further = getattr(config, "num_nextn_predict_layers", 0) or 0
     for key, sizes, more in (("num_hidden_layers", layers, further), ("vocab_size", vocabulary, 0)):
         wanted = getattr(config, key, None)
         fits = not isinstance(wanted, int) or wanted <= max(sizes, default=wanted) <= wanted + more
@@ -76,12 +78,12 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
 
 
 def has_eight_bits(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether weights were published as an engine holds them in 8 bits (``publish.as``)."""
+    """Return whether weights were published in an engine's 8-bit format (``publish.as``)."""
     return any(tensor.dtype == torch.float8_e4m3fn for tensor in weights.values())
 
 
 def refuse_sixteen(asked: object) -> None:
-    """Raise PublishError where weights come in 8 bits and the engine computes in 16."""
+    """Raise PublishError if weights come in 8 bits but the engine computes in 16."""
     if not asked:
         raise PublishError(
             "weights are published in 8 bits, with scales (publish.as), and the engine computes in "
@@ -90,11 +92,11 @@ def refuse_sixteen(asked: object) -> None:
 
 
 def refuse_unknown(layout: LoaderLayout, is_packed: bool) -> None:
-    """Raise PublishError where an engine's loader, which has written nothing yet, takes no weight.
+    """Raise PublishError if an engine's loader, which has written nothing yet, accepts no weight.
 
-    ``is_packed``: whether the engine has emptied weights, of which nothing but names can be tried.
+    ``is_packed``: whether the engine has emptied weights, so that only names can be tried.
     """
-    names = ("ValueError", "KeyError")  # what loaders say to an unknown name
+    names = ("ValueError", "KeyError")  # errors that loaders raise for an unknown name
     for name, why in layout.unknown.items():
         raised = why.partition(":")[0]
         if raised in names or (raised.endswith("Error") and not is_packed):
@@ -105,7 +107,7 @@ def refuse_unknown(layout: LoaderLayout, is_packed: bool) -> None:
 
 
 def refuse_dtype(wanted: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PublishError where published 16-bit weights have another dtype than the engine's."""
+    """Raise PublishError if published 16-bit weights do not have the engine's dtype."""
     for name, tensor in weights:
         if tensor.dtype in PLAIN[:2] and tensor.dtype != wanted:
             raise PublishError(

@@ -1,4 +1,4 @@
-"""Tell whether an engine's weights are still as they were left, without a copy of them."""
+"""Detect whether an engine's weights have changed since the last update, without a copy."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: words of 4 bytes that are summed at once; they take 24 bytes each meanwhile
+#: 4-byte words that are summed at once; meanwhile they take 24 bytes each
 CHUNK = 1 << 21
-#: odd factors of 64 bits, of position and word
+#: odd 64-bit factors for position and word
 _FACTORS = (-7046029254386353131, -4417276706812531889)
 
 
 @torch.no_grad()
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Return 64 bits for each tensor, computed where it is; the host waits once for each device.
+    """Return 64 bits for each tensor, computed on its device; the host waits once per device.
 
-    Each word is hashed with its position, and the hashes are added modulo 2**64. This finds
-    mistakes, and holds no secret against somebody who wants to deceive.
+    Each word is hashed with its position, and the hashes are added modulo 2**64. This detects
+    mistakes but not deliberate manipulation.
     """
     sums = [(name, _sum(tensor)) for name, tensor in tensors]
     found: dict[str, int] = {}
@@ -30,7 +30,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def differing(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    """Return the names whose fingerprints differ, or that only one of the two has."""
+    """Return the names whose fingerprints differ, or that exist only before or only after."""
     return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 

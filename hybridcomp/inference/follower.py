@@ -1,4 +1,4 @@
-"""Bring an engine's weights from one published version to another: whole versions or none."""
+"""Bring an engine's weights from one published version to another, whole versions only."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hybridcomp.inference.fingerprints import differing, fingerprints
 from hybridcomp.job.waits import Notices
 from hybridcomp.publishing import AppliedVersion
 
-#: seconds between two looks at a source that has not the version yet
+#: seconds between two polls of a source that does not have the version yet
 PAUSE_S = 0.2
 AGAIN = "update again: the whole of a version is loaded then"
 
 
 def is_wait(seconds: object) -> bool:
-    """Return whether ``seconds`` is a time that a message may ask to wait."""
+    """Return whether ``seconds`` is a wait that a message may request."""
     return type(seconds) in (int, float) and 0 <= seconds < float("inf")  # type: ignore[operator]
 
 
 def tell_of_wait(notices: Notices, version: int, wait_s: float) -> None:
-    """Say in this process that it waits for ``version``, where ``notices`` are due."""
+    """Print that this process waits for ``version``, if ``notices`` are due."""
     if notices.due():
         waited = f"waiting for version {version} for {notices.seconds:.0f} s now"
         log.say(f"{waited}, for {wait_s:g} s at most (wait_s)", anywhere=True)
 
 
 class Receiver(Protocol):
-    """The part of ``hybridcomp.WeightReceiver`` that an engine needs."""
+    """The part of ``hybridcomp.WeightReceiver`` that a follower uses."""
 
     @property
     def version(self) -> int:
@@ -43,10 +43,10 @@ class Receiver(Protocol):
 
     @property
     def waits_for(self) -> str:
-        """Return what the source waits for; "" where it waits for nothing."""
+        """Return what the source is waiting for; "" if nothing."""
 
     def update(self, until: int | None = None) -> AppliedVersion | None:
-        """Apply the versions that are there, up to ``until``."""
+        """Apply the available versions, up to ``until``."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole tensors of the mirror."""
@@ -60,7 +60,7 @@ class Patched:
     """Changed values of a parameter, in checkpoint coordinates.
 
     Attributes:
-        name: the parameter, as Hugging Face writes it; ``whole``: all its values, in its shape.
+        name: the parameter's Hugging Face name; ``whole``: all its values, in its shape.
         offsets: flat offsets of the changed values, int64, rising; ``values``: the new values.
     """
 
@@ -74,27 +74,27 @@ class Engine(Protocol):
     """Interface by which a follower checks and writes the weights of an engine."""
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError, before anything is written, where the engine cannot take them."""
+        """Raise PublishError, before anything is written, if the engine cannot use the weights."""
 
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write all weights into the engine; ``weights`` are for reading."""
+        """Write all weights into the engine; ``weights`` are read-only."""
 
     def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
-        """Return what writes changed values into the engine, whose others are those of before."""
+        """Return a function that writes the changed values into the engine, leaving all others."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return all tensors of the engine that loading writes, by the engine's own names."""
+        """Return all tensors of the engine that loading writes, by the engine's names."""
 
 
 @dataclass
 class Loaded:
-    """The version that the engine holds, whole, and fingerprints of its tensors then.
+    """The version that the engine holds completely, and fingerprints of its tensors.
 
     Attributes:
-        version: None where the engine holds none, or may hold a part of one.
-        prints: None where none were taken.
-        noted: the version of the mirror up to which ``pending`` is complete.
-        pending: offsets that the mirror has and the engine has not, by parameter.
+        version: None if the engine holds none, or possibly only part of one.
+        prints: None if none were computed.
+        noted: mirror version up to which ``pending`` is complete.
+        pending: offsets of values that the mirror has but the engine lacks, by parameter.
     """
 
     version: int | None = None
@@ -104,11 +104,10 @@ class Loaded:
 
 
 class Follower:
-    """Loads versions of a receiver into an engine.
+    """Load versions of a receiver into an engine.
 
-    An error in the checks leaves the engine with the version that it held. After an error in
-    loading, the engine's own, nothing is known of its weights: ``version`` is None, requests have
-    to wait, and the next call loads everything.
+    If a check fails, the engine keeps its version. If the engine's own loading fails, its weights
+    are unknown: ``version`` is None, requests must wait, and the next call loads everything.
     """
 
     def __init__(
@@ -123,13 +122,13 @@ class Follower:
 
         Args:
             receiver: the mirror on this host.
-            engine: what loads weights.
-            wait_s: seconds to wait for a version that is announced and not there yet.
-            verify: whether to look, before changed values are written, if the engine's tensors are
-                as the last call left them; one pass over its weights.
+            engine: the engine to load weights into.
+            wait_s: seconds to wait for a version that is announced but not available yet.
+            verify: whether to check, before writing changed values, that the engine's tensors are
+                as the last call left them; takes one pass over its weights.
 
-        Both are attributes, which act from the next call on. ``pause_s`` is how long the last load
-        took, in seconds, without what went before.
+        ``wait_s`` and ``verify`` are attributes and may be changed between calls. ``pause_s`` holds
+        the seconds of the last load, without the preparation.
         """
         self._receiver, self._engine = receiver, engine
         self.wait_s, self.verify = wait_s, verify
@@ -139,17 +138,17 @@ class Follower:
 
     @property
     def version(self) -> int | None:
-        """Return the version that the engine holds; None where it holds none as a whole."""
+        """Return the version that the engine holds; None if it holds none completely."""
         return self._loaded.version
 
     def follow(self, wanted: int | None = None) -> tuple[str, ...]:
         """Bring the engine to version ``wanted``; None: to the newest one.
 
-        1 look whether the engine is as it was left
-        2 receive and check versions, which changes the mirror alone
-        3 check whether the engine can take them, and where what changed belongs
-        4 load what changed, or everything into an engine of which no version is known
-        5 look how the engine's tensors are now
+        1 check that the engine is as it was left
+        2 receive and check versions, which only changes the mirror
+        3 check that the engine can use them, and find the places of changed values
+        4 load changed values, or everything if the engine's version is unknown
+        5 compute fingerprints of the engine's tensors
 
         Returns the names of the parameters that were written. Raises PublishError.
         """
@@ -158,7 +157,7 @@ class Follower:
         return names
 
     def prepare(self, wanted: int | None = None) -> bool:
-        """Do 1 to 3 of ``follow``, after which the engine is as it was; whether there is 4 to do.
+        """Do steps 1 to 3 of ``follow``, leaving the engine unchanged; return whether 4 is needed.
 
         The engine may answer requests meanwhile. Raises PublishError.
         """
@@ -178,11 +177,11 @@ class Follower:
         return True
 
     def forget(self) -> None:
-        """Take the engine for one that holds no version: the next call loads everything."""
+        """Assume that the engine holds no version: the next call loads everything."""
         self._loaded = Loaded()
 
     def load(self) -> tuple[str, ...]:
-        """Do 4 of ``follow``, behind ``prepare``, while the engine answers no request.
+        """Do step 4 of ``follow``, after ``prepare``, while the engine answers no request.
 
         Returns the names of the parameters that were written. Raises PublishError; the engine holds
         no version then.
@@ -208,7 +207,7 @@ class Follower:
         return tuple(one.name for one in ready[0])
 
     def settle(self) -> None:
-        """Do 5 of ``follow``; the engine may answer requests meanwhile."""
+        """Do step 5 of ``follow``; the engine may answer requests meanwhile."""
         held = self._loaded
         if held.version is not None and self.verify and held.prints is None:
             held.prints = fingerprints(self._engine.weights())
@@ -217,7 +216,8 @@ class Follower:
         held = self._loaded
         if held.version is None or not self.verify:
             return
-        if held.prints is None:  # loaded with ``verify`` off: take prints for the next call
+        # loaded with ``verify`` off: compute fingerprints for the next call
+        if held.prints is None:
             self.settle()
             return
         odd = differing(held.prints, fingerprints(self._engine.weights()))
@@ -229,7 +229,7 @@ class Follower:
             )
 
     def _receive(self, wanted: int | None) -> None:
-        """Update the mirror to ``wanted``, and note what the engine has not yet."""
+        """Update the mirror to ``wanted``, and record what the engine lacks."""
         notices = Notices()
         while True:
             self._update(wanted)
@@ -249,14 +249,14 @@ class Follower:
             )
 
     def _update(self, wanted: int | None) -> None:
-        """Update the mirror, and note what it changed.
+        """Update the mirror, and record what it changed.
 
-        A result that does not begin where the notes end was lost by an error: the engine's version
-        is not known then, and everything is loaded.
+        If the result does not start where the record ends, an error has lost a version: the
+        engine's version is then unknown, and everything is loaded.
         """
         applied, held = self._receiver.update(wanted), self._loaded
         if held.version is None:
-            return  # everything will be loaded
+            return  # everything will be loaded anyway
         if held.noted != (self._receiver.version if applied is None else applied.since):
             self._loaded = Loaded()
         elif applied is not None:
@@ -266,7 +266,7 @@ class Follower:
             held.noted = applied.version
 
     def _patches(self, weights: dict[str, Tensor]) -> list[Patched]:
-        """Return what the engine has not yet, with the values of the mirror as it is now."""
+        """Return the changes that the engine lacks, with the mirror's current values."""
         found = []
         for name, rows in sorted(self._loaded.pending.items()):
             offsets = rows[0] if len(rows) == 1 else torch.unique(torch.cat(rows))

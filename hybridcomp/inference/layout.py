@@ -1,8 +1,8 @@
-"""Learn from an engine's own loader where it puts the values of a checkpoint, and use that.
+"""Learn from an engine's own loader where checkpoint values go, and write changes there.
 
-An engine packs, cuts and renames the tensors of a checkpoint while it loads them. Its loader is run
-once with copies into its parameters noted and not done. Each copy is one block of a tensor of the
-checkpoint and one of a parameter; by these, changed values are written where they belong, and a few
+An engine packs, shards and renames checkpoint tensors while loading them. Its loader is run once,
+with copies into parameters recorded instead of executed. Each copy maps a block of a checkpoint
+tensor to a block of a parameter. By this map changed values are written to their places, and a few
 values of every parameter are compared after each load.
 """
 
@@ -16,23 +16,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: what writes the same values whichever are loaded
+#: operations that write the same values whatever is loaded
 CONSTANT = (
     torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default,
 )  # fmt: skip
-#: values of a block that are compared after a load
+#: most values of a block that are compared after a load
 SAMPLES = 16
 
 
 @dataclass(frozen=True)
 class Strided:
-    """Places of a block's values in a storage: a first offset, and a stride for each dimension."""
+    """Positions of a block's values in a storage: a first offset, and a stride per dimension."""
 
     offset: int
     strides: tuple[int, ...]
 
     def of(self, like: Tensor, positions: list[Tensor]) -> Tensor:
-        """Return the offsets of positions in the block, one tensor as ``like`` a dimension."""
+        """Return storage offsets of block positions, given one tensor like ``like`` per
+        dimension.
+        """
         found = torch.full_like(like, self.offset)
         for position, stride in zip(positions, self.strides, strict=True):
             found += position * stride
@@ -41,9 +43,9 @@ class Strided:
 
 @dataclass(frozen=True)
 class Block:
-    """A block that the loader copies: ``sizes`` of it, from a tensor into parameter ``to``.
+    """A block of ``sizes`` that the loader copies from a tensor into parameter ``to``.
 
-    ``source`` counts from the first value of the tensor, ``target`` from that of the storage.
+    ``source`` is relative to the first value of the tensor, ``target`` to that of the storage.
     """
 
     to: str
@@ -52,16 +54,16 @@ class Block:
     target: Strided
 
     def places(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Find flat offsets of the checkpoint's tensor in this block.
+        """Find which flat offsets of the checkpoint tensor lie in this block.
 
-        Returns which of ``offsets`` are in it (a mask), and where those are in the storage of the
-        parameter, both on the device of ``offsets``.
+        Returns a mask of ``offsets`` and their positions in the parameter's storage, both on the
+        device of ``offsets``.
         """
         rest = offsets - self.source.offset
         inside = rest >= 0
         found = torch.full_like(offsets, self.target.offset)
         dims = zip(self.source.strides, self.sizes, self.target.strides, strict=True)
-        for stride, size, to in sorted(dims, reverse=True):  # the outermost dimension first
+        for stride, size, to in sorted(dims, reverse=True):  # outermost dimension first
             position = torch.div(rest, stride, rounding_mode="floor")
             inside &= position < size
             rest = rest - position * stride
@@ -70,7 +72,7 @@ class Block:
         return inside, found[inside]
 
     def some(self) -> tuple[Tensor, Tensor]:
-        """Return offsets of a few values, first and last among them: in the tensor, the storage."""
+        """Return offsets of a few values, first and last included: in tensor and in storage."""
         numel = torch.Size(self.sizes).numel()
         flat = torch.linspace(0, numel - 1, min(SAMPLES, numel), dtype=torch.float64).long()
         positions = list(torch.unravel_index(flat, self.sizes)) if self.sizes else []
@@ -82,9 +84,9 @@ class LoaderLayout:
     """Record which blocks of each checkpoint tensor an engine's loader copies to this worker.
 
     Attributes:
-        blocks: the blocks that it copies of each tensor, by the checkpoint's names; no blocks where
-            this worker has none of the tensor.
-        unknown: tensors that the loader does not copy by blocks, and the reason.
+        blocks: blocks copied of each tensor, by the checkpoint's names; empty if this worker holds
+            none of the tensor.
+        unknown: tensors that the loader does not simply copy, with the reason.
     """
 
     blocks: dict[str, list[Block]] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class LoaderLayout:
     def writer(
         self, parameters: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor, Tensor]]
     ) -> Callable[[], None]:
-        """Prepare to write changed values; what is returned writes them.
+        """Check changed values and their places; return a function that writes them.
 
         ``changes``: names of known tensors, flat offsets and values.
         """
@@ -120,10 +122,9 @@ class LoaderLayout:
     def differing(
         self, parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
     ) -> str:
-        """Compare a few values of each block; returns a parameter that differs, "" where none does.
+        """Compare a few values of each block; return a parameter that differs, or "".
 
-        ``weights``: tensors of the checkpoint; unknown ones are passed over. The host waits once
-        for each device.
+        ``weights``: checkpoint tensors; unknown ones are skipped. The host waits once per device.
         """
         found: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for name, weight in weights:
@@ -148,12 +149,12 @@ def learn(
     parameters: Mapping[str, Tensor],
     weights: Iterable[tuple[str, Tensor]],
 ) -> LoaderLayout:
-    """Run the loader ``load`` on each of ``weights``, and note what it copies; nothing is written.
+    """Run the loader ``load`` on each of ``weights``, recording its copies; nothing is written.
 
     Args:
-        load: takes names and tensors of a checkpoint.
-        parameters: what it writes, by the engine's names.
-        weights: contiguous tensors, with a storage of their own each.
+        load: loads an iterable of checkpoint names and tensors.
+        parameters: the parameters that it writes, by the engine's names.
+        weights: contiguous tensors, each with its own storage.
     """
     found = LoaderLayout()
     homes = _homes(parameters)
@@ -173,14 +174,14 @@ def learn(
 
 
 def _homes(parameters: Mapping[str, Tensor]) -> dict[int, str]:
-    """Return the parameters that have values, by their storages."""
+    """Map the storage of each non-empty parameter to its name."""
     return {
         one.untyped_storage().data_ptr(): name for name, one in parameters.items() if one.numel()
     }
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes copies from one tensor into parameters; other writes to parameters make it odd."""
+    """Record copies from one tensor into parameters; any other write makes the tensor odd."""
 
     def __init__(self, homes: Mapping[int, str], weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,7 +211,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, name: str, target: Tensor, args: Any) -> None:
         if func in CONSTANT:
-            return  # rows that fill up a vocabulary: they stay as the engine's own load left them
+            return  # rows that pad a vocabulary stay as the engine's own load left them
         source = args[1] if func is torch.ops.aten.copy_.default else None
         if not isinstance(source, Tensor) or source.untyped_storage().data_ptr() != self._from:
             self._odd(f"{func} writes other values than those of the checkpoint")
@@ -230,7 +231,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _nested(view: Tensor) -> bool:
-    """Return whether each value of a view is at a place of its own that strides tell."""
+    """Return whether all values of a view lie at distinct places, given by its strides."""
     inner = 1
     for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
         if size > 1 and stride < inner:

@@ -16,15 +16,16 @@ from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched
 from hybridcomp.publishing import WeightReceiver
 
-#: limit of a sender's weights: twice the module's weights plus this many
+#: a sender may send at most twice the module's weights plus this many
 SPARE_WEIGHTS = 1 << 20
 
 
 class ModuleFollower:
-    """Keeps the parameters of a module at a published version: ``update()`` before generating.
+    """Keep a module's parameters at a published version: call ``update()`` before generating.
 
-    The module has the parameters of the trained one, by the same names, in the published dtype. Its
-    buffers are its own. ``close`` is not needed: mirror and fingerprints go with this object.
+    The module must have the trained module's parameters, under the same names and in the published
+    dtype. Buffers are not updated. No ``close`` is needed: mirror and fingerprints are freed with
+    this object.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class ModuleFollower:
         """Hold the module; nothing is read before ``update``.
 
         Args:
-            module: takes the weights, in place, on its own device.
+            module: module whose parameters are updated in place, on their own device.
             source: as for ``hybridcomp.WeightReceiver``.
-            wait_s: seconds to wait for a version that is announced and not there yet.
-            verify: whether to look for weights that somebody else has written since.
+            wait_s: seconds to wait for a version that is announced but not available yet.
+            verify: whether to check that nobody else has written the weights since.
         """
         count = sum(one.numel() for one in module.parameters())
-        # of a model with a few more the check of names says what they are
+        # a model with a few more weights passes this limit, and the check of names then names them
         self.receiver = WeightReceiver(source, weights=SPARE_WEIGHTS + 2 * count)
         self._follower = Follower(
             self.receiver, _ModuleWeights(module, self.receiver), wait_s=wait_s, verify=verify
@@ -47,19 +48,19 @@ class ModuleFollower:
 
     @property
     def version(self) -> int | None:
-        """Return the version that the module holds; None where it holds none as a whole."""
+        """Return the version that the module holds; None if it holds none completely."""
         return self._follower.version
 
     @property
     def pause_s(self) -> float:
-        """Return the seconds of the last update in which the module was being written."""
+        """Return for how many seconds the last update wrote into the module."""
         return self._follower.pause_s
 
     def update(self, version: int | None = None) -> tuple[str, ...]:
-        """Bring the module to ``version``, None: to the newest one.
+        """Bring the module to ``version``, or to the newest one if None.
 
         Returns the names of parameters that were written. Raises PublishError, in one line; the
-        module then holds the version that it held.
+        module then keeps its version.
         """
         return self._follower.follow(version)
 
@@ -71,11 +72,11 @@ class _ModuleWeights:
         self._module, self._receiver = module, receiver
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the module's parameters, tied ones once."""
+        """Return the module's parameters, tied ones only once."""
         return self._module.named_parameters()
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError where names, shapes or dtypes differ, or weights are quantized."""
+        """Raise PublishError if names, shapes or dtypes differ, or weights are quantized."""
         config = getattr(self._module, "config", None)
         refuse_quantized(getattr(config, "quantization_config", None), self.weights())
         mine = self._by_name()
@@ -89,10 +90,10 @@ class _ModuleWeights:
         self._check_ties(mine)
 
     def _check_ties(self, mine: dict[str, Tensor]) -> None:
-        """Raise PublishError where the module ties other parameters than the trained model.
+        """Raise PublishError if the module ties other parameters than the trained model.
 
-        Of two on one tensor the last one would stay; of a tied one its other tensor would be left
-        as it was.
+        Of two parameters on one tensor only the last one written would remain; a missing tie would
+        leave the other tensor outdated.
         """
         aliases, by_weight, by_tensor = self._receiver.aliases, dict[str, str](), dict[int, str]()
         for name, tensor in mine.items():
@@ -118,7 +119,7 @@ class _ModuleWeights:
             mine[name].copy_(value)
 
     def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
-        """Return what writes the changed values at their places."""
+        """Return a function that writes the changed values to their places."""
         return functools.partial(self._write, patches)
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""Load published weights in SGLang's workers: a custom weight loader.
+"""Load published weights in SGLang's workers through a custom weight loader.
 
 A server is started with ``--custom-weight-loader hybridcomp.inference.sglang_loader.load``. An
-update is a small message, one for all workers, that names folder and version; each worker has a
-receiver of its own and loads the parameters that changed as SGLang loads a checkpoint.
+update is one small message to all workers, which names folder and version. Each worker has its own
+receiver and loads changed parameters in the way SGLang loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hybridcomp.inference.sglang_seams import SEAMS, WORKER_SEAMS
 from hybridcomp.inference.upstream import check
 from hybridcomp.publishing import WeightReceiver
 
-#: what the server's option and the ``load_format`` of an update name
+#: name of the loader in the server's option and in the ``load_format`` of an update
 LOADER = "hybridcomp.inference.sglang_loader.load"
-#: name of the one tensor of a message
+#: name of a message's only tensor
 MESSAGE = "__hybridcomp__"
-#: where a model keeps its follower: it is freed with the model
+#: attribute in which a model keeps its follower, so that they are freed together
 KEPT = "_hybridcomp_follower"
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Message to a worker: the folder as it names it, the version, and how to follow it."""
+    """Message to a worker: the folder under the worker's path, the version, and options."""
 
     source: str
     version: int
@@ -42,7 +42,7 @@ class Announcement:
     verify: bool = True
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the message as ``update_weights_from_tensor`` takes it."""
+        """Return the message in the form that ``update_weights_from_tensor`` takes."""
         return [(MESSAGE, torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8))]
 
 
@@ -51,8 +51,8 @@ def update(
 ) -> None:
     """Have all workers of an ``sglang.Engine`` load a version of the folder ``source``.
 
-    A worker that cannot load it ends with the error of its loader, and with it the server: SGLang
-    has no answer for a loader that fails. Raises PublishError where the engine reports a failure.
+    A worker that cannot load it dies with its loader's error and takes the server with it: SGLang
+    does not handle a failing loader. Raises PublishError if the engine reports a failure.
     """
     check(SEAMS)
     said = Announcement(source, version, wait_s, verify)
@@ -66,10 +66,10 @@ def update(
 
 
 def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Bring ``model`` to the version of a message; SGLang calls it in each worker.
+    """Bring ``model`` to the version named in a message; SGLang calls it in each worker.
 
-    Raises PublishError, in one line and before anything is written, where the version cannot be
-    loaded as a whole.
+    Raises PublishError, in one line and before anything is written, if the version cannot be loaded
+    completely.
     """
     said = _announced(named_tensors)
     kept = vars(model).get(KEPT)
@@ -103,7 +103,7 @@ def _announced(named_tensors: Iterable[tuple[str, Tensor]]) -> Announcement:
 
 
 def _quantization(model: Any) -> object:
-    """Return the name of SGLang's quantization of a model; nothing where it has none."""
+    """Return the name of a model's quantization in SGLang; None if it has none."""
     found = getattr(model, "quant_config", None)
     name = getattr(found, "get_name", None)
     return name() if callable(name) else found
@@ -117,12 +117,12 @@ class _ModelWeights:
         self._layout = LoaderLayout()
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the parameters of this worker, by SGLang's own names."""
+        """Return this worker's parameters, by SGLang's names."""
         found: Iterable[tuple[str, Tensor]] = self._named()
         return found
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError where the model has no parameter of the published dtype."""
+        """Raise PublishError if the model has no parameter of the published dtype."""
         published = dict(weights)
         if has_eight_bits(published):
             refuse_sixteen(self._asked)
@@ -138,9 +138,9 @@ class _ModelWeights:
             )
 
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors as from a checkpoint, and compare a few values of each.
+        """Load tensors like a checkpoint, then compare a few values of each.
 
-        They are copies, as a loader may write to what it is given.
+        It loads copies, since a loader may write to its inputs.
         """
         given = dict(weights)
         self._load((name, tensor.clone()) for name, tensor in given.items())
@@ -156,5 +156,5 @@ class _ModelWeights:
             )
 
     def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
-        """Return what loads the parameters of which a value changed, as a whole."""
+        """Return a function that reloads, as a whole, each parameter with a changed value."""
         return lambda: self.load_whole((one.name, one.whole) for one in patches)

@@ -1,4 +1,4 @@
-"""An even share of whole tensors that pass by on every rank: of an export without an engine."""
+"""Keep an even share of the whole tensors that an export yields on every rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hybridcomp.publishing import DTYPES, EngineWeights, Held, WeightRange
 
 
 class Shares:
-    """This rank's share of each tensor of an export, on the host, in the published dtype.
+    """This rank's share of each exported tensor, on the host, in the published dtype.
 
-    The names, shapes and their order are those of the first export.
+    Later exports must have the names, shapes and order of the first.
     """
 
     def __init__(self, dtype: str, rank: int, count: int) -> None:
-        """Take share ``rank`` of ``count``. Raises ConfigError on a dtype that is not published."""
+        """Set up share ``rank`` of ``count``. Raises ConfigError for an unpublished dtype."""
         if dtype not in DTYPES:
             raise ConfigError("publish.dtype", dtype, f"expected one of {', '.join(DTYPES)}")
         self._dtype, self._rank, self._count = DTYPES[dtype], rank, count
@@ -28,10 +28,10 @@ class Shares:
         self._values: dict[str, Tensor] = {}
 
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this rank's share of every tensor; all ranks run through the same export.
+        """Copy this rank's share of every tensor; all ranks iterate over the same export.
 
-        Raises PublishError, once the export has ended, so that no other rank waits in one of its
-        gathers: where a name comes twice, or names or shapes are not those of the first export.
+        Raises PublishError if a name occurs twice, or names or shapes differ from the first export;
+        only after the export has ended, so that no other rank waits in one of its gathers.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         problem = ""
@@ -53,7 +53,7 @@ class Shares:
         self._shapes = shapes
 
     def weights(self) -> EngineWeights:
-        """Return what this rank holds, for a ``Publisher``; read when it publishes."""
+        """Return this rank's share for a ``Publisher``, which reads it when it publishes."""
         held = []
         for name, shape in self._shapes.items():
             low, high = self._borders(torch.Size(shape).numel())
@@ -63,7 +63,7 @@ class Shares:
         return EngineWeights(self._shapes, dtypes, held, tuple(range(self._count)))
 
     def drop_values(self) -> None:
-        """Free the copy of this export; the publisher has its own."""
+        """Free this export's copy; the publisher has its own."""
         self._values.clear()
 
     def _borders(self, numel: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""Have all workers of an engine hold a version or none, and one of them say why.
+"""Have all workers of an engine switch to a version or none, and only one report an error.
 
-An executor that asks its workers in order, and raises at the first answer that is an error, leaves
-the answers behind it in their queues: each later request reads the answer to the one before (vLLM's
-``MultiprocExecutor.collective_rpc``). So the workers compare notes first, and the last one alone
-raises, once all others have answered.
+An executor that collects its workers' answers in order and raises at the first error leaves later
+answers in their queues, so that each later request reads the previous answer (vLLM's
+``MultiprocExecutor.collective_rpc``). So the workers first exchange their results, and only the
+last one raises, after all others have answered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Workers:
     """The workers of one engine, of which this process is one."""
 
     def __init__(self, count: int) -> None:
-        """Make a group of ``count`` workers; all of them call it. One needs no group.
+        """Create a group of ``count`` workers; all of them call it. A single one needs no group.
 
         They are consecutive ranks of the default process group, which may have further engines.
         """
@@ -36,7 +36,7 @@ class Workers:
             self._speaks = dist.get_rank() == ranks[-1]
 
     def problem(self, work: Callable[[], object]) -> str | None:
-        """Do ``work`` on all workers; return the first error of one of them, to all."""
+        """Do ``work`` on all workers; return the first error of any worker on all of them."""
         mine = None
         try:
             work()
@@ -53,7 +53,7 @@ class Workers:
         return f"worker {bad[0][0]} of {self._count}: {bad[0][1]}"
 
     def tell(self, problem: str | None) -> None:
-        """Raise PublishError with ``problem``, on the last worker; the others return."""
+        """Raise PublishError with ``problem`` on the last worker; the others return."""
         if problem is not None and self._speaks:
             raise PublishError(problem)
 
@@ -67,7 +67,7 @@ class _Outcome:
 
 
 class Beside:
-    """Work of a worker beside the requests that it answers, one piece at a time, in a thread."""
+    """Run work beside the requests that a worker answers, one piece at a time, in a thread."""
 
     def __init__(self) -> None:
         self._wanted: object = None
@@ -75,8 +75,9 @@ class Beside:
         self._outcome = _Outcome()
 
     def begin(self, wanted: object, work: Callable[[], object]) -> None:
-        """Begin ``work`` once what went before has ended; ``wanted`` is what it is for."""
-        before, outcome = self._thread, _Outcome()  # its own: the one before may still be told
+        """Begin ``work`` once the previous piece has ended; ``wanted`` identifies it."""
+        # a new outcome: the previous one may still be read
+        before, outcome = self._thread, _Outcome()
 
         def run() -> None:
             if before is not None:
@@ -91,7 +92,7 @@ class Beside:
         self._thread.start()
 
     def result(self, wanted: object, work: Callable[[], Any]) -> Any:
-        """Return what was begun for ``wanted``, or else what ``work`` returns; raises its error."""
+        """Return the result of the work begun for ``wanted``, else of ``work``; raise its error."""
         self.end()
         if self._wanted != wanted or wanted is None:
             return work()
@@ -101,7 +102,7 @@ class Beside:
         return self._outcome.found
 
     def end(self) -> None:
-        """Wait until the thread has ended."""
+        """Wait for the thread to end."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

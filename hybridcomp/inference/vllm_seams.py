@@ -1,4 +1,4 @@
-"""Name what the engines for vLLM call and override, with the signatures of ``VLLM``."""
+"""List what the engines for vLLM call and override, with the signatures of ``VLLM``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKER_SEAMS = (
 TRAINER_SEAMS = (
     Seam(VLLM, BASE, "TrainerWeightTransferEngine.__init__",
          (("self", "client", "source", "is_sender", "rank"),
-          ("self", "client", "source", "is_sender"))),  # before 0.33
+          ("self", "client", "source", "is_sender"))),  # signature before 0.33
     Seam(VLLM, BASE, "TrainerWeightTransferEngine.trainer_init",
          ("cls", "init_info", "client", "source")),
     Seam(VLLM, BASE, "TrainerWeightTransferEngine.send_weights", ("self",)),

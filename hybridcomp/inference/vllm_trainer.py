@@ -1,4 +1,4 @@
-"""Publish a version from a training job, and have vLLM's workers load it: a trainer's engine."""
+"""Publish versions from a training job and have vLLM's workers load them: a trainer's engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-import requests  # vLLM's client needs it too
+import requests  # a dependency of vLLM's client too
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
@@ -26,9 +26,9 @@ class HybridcompTrainerInfo(TrainerInitInfo):  # type: ignore[misc]
     """Arguments of the trainer's engine, on each rank.
 
     Attributes:
-        publisher: what ``hybridcomp.publish(engine, to)`` returned.
-        source: where the workers find what it publishes, as they name that folder.
-        wait_s, verify: for the workers, as ``ModuleFollower`` takes them.
+        publisher: the result of ``hybridcomp.publish(engine, to)``.
+        source: the published folder or source, under the workers' path.
+        wait_s, verify: options for the workers, as for ``ModuleFollower``.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -47,25 +47,26 @@ class _Source:
 
 
 class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Publishes on all ranks; rank 0 tells vLLM's workers which version to load."""
+    """Publish on all ranks; rank 0 tells vLLM's workers which version to load."""
 
     init_info_cls = HybridcompTrainerInfo
 
     def __init__(
         self, *, client: Any, publisher: Publisher, rank: int, where: _Source | None = None
     ) -> None:
-        """Hold the publisher, which the caller closes; ``where``: what workers are told once."""
+        """Hold the publisher, which the caller closes; ``where``: first message to workers."""
         takes_rank = "rank" in inspect.signature(TrainerWeightTransferEngine.__init__).parameters
         more = {"rank": rank} if takes_rank else {}
         super().__init__(client=client, source=None, is_sender=rank == 0, **more)
         self._publisher, self._where = publisher, where
-        self._prepared: StartedVersion | None = None  # what no worker has switched to yet
+        # version that was prepared but that no worker has switched to yet
+        self._prepared: StartedVersion | None = None
 
     @classmethod
     def trainer_init(
         cls, init_info: HybridcompTrainerInfo, *, client: Any, source: Any = None
     ) -> HybridcompTrainerEngine:
-        """Tell the workers where versions are. Raises SeamError, and ConfigError on a source."""
+        """Tell the workers the source. Raises SeamError, and ConfigError for an invalid source."""
         check(TRAINER_SEAMS)
         if source is not None:
             todo = "leave it out: hybridcomp.publish was given the engine whose weights are sent"
@@ -77,13 +78,13 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return engine
 
     def prepare_weights(self) -> StartedVersion:
-        """Publish a version beside the training; the workers receive and check it beside requests.
+        """Publish a version beside training; workers receive and check it beside requests.
 
-        They go on with the version that they have until ``send_weights``, which then publishes
-        nothing and switches to this one. Called on every rank, a collective.
+        They keep their current version until ``send_weights``, which then publishes nothing and
+        switches to this version. Called on every rank, a collective.
 
-        Raises PublishError, on every rank, where a version before it could not be published. What
-        becomes of this one, and what the workers find, is told by ``send_weights``.
+        Raises PublishError on every rank if an earlier version could not be published. Errors of
+        this version, and of the workers, are raised by ``send_weights``.
         """
         told = self._prepared = self._publisher.publish(wait=False)
         if self.is_sender:
@@ -93,13 +94,12 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
     def send_weights(self) -> VersionSummary:
         """Publish a version, and have the workers load it; called on every rank, a collective.
 
-        The workers are told the source before, as a server that was started again needs; it acts
-        on these alone. Then the prefix cache is reset, where the client has
-        ``reset_prefix_cache``, as ``ServerClient`` does: its keys and values are of the version
-        before.
+        The workers are first told the source again, which matters only after a server restart. Then
+        the prefix cache, which holds keys and values of the previous version, is reset if the
+        client has ``reset_prefix_cache``, as ``ServerClient`` does.
 
-        Raises PublishError, on every rank, where the version could not be published, or no worker
-        holds it; they keep the one that they had, or none, as the error says.
+        Raises PublishError on every rank if the version could not be published or no worker holds
+        it; the workers then keep their version, or hold none, as the error says.
         """
         prepared, self._prepared = self._prepared, None
         told = self._publisher.publish() if prepared is None else self._publisher.finish()
@@ -112,7 +112,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return told
 
     def _load(self, version: int) -> str | None:
-        """Have the workers load a version; returns what went wrong."""
+        """Have the workers load a version; return what went wrong."""
         _, problem = attempt(lambda: self._ask({"version": version}))
         if problem is None:
             reset = getattr(self.client, "reset_prefix_cache", None)
@@ -127,7 +127,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         try:
             self.client.update_weights(message)
         except Exception as error:
-            with contextlib.suppress(Exception):  # ends the session of this update
+            with contextlib.suppress(Exception):  # ends this update's session
                 self.client.finish_weight_update()
             answer = getattr(getattr(error, "response", None), "text", "")
             if answer:
@@ -138,12 +138,12 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
 
 class ServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's client of a server, which resets the prefix cache of the server too."""
+    """vLLM's client of a server, which also resets the server's prefix cache."""
 
     def reset_prefix_cache(self) -> None:
-        """Drop keys and values of the version before; requests that run compute theirs anew.
+        """Drop cached keys and values of the previous version; running requests recompute theirs.
 
-        Raises PublishError where the server has not done it.
+        Raises PublishError if the server has not done so.
         """
         answer = requests.post(
             f"{self.base_url}/reset_prefix_cache",

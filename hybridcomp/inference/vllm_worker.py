@@ -1,9 +1,9 @@
-"""Load published weights in a vLLM worker: a weight-transfer engine.
+"""Load published weights in a vLLM worker, as a weight-transfer engine.
 
-Each worker has a receiver of its own. The first version, and whatever is not known to be copied as
-it is, goes through vLLM's layerwise reload. Changed values are written where vLLM's own loader puts
-them in packed and sharded parameters. A version is prepared beside the running requests where the
-trainer asks for it, and then switched to in one short pause.
+Each worker has its own receiver. The first version, and every parameter that vLLM does not simply
+copy, goes through vLLM's layerwise reload. Changed values are written where vLLM's own loader puts
+them in packed and sharded parameters. If the trainer asks for it, a version is prepared beside
+running requests, and the worker switches to it in one short pause.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from hybridcomp.publishing import WeightReceiver
 
 @dataclass
 class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
-    """Message to a worker: where versions are, as ``ModuleFollower`` takes it.
+    """Message to a worker: the source of versions, as for ``ModuleFollower``.
 
-    ``fresh``: read them anew; otherwise only where the worker has no source, or another one.
+    ``fresh``: reopen the source even if the worker already has it.
     """
 
     source: str
@@ -61,8 +61,8 @@ class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
 class VersionUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Message to a worker for each update: the version that all workers load.
 
-    ``prepare``: begin to receive and check it, beside the requests, and return at once; the message
-    without it then switches to it.
+    ``prepare``: start receiving and checking it beside requests, and return at once; a later
+    message without ``prepare`` switches to it.
     """
 
     version: int
@@ -70,7 +70,7 @@ class VersionUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Loads versions that ``hybridcomp.publish`` has written: backend "hybridcomp" of vLLM."""
+    """Load versions that ``hybridcomp.publish`` has written: backend "hybridcomp" of vLLM."""
 
     init_info_cls = VersionSource
     update_info_cls = VersionUpdate
@@ -90,9 +90,9 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
     def init_transfer_engine(self, init_info: VersionSource) -> None:
         """Open the source; nothing is read before the first update.
 
-        Frees an earlier mirror, unless the message says that the same source goes on.
+        Frees an earlier mirror, unless the message continues the same source.
 
-        Raises PublishError on the last worker, where one of them cannot do it.
+        Raises PublishError on the last worker if any worker cannot open it.
         """
         if self._workers is None:
             count = getattr(self.vllm_config.parallel_config, "world_size", 1)
@@ -119,8 +119,8 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
     def receive_weights(self, update_info: VersionUpdate) -> None:
         """Bring the model to the version of ``update_info``, on all workers or on none.
 
-        After an error before anything was written all workers have the version that they had;
-        after one in loading all hold none. Raises PublishError, on the last worker.
+        If an error occurs before anything is written, all workers keep their version; after an
+        error in loading all hold none. Raises PublishError, on the last worker.
         """
         wanted = update_info.version
 
@@ -160,17 +160,17 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         return self._follower
 
 
-#: quantizations of vLLM whose checkpoints have what ``publish.as`` publishes
+#: vLLM's quantizations whose checkpoint format ``publish.as`` publishes
 EIGHT_BITS = ("fp8", "mxfp8", "modelopt_mxfp8")
-#: what vLLM names the way in which a layer computes with weights that are as they were loaded
+#: vLLM's names of the methods by which layers compute with weights as they were loaded
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 def _is_rearranged(model: Any) -> bool:
-    """Return whether vLLM may have rearranged weights of a layer.
+    """Return whether vLLM may have rearranged a layer's weights after loading.
 
-    Such are all with another ``quant_method`` than the plain ones, which experts of 16 bits have,
-    and those whose weights vLLM has emptied, as it computes with packed copies of them.
+    That holds for layers whose ``quant_method`` is not a plain one, such as 16-bit experts, and for
+    those whose weights vLLM has emptied because it computes with packed copies.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -182,9 +182,9 @@ def _is_rearranged(model: Any) -> bool:
 
 
 def _pack_again(model: Any) -> None:
-    """Have vLLM pack the weights anew of which it computes with copies that its reload leaves.
+    """Have vLLM repack the weights of which it uses packed copies that its reload does not update.
 
-    On CPUs these are the rows of a tied embedding, as the head uses them, and experts.
+    On CPUs these are the rows of a tied embedding, used by the head, and experts.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -196,7 +196,7 @@ def _pack_again(model: Any) -> None:
 
 
 class _WorkerWeights:
-    """The model of one worker as a ``Follower`` writes it."""
+    """One worker's model as a ``Follower`` writes it."""
 
     def __init__(
         self, model: Any, model_config: Any, device: torch.device, receiver: WeightReceiver
@@ -204,16 +204,16 @@ class _WorkerWeights:
         self._model, self._config, self._device = model, model_config, device
         self._receiver = receiver
         self._layout: LoaderLayout | None = (
-            None  # what vLLM's loader does, from the first version on
+            None  # copies of vLLM's loader, recorded from the first version on
         )
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the parameters of this worker, by vLLM's own names."""
+        """Return this worker's parameters, by vLLM's names."""
         found: Iterable[tuple[str, Tensor]] = self._model.named_parameters()
         return found
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError where these weights are another model's, or values would change."""
+        """Raise PublishError if these weights are another model's, or values would change."""
         published = dict(weights)
         is_eight = has_eight_bits(published)
         if is_eight:
@@ -238,7 +238,7 @@ class _WorkerWeights:
         mine = {name for name, _ in self.weights()}
         initialize_layerwise_reload(self._model)
         with disable_mtp_completeness_check():
-            # copies: a loader may write to what it is given
+            # load copies: a loader may write to its inputs
             copies = ((name, self._copied(one)) for name, one in published.items())
             loaded = self._model.load_weights(copies)
         finalize_layerwise_reload(self._model, self._config)
@@ -254,11 +254,11 @@ class _WorkerWeights:
             self._compare(published.items())
 
     def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
-        """Return what writes the changed values in place, and compares a few.
+        """Return a function that writes the changed values in place and compares a few.
 
-        Where vLLM rearranges weights of a layer after it has loaded them, such as those of experts,
-        or its loader does more than to copy one that has changed, values have other places: the
-        whole model is loaded then, as from a checkpoint.
+        If vLLM rearranges a layer's weights after loading, such as those of experts, or its loader
+        does more than copy a changed one, the places are unknown: then the whole model is reloaded
+        as from a checkpoint.
         """
         layout = self._layout
         assert layout is not None, "``check`` has learned it"
@@ -276,7 +276,7 @@ class _WorkerWeights:
         return switch
 
     def _compare(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError where one of a few values of a parameter is not the published one."""
+        """Raise PublishError if one of a few values of a parameter is not the published one."""
         assert self._layout is not None
         odd = self._layout.differing(dict(self.weights()), weights)
         if odd:

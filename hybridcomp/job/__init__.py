@@ -1,1 +1,1 @@
-"""The ranks of a job: compare what they hold, name who died, write files together, end cleanly."""
+"""The ranks of a job: compare their state, name dead ranks, write files together, end cleanly."""

@@ -29,17 +29,17 @@ from hybridcomp.job.statements import StatementRound
 from hybridcomp.job.waits import NOTICE_S, Notices
 from hybridcomp.log import complain
 
-#: seconds between two checks of the processes of ranks that have not answered
+#: seconds between two checks whether silent ranks' processes still run
 LOOK_S = 1.0
-#: share of the process group's time-out after which a silent rank is an error: soon after it torch
+#: share of the process group's time-out after which a silent rank is an error: soon after, torch
 #: ends ranks that wait for it in a message of upstream, without naming it
 PATIENCE = 0.9
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 
-#: ranks of a part of the job (None: all) -> their rounds so far outside of operations
+#: ranks of a part of the job (None: all) -> number of their rounds outside of operations
 _rounds: Counter[Ranks | None] = Counter()
-#: the last round among the ranks of a part, which the next one forgets
+#: last round of the ranks of a part, whose keys the next round deletes
 _last: dict[Ranks | None, StatementRound] = {}
 
 
@@ -64,8 +64,8 @@ def agree(
 
     ``ranks``: global ranks of the part of the job that compares, this one among them; None: all.
 
-    Returns when all ranks stated the same. Raises AgreementError on every rank, naming the ranks
-    and the keys, as soon as all have stated and two differ; and as ``tell`` does.
+    Returns when all ranks stated the same. Raises AgreementError on every rank, naming ranks and
+    keys, as soon as all have stated and two differ; otherwise like ``tell``.
     """
     speakers = _speakers(ranks)
     if len(speakers) == 1:
@@ -81,15 +81,15 @@ def agree(
 def tell(
     statement: Mapping[str, Any], *, what: str, ranks: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
-    """Exchange statements over the default group; returns them by rank. Every rank calls it.
+    """Exchange statements over the default group; return them by rank. Every rank calls it.
 
-    ``ranks``: as for ``agree``; the statements come back in their order. Raises PeerError once a
-    rank that has not stated is seen to have ended, AgreementError when one stays silent for
-    PATIENCE of the group's time-out.
+    ``ranks``: as for ``agree``; statements are returned in their order. Raises PeerError once a
+    rank has ended without a statement, AgreementError if one stays silent for PATIENCE of the
+    group's time-out.
 
-    Once all ranks have stated, all have read the round before, whose keys are deleted then: the
-    store holds the statements of one round, for each part of the job. What a rank asks of the store
-    does not depend on the number of ranks (``StatementRound``).
+    Once all ranks have stated, all have read the previous round, whose keys are then deleted: the
+    store holds only one round for each part of the job. The number of store requests per rank does
+    not depend on the number of ranks (``StatementRound``).
     """
     speakers = _speakers(ranks)
     if len(speakers) == 1:
@@ -105,24 +105,26 @@ def _speakers(ranks: Sequence[int] | None) -> Sequence[int]:
 def _exchanged(
     statement: Mapping[str, Any], what: str, ranks: Sequence[int] | None, speakers: Sequence[int]
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """State, wait and read: ``(the different statements, which of them each speaker made)``."""
+    """State, wait and read; return the distinct statements, and the index of each speaker's."""
     part = None if ranks is None else tuple(ranks)
     operation = next((one for one in gates.here.operations if one.takes_in(speakers)), None)
     rounds, name = (_rounds, "") if operation is None else (operation.rounds, operation.name)
     number = rounds[part]
     rounds[part] += 1
-    _rounds[None] += 0  # so that ``has_compared``
+    _rounds[None] += 0  # creates the entry, so that ``has_compared`` returns True
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     this = StatementRound(store, _prefix(name, part, number), me, speakers)
     try:
         this.state(json.dumps(statement, sort_keys=True))
-    except (RuntimeError, dist.DistError):  # the store may have gone with the rank that held it
+    # the store may be gone together with the rank that held it
+    except (RuntimeError, dist.DistError):
         _check_peers(this, what)
         raise
     _await_all(this, what)
     found = this.read()
     before, _last[part] = _last.get(part), this
-    if before is not None and before.store is store:  # all have stated again, so all have read it
+    # all have stated again, so all have read the previous round
+    if before is not None and before.store is store:
         before.forget()
     return found
 
@@ -133,17 +135,17 @@ def has_compared() -> bool:
 
 
 def _prefix(operation: str, part: Ranks | None, number: int) -> str:
-    """Return the prefix of the store's keys for a round of statements."""
+    """Return the prefix of the store keys for a round of statements."""
     among = "" if part is None else f"{','.join(map(str, part))}/"
     return f"hybridcomp/agree/{start()}/{operation}{among}{number}"
 
 
 def start() -> str:
-    """Return the number of the job's start, for keys in its store.
+    """Return the number of times that the job was started before, for keys in its store.
 
-    torchrun restarts ranks with the same store: statements of earlier starts must not count. Where
-    rank 0 has made the store, it is new in every start, and nodes that came back have counted fewer
-    of them (TORCH_DISABLE_SHARE_RDZV_TCP_STORE).
+    torchrun restarts ranks with the same store: statements of earlier starts must not count. If
+    rank 0 creates the store, it is new in every start, and returning nodes have counted fewer
+    starts (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), so the number is always 0.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         return "0"
@@ -151,7 +153,7 @@ def start() -> str:
 
 
 def start_id() -> str:
-    """Return what the ranks of this start of the job have in common, and those of no other."""
+    """Return an identifier common to all ranks of this start of the job, and to no other start."""
     store = dist.distributed_c10d._get_default_store()
     mine = secrets.token_hex(8)
     return bytes(store.compare_set(f"hybridcomp/start/{start()}", "", mine)).decode()
@@ -169,13 +171,13 @@ def _await_all(this: StatementRound, what: str) -> None:
                     f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; "
                     f"{ALIKE.format(start=start_command())}"
                 )
-            this.collect()  # the last rank has stated, and ended before it did this
+            this.collect()  # the last rank stated but ended before it collected the statements
         elif notices.due() and this.first_heard():
             _complain(this, what, silent, patience)
 
 
 def _complain(this: StatementRound, what: str, silent: float, patience: float) -> None:
-    """Name the ranks that are missing, on the one rank that does."""
+    """Name the missing ranks, on only one rank."""
     missing = this.missing_ranks()
     if not missing:
         this.collect()
@@ -189,15 +191,16 @@ def _complain(this: StatementRound, what: str, silent: float, patience: float) -
 
 
 def _check_peers(this: StatementRound, what: str) -> None:
-    """Raise PeerError where a rank of this host has ended that has not stated yet.
+    """Raise PeerError if a rank on this host has ended without stating.
 
-    Checks their processes before the store: a rank that stated and then ended counts as stated.
+    It checks processes before the store, so that a rank that stated and then ended counts as
+    stated.
     """
     ended = processes.gone(this.speakers, dist.group.WORLD)
     try:
         told = this.is_told()
         lost = [] if told else [peer for peer in ended if not this.has_stated(peer.rank)]
-    except (RuntimeError, dist.DistError):  # the store went with the rank that held it
+    except (RuntimeError, dist.DistError):  # the store is gone together with the rank that held it
         if not ended:
             raise
         lost = ended
@@ -208,9 +211,9 @@ def _check_peers(this: StatementRound, what: str) -> None:
 
 @contextlib.contextmanager
 def waiting(store: Any, seconds: float) -> Iterator[Any]:
-    """Limit the waits of ``store`` to ``seconds``; restores its time-out afterwards.
+    """Limit the waits of ``store`` to ``seconds``; restore its time-out afterwards.
 
-    ``store``: the default one, with which torch.distributed and upstream wait as well.
+    ``store``: the default store, which torch.distributed and upstream also use.
     """
     before = store.timeout
     store.set_timeout(timedelta(seconds=seconds))
@@ -221,7 +224,7 @@ def waiting(store: Any, seconds: float) -> Iterator[Any]:
 
 
 def _timeout_s() -> float:
-    """Return the seconds of the process group's time-out, torch's default where unknown."""
+    """Return the process group's time-out in seconds; torch's default if unknown."""
     try:
         group = dist.distributed_c10d._get_default_group()
         device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")

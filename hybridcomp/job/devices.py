@@ -1,4 +1,4 @@
-"""Name the device of a rank, equally in a measurement and in a job, and find that of a job."""
+"""Name the device of a rank, for measurements and jobs alike, and find a job's device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 CPU_INFO = Path("/proc/cpuinfo")
 
 

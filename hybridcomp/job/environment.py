@@ -1,4 +1,4 @@
-"""Name the environment variables that hybridcomp reads, and report others with its prefix."""
+"""Name the environment variables that hybridcomp reads, and report unknown ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PREFIX = "HYBRIDCOMP_"
 CONFIG = f"{PREFIX}CONFIG"
 #: path of the file into which the losses of a DeepSpeed engine are written
 RECORD = f"{PREFIX}RECORD"
-#: asks for the traceback of a mistake in the configuration
+#: shows the traceback of a configuration mistake
 TRACEBACK = f"{PREFIX}TRACEBACK"
 #: runs GPT-NeoX on CPUs
 NEOX_CPU = f"{PREFIX}NEOX_CPU"
-#: path of the folder in which ``"when": "auto"`` leaves its findings; empty: nowhere
+#: path of the folder in which ``"when": "auto"`` saves verdicts; empty: none
 CACHE = f"{PREFIX}CACHE"
 #: variables that a job reads
 VARIABLES = (CONFIG, RECORD, TRACEBACK, NEOX_CPU, CACHE)
-#: variables that the tests and scripts of a checkout read, which may be set in a job
+#: variables that only tests and scripts of a checkout read, but that may be set in a job
 CHECKOUT = tuple(
     PREFIX + name
     for name in (
@@ -31,7 +31,7 @@ CHECKOUT = tuple(
 
 
 def unknown(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield a sentence about each variable with our prefix that nothing reads."""
+    """Yield a sentence about each variable with our prefix that no code reads."""
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
         if name not in VARIABLES + CHECKOUT:
             ends = [known.removeprefix(PREFIX) for known in VARIABLES]

@@ -4,9 +4,9 @@
 and of ranks that differ state what to do. A traceback through upstream and hybridcomp would only
 hide that, on every rank again; ``HYBRIDCOMP_TRACEBACK=1`` shows it.
 
-Every rank meets the same mistake. Once the process group is up they count themselves in its store,
-and the first one prints; before that the ranks of one node see each other by a socket's name that
-only one process may hold. Where neither works every rank prints: a message too many is better than
+Every rank meets the same mistake. Once the process group is up, the ranks count themselves in its
+store, and the first one prints. Before that, the ranks of one node coordinate by a socket name that
+only one process can bind. If neither works, every rank prints: too many messages are better than
 none.
 """
 
@@ -28,23 +28,23 @@ from typing import Any
 from hybridcomp.errors import AgreementError, ConfigError, HybridcompError, SeamError
 from hybridcomp.job.environment import TRACEBACK
 
-#: exit status of a configuration that cannot act, as argparse uses it for bad arguments
+#: exit status for a configuration that cannot act; argparse uses it for bad arguments
 BAD_INPUT = 2
-#: errors that a user has to fix; a CodecError may be a fault of ours or of the machine
+#: errors that a user must fix; a CodecError may instead be our fault or the machine's
 MISTAKES: tuple[type[HybridcompError], ...] = (ConfigError, AgreementError, SeamError)
-#: seconds for which the rank that printed stays, so that others find it
+#: seconds for which the printing rank stays alive, so that others find it
 LINGER_S = 3.0
 
 _sockets: list[socket.socket] = []  # held until the process ends
-#: the hooks in front of which ``install`` has put ``show``, the newest last
+#: hooks that ``install`` has replaced by ``show``, the newest last
 _before: list[Callable[..., object]] = []
 
 
 def install() -> None:
     """Show uncaught mistakes as one line from now on; harmless when called twice.
 
-    Also where a hook was put in front of ``show`` in between, as ``init_process_group`` does: it
-    may not call ``show``, and where it does, ``show`` calls the one before it.
+    It also reinstalls if another hook has replaced ``show`` meanwhile, as ``init_process_group``
+    does: that hook may not call ``show``; if it does, ``show`` calls the hook before it.
     """
     if sys.excepthook is not show:
         _before.append(sys.excepthook)
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore the hook, unless another one was put in front of it."""
+    """Restore the previous hook, unless another one has replaced ``show``."""
     if sys.excepthook is show:
         sys.excepthook = _before.pop()
 
@@ -62,9 +62,9 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
     asked = os.environ.get(TRACEBACK, "0") not in ("", "0")
     if isinstance(error, MISTAKES) and not asked:
         tell(f"hybridcomp: {error}")
-        raise SystemExit(BAD_INPUT)  # the interpreter takes it as the process's status
+        raise SystemExit(BAD_INPUT)  # the interpreter uses it as the exit status
     hook = _before.pop() if _before else None
-    try:  # without it: it may call this again
+    try:  # pop the hook first: it may call this function again
         (hook or sys.__excepthook__)(kind, error, traceback)
     finally:
         if hook is not None:
@@ -72,9 +72,9 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
 
 
 def tell(text: str) -> None:
-    """Print ``text`` on stderr, on the first of the ranks that call this with it.
+    """Print ``text`` on stderr, only on the first rank that calls this with it.
 
-    The others stay until it is printed: a launcher ends all ranks once one has ended.
+    The others wait until it is printed, since a launcher kills all ranks once one has ended.
     """
     meeting = _meeting(text)
     if not meeting.first and meeting.is_told():
@@ -87,7 +87,7 @@ def tell(text: str) -> None:
 
 
 class _Alone:
-    """Group of this rank alone, used if no other can be reached: this rank prints."""
+    """Group of this rank alone, used if no other rank can be reached: this rank prints."""
 
     first = True
 
@@ -126,7 +126,7 @@ class _InStore(_Alone):
         self.first = self._add(name, 1) == 1
 
     def _add(self, key: str, number: int) -> int:
-        """Add to a number in the store, whose time-out stays the same for other code."""
+        """Add to a number in the store, leaving its time-out unchanged for other code."""
         before = self._store.timeout
         self._store.set_timeout(timedelta(seconds=LINGER_S))
         try:
@@ -139,13 +139,13 @@ class _InStore(_Alone):
         return self._until(lambda: self._add(f"{self._name}/told", 0) > 0)
 
     def tell(self) -> None:
-        """Tell the others, and stay until all came: the store may be in this process."""
+        """Tell the others, and stay until all have come, since this process may hold the store."""
         with contextlib.suppress(Exception):
             self._add(f"{self._name}/told", 1)
         self._until(lambda: self._add(self._name, 0) >= self._ranks)
 
     def _until(self, done: Callable[[], bool]) -> bool:
-        """Ask until ``done``, for LINGER_S; returns False after it, or if the store is gone."""
+        """Poll ``done`` for LINGER_S; return False after that, or if the store is gone."""
         deadline = time.monotonic() + LINGER_S
         with contextlib.suppress(Exception):
             while not done():
@@ -157,7 +157,7 @@ class _InStore(_Alone):
 
 
 class _OnNode(_Alone):
-    """Meeting of the ranks that one launcher started on this node, at a socket's name (Linux)."""
+    """Meeting of the ranks that one launcher started on this node, at a socket name (Linux)."""
 
     def __init__(self, name: str) -> None:
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
@@ -167,7 +167,7 @@ class _OnNode(_Alone):
         try:
             self._socket.bind(self._address)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:  # else the rank that prints holds it
+            if error.errno != errno.EADDRINUSE:  # otherwise the printing rank holds the name
                 raise
             self.first = False
 
@@ -182,7 +182,7 @@ class _OnNode(_Alone):
         return False
 
     def tell(self) -> None:
-        """Tell the others: listen, and stay for LINGER_S, in which they connect."""
-        with contextlib.suppress(OSError):  # not bound: the first rank never printed
+        """Tell the others: listen for LINGER_S, in which they connect."""
+        with contextlib.suppress(OSError):  # the socket is unbound: the first rank never printed
             self._socket.listen(socket.SOMAXCONN)
         time.sleep(LINGER_S)

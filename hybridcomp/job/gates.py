@@ -1,8 +1,8 @@
-"""Gates: where the ranks of an operation wait for each other, or learn that one has failed.
+"""Gates: points where the ranks of an operation wait for each other or learn of a failure.
 
-An operation (``together.together``) is done by all of its ranks or by none. Code inside of one
-needs no reference to it: ``gate`` stands in front of each collective, ``check_failed`` in each wait
-for another rank. Outside of operations both do nothing.
+An operation (``together.together``) is done by all of its ranks or by none. Code inside needs no
+reference to it: it calls ``gate`` before each collective, and ``check_failed`` in each wait for
+another rank. Outside of operations both do nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Ranks = tuple[int, ...]
 
 
 class Operation(ABC):
-    """Represent an operation that several ranks perform together, on one of them.
+    """An operation that several ranks perform together, as one of them sees it.
 
     Attributes:
-        name: in the keys of the store, the same on all of its ranks and no other operation's.
-        rounds: statements so far among the ranks of a part of the job; None: all ranks.
+        name: its name in store keys, the same on all of its ranks and unique among operations.
+        rounds: number of statement rounds so far, by ranks of a part of the job; None: all ranks.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,18 +39,18 @@ class Operation(ABC):
 
     @abstractmethod
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return once all ranks of ``group`` have come here; raise where one has failed."""
+        """Return once all ranks of ``group`` have arrived; raise if one has failed."""
 
     def before_message(self) -> None:  # noqa: B027
-        """Pass a gate in front of a message of training, where that is cheap."""
+        """Pass a gate before a message of training, if that is cheap."""
 
     @abstractmethod
     def fail(self, problem: BaseException) -> None:
-        """Tell the others of a failure of this rank."""
+        """Tell the other ranks that this rank has failed."""
 
     @abstractmethod
     def told_before(self, problem: BaseException) -> Exception | None:
-        """Return the failure of another rank that ``problem`` follows from, if one was told."""
+        """Return the reported failure of another rank that caused ``problem``, if any."""
 
 
 class _Here(threading.local):
@@ -64,15 +64,15 @@ here = _Here()
 
 
 def gate(group: dist.ProcessGroup | None = None) -> None:
-    """Return once all ranks of ``group`` can take part in a collective; None: of the operation."""
+    """Return once all ranks of ``group`` (None: the operation's) can take part in a collective."""
     for operation in here.operations:
         operation.gate(group)
 
 
 def check_failed(is_there: Callable[[], object] = bool) -> None:
-    """Raise if another rank has failed in the operation in which this rank waits.
+    """Raise if another rank has failed in the operation in which this rank is waiting.
 
-    ``is_there``: says whether what is waited for is there; then the failure came after it.
+    ``is_there``: returns whether the awaited event has already happened; then nothing is raised.
     """
     for operation in here.operations:
         operation.check(is_there)

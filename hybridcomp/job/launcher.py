@@ -1,4 +1,4 @@
-"""Say how to start a job with hybridcomp, for the launcher that has started this process."""
+"""Name the command that starts a job with hybridcomp, for this process's launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 MODULE = "hybridcomp.run"
-#: what each launcher takes before the script; deepspeed alone calls its option otherwise
+#: arguments before the script for each launcher; only deepspeed spells the option differently
 FORMS = {
     "deepspeed": f"deepspeed ... --module {MODULE}",
     "torchrun": f"torchrun ... -m {MODULE}",
@@ -17,8 +17,9 @@ FORMS = {
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the launcher of this process, a key of FORMS, by the variables that it sets."""
-    if "ACCELERATE_ENABLE_CPU_AFFINITY" in environment:  # the one that Trainer sets under no other
+    """Return the launcher of this process, a key of FORMS, judging by environment variables."""
+    # the only variable of accelerate that Trainer does not set under other launchers
+    if "ACCELERATE_ENABLE_CPU_AFFINITY" in environment:
         return "accelerate"
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun"

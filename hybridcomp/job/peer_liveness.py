@@ -2,8 +2,8 @@
 
 gloo reports "Connection closed by peer" and "Timed out waiting" without a rank, and DeepSpeed's
 launcher reports process ids. Ranks state once where they run (``announce``). When a message fails,
-a rank checks the processes of its own host, which takes no time, and asks through the rendezvous
-store who else has failed: a rank that has ended, was stopped or is cut off does not answer.
+a rank checks the processes of its own host, which is fast, and asks through the rendezvous store
+which ranks have failed too: a rank that has ended, was stopped or is cut off does not answer.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from hybridcomp.job.agreement import start, tell, waiting
 from hybridcomp.job.processes import Known, Peer
 from hybridcomp.job.statements import absent
 
-#: seconds in which ranks of other hosts must report that they have failed as well
+#: seconds within which ranks of other hosts must report that they failed as well
 ROLL_CALL_S = 5.0
-#: seconds in which a rank that has closed its connections must show as ended
+#: seconds within which a rank that closed its connections must be seen to have ended
 LOOK_S = 5.0
 _CPU = torch.device("cpu")
-#: errors of torch.distributed's back ends when a peer is gone or silent
+#: errors of torch.distributed's backends when a peer is gone or silent
 _LOST = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|socket|"
     r"process ?group|rendezvous",
     re.IGNORECASE,
 )
-#: their errors after a time-out, with all connections intact
+#: errors of backends after a time-out with all connections intact
 _SILENT = re.compile("timed out|time-?out", re.IGNORECASE)
 
 _hooked = False
@@ -52,8 +52,8 @@ _hooked = False
 def announce(ranks: Sequence[int] | None = None) -> None:
     """State where this rank runs; a collective through the store, once for each part of the job.
 
-    Holds as long as the default process group, even after a detach: ranks may still be missed.
-    ``ranks``: global ranks of the part of the job that calls this, this one among them; None: all.
+    It holds as long as the default process group, even after a detach. ``ranks``: global ranks of
+    the part of the job that calls this, this one among them; None: all.
     """
     global _hooked
     job = dist.group.WORLD
@@ -72,7 +72,7 @@ def announce(ranks: Sequence[int] | None = None) -> None:
 
 
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """Return how long a message may take: the time-out of the default group; None without one.
+    """Return the time limit of a message: the default group's time-out; None without one.
 
     A group created later gets torch's 30 minutes over gloo, whatever ``init_process_group`` set,
     and DeepSpeed sends through such groups. ``group``: the group of the message, whose time-out
@@ -81,22 +81,22 @@ def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
     try:
         limit = _waits(dist.distributed_c10d._get_default_group())
         own = limit if group is None else _waits(group)
-    except (AttributeError, RuntimeError, ValueError):  # not over gloo
+    except (AttributeError, RuntimeError, ValueError):  # the group does not use gloo
         return None
     return limit if own == dist.distributed_c10d.default_pg_timeout else own
 
 
 def _waits(group: dist.ProcessGroup) -> timedelta:
-    """Return the time-out of a group over gloo."""
+    """Return the time-out of a gloo group."""
     found: timedelta = group._get_backend(_CPU).options._timeout
     return found
 
 
 def limit_waits() -> None:
-    """Apply the default group's time-out to upstream's groups of this process that wait longer.
+    """Apply the default group's time-out to upstream's groups that would wait longer.
 
-    Call it again when upstream has created groups. A group whose time-out was set keeps it: only
-    groups with torch's default time-out are changed.
+    Call it again when upstream has created groups. Groups with an explicit time-out keep it: only
+    those with torch's default are changed.
     """
     limit, c10d = time_limit(), dist.distributed_c10d
     change = getattr(dist, "set_timeout", getattr(c10d, "_set_pg_timeout", None))  # torch 2.14
@@ -110,7 +110,7 @@ def limit_waits() -> None:
 
 
 def _prepare_last_words() -> None:
-    """Register the peers whose absence a fatal signal's message reports."""
+    """Register the peers that a fatal signal's message reports if they are gone."""
     try:
         last_words = importlib.import_module("hybridcomp.job._last_words")
     except ImportError:
@@ -139,10 +139,10 @@ def _is_about_messages(error: BaseException) -> bool:
 
 
 def _missing(patient: bool) -> list[str]:
-    """Return sentences about ranks that ended, were stopped, or do not answer.
+    """Return sentences about ranks that have ended, were stopped, or do not answer.
 
-    ``patient``: a peer's connection broke. The kernel closes the sockets of a process before it
-    shows the process as ended, and a rank that raised closes them before it ends.
+    ``patient``: wait for the process to end, since a peer's connection broke. The kernel closes a
+    process's sockets before it shows the process as ended, and so does a rank that raised.
     """
     others, here = processes.others(), processes.space()
     far = [peer for peer in others if peer.space != here]
@@ -154,14 +154,14 @@ def _missing(patient: bool) -> list[str]:
 
 
 def _disturbed() -> list[str]:
-    """Return sentences about ranks of this host that ended or were stopped."""
+    """Return sentences about ranks on this host that ended or were stopped."""
     return [f"{p} {state}" for p in processes.others() if (state := processes.state(p))]
 
 
 def _silent(peers: Sequence[Peer]) -> list[Peer]:
-    """Return those of ``peers`` that do not report within ROLL_CALL_S that they have failed too.
+    """Return the ``peers`` that do not report within ROLL_CALL_S that they have failed too.
 
-    Asks in a thread, as a store on a stopped host never answers.
+    It asks in a thread, because a store on a stopped host never answers.
     """
     silent: list[Peer] = []
     thread = threading.Thread(target=_roll_call, args=(peers, silent), daemon=True)
@@ -183,7 +183,7 @@ def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
                 missing = absent(store, [peer.rank for peer in silent])
                 silent[:] = [peer for peer in silent if peer.rank in missing]
     except (RuntimeError, dist.DistError):
-        silent[:] = [peer for peer in peers if peer.rank == 0]  # usually the store's host
+        silent[:] = [peer for peer in peers if peer.rank == 0]  # rank 0 usually hosts the store
 
 
 def _store() -> Store:
@@ -210,7 +210,7 @@ def _last_words(error: Exception) -> str:
     if found is not None:
         return str(found)
     kind = type(error).__name__
-    # torchrun ends the other ranks, often before they can name the missing one
+    # torchrun kills the other ranks, often before they can name the missing one
     missing = _disturbed() if kind == "SignalException" else []
     return "; ".join([f"{_me()} fails: {kind}: {_first_line(error)}", *missing])
 
@@ -218,7 +218,7 @@ def _last_words(error: Exception) -> str:
 def _me() -> str:
     mine = _myself()
     if dist.is_initialized():
-        world = dist.get_world_size()  # Known may hold only a part of the job
+        world = dist.get_world_size()  # Known may hold only part of the job
     else:
         world = len(Known.peers) or int(os.environ.get("WORLD_SIZE", "1"))
     return f"rank {mine.rank} of {world} (process {mine.pid} on {mine.host})"

@@ -1,6 +1,6 @@
-"""Describe the processes of the job's ranks, and check those of this host by /proc.
+"""Describe the processes of the job's ranks, and check those on this host by /proc.
 
-``presence`` collects the peers when the job begins; code that waits for a rank calls ``gone``.
+``peer_liveness`` collects the peers when the job begins; code that waits for a rank calls ``gone``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class Peer:
 
     rank: int
     host: str
-    space: str  # pid namespace and boot, in which process ids are unique
+    space: str  # pid namespace and boot, within which process ids are unique
     pid: int
-    began: str  # start time of the process, "" where unknown
+    began: str  # start time of the process, "" if unknown
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
 class Known:
-    """Ranks of the job, or of parts of it, once each has stated where it runs.
+    """Ranks of the job, or of parts of it, once each has announced its process.
 
     ``job`` refers to the default process group of these ranks: a process may start
     torch.distributed again, with other processes. ``parts`` has the global ranks of each part whose
@@ -41,7 +41,7 @@ class Known:
 
 
 def myself(rank: int) -> Peer:
-    """Describe this process, which is ``rank``."""
+    """Describe this process, whose rank is ``rank``."""
     found = stat(os.getpid())
     return Peer(rank, socket.gethostname(), space(), os.getpid(), found[1] if found else "")
 
@@ -67,7 +67,7 @@ STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
 def state(peer: Peer) -> str | None:
-    """Say what is wrong with the process of ``peer``; None where nothing is or cannot be seen."""
+    """Return what is wrong with the process of ``peer``; None if nothing is, or if unknown."""
     if peer.space != space():
         return None
     found = stat(peer.pid)
@@ -85,7 +85,7 @@ def state(peer: Peer) -> str | None:
 
 
 def stat(pid: int) -> tuple[str, str] | None:
-    """Read a process's state and start time from Linux; None where they cannot be read."""
+    """Read a process's state and start time from Linux; None if they cannot be read."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

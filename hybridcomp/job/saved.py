@@ -1,8 +1,8 @@
 """Write and read a rank's files beside a checkpoint: whole or not at all, checked before use.
 
 A damaged file is an error on every rank, with the rank and the file: a rank that raised alone would
-leave the others waiting in the next collective. The engine is changed only after all files were
-found to be good.
+leave the others waiting in the next collective. The engine is changed only after all files have
+been checked.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hybridcomp.job.agreement import tell
 
 T = TypeVar("T")
 FORMAT = 1
-#: flags that create a file which did not exist, and follow no link
+#: flags that create a new file and follow no link
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-#: flags of records that torch writes: sizes behind the data, names in UTF-8
+#: flags of zip records that torch writes: sizes behind the data, names in UTF-8
 _FLAGS = 0x808
-#: most ranks whose problems a message shows
+#: most ranks whose problems an error lists
 SHOWN = 4
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` with torch; an older file stays until all of the new one is on the disk.
+    """Write ``state`` with torch; an older file stays until the new one is fully on disk.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -42,7 +42,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, state: Mapping[str, Any], indent: int | None = None) -> None:
-    """Write ``state`` as JSON, in the way of ``write``."""
+    """Write ``state`` as JSON, in the same way as ``write``."""
     text = json.dumps(dict(state), indent=indent) + "\n"
     _replace(path, lambda file: file.write(text.encode()))
 
@@ -50,7 +50,7 @@ def write_json(path: Path, state: Mapping[str, Any], indent: int | None = None) 
 def sweep(folder: Path, pattern: str, world_size: int) -> None:
     """Remove unfinished files of ranks from ``world_size`` up, which no rank will write again.
 
-    A save that was cut off leaves them; those of lower ranks are overwritten. ``pattern``: the
+    An interrupted save leaves such files; those of lower ranks are overwritten. ``pattern``: the
     names of the files, with ``*`` for the rank. Raises CheckpointError.
     """
     start, _, end = pattern.partition("*")
@@ -64,7 +64,7 @@ def sweep(folder: Path, pattern: str, world_size: int) -> None:
 
 
 def unwritten(path: Path, error: BaseException) -> CheckpointError:
-    """Make the error about a file of a checkpoint that could not be written."""
+    """Return the error for a checkpoint file that could not be written."""
     return CheckpointError(
         f"{path} cannot be written ({_first_line(error)}); this checkpoint is not complete: "
         "make room and save again, or resume from the one before"
@@ -72,7 +72,7 @@ def unwritten(path: Path, error: BaseException) -> CheckpointError:
 
 
 def remove(path: Path) -> None:
-    """Remove ``path``, if it is there, when files that are written now get their names."""
+    """Remove ``path``, if it exists, when files that are being written get their names."""
     gone = NewFile(None, path)
     if waiting:
         waiting[0].append(gone)
@@ -81,7 +81,7 @@ def remove(path: Path) -> None:
 
 
 class NewFile:
-    """A file that is complete as ``part`` and is to become ``path``; None: that is to go."""
+    """A complete file ``part`` that is to replace ``path``; None: ``path`` is to be removed."""
 
     def __init__(self, part: Path | None, path: Path) -> None:
         self.part, self.path = part, path
@@ -97,14 +97,14 @@ class NewFile:
         sync_folder(self.path.parent)
 
 
-#: files that are renamed once the files of all ranks are complete (``saved_together``)
+#: files to be renamed once the files of all ranks are complete (``saved_together``)
 waiting: list[list[NewFile]] = []
 
 
 def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Fill a new file beside ``path``, wait for the disk, and let it replace ``path``.
+    """Fill a new file beside ``path``, sync it to disk, and replace ``path`` by it.
 
-    Never writes through a link that somebody placed there.
+    It never writes through a link that somebody has placed there.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -126,7 +126,7 @@ def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in ``folder`` to the disk, where its file system can do so."""
+    """Sync the folder's entries to disk, if the file system supports it."""
     with contextlib.suppress(OSError):
         found = os.open(folder, os.O_RDONLY)
         try:
@@ -145,7 +145,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def unpack(packed: object, name: str) -> dict[str, Any]:
-    """Unpack the bytes ``packed`` of ``torch.save``, the entry ``name``; errors as of ``read``."""
+    """Unpack the bytes ``packed`` of ``torch.save``, entry ``name``; raises like ``read``."""
     if not isinstance(packed, bytes):
         raise damaged(name, f"expected bytes, found {type(packed).__name__}")
     return _of_this_format(name, _checked(io.BytesIO(packed), name))
@@ -153,12 +153,12 @@ def unpack(packed: object, name: str) -> dict[str, Any]:
 
 def _checked(file: Any, name: Path | str) -> object:
     try:
-        with zipfile.ZipFile(file) as archive:  # torch.load does not look at the checksums
+        with zipfile.ZipFile(file) as archive:  # torch.load does not verify the checksums
             bad = _odd_header(archive) or archive.testzip()
         if isinstance(file, io.BytesIO):
             file.seek(0)
         stored = {} if bad else torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file makes zipfile and pickle raise anything
+    except Exception as error:  # on a damaged file zipfile and pickle may raise anything
         raise damaged(name, f"it cannot be read ({_first_line(error)})") from error
     if bad:
         raise damaged(name, f"the header or the checksum of {bad} is wrong")
@@ -166,10 +166,10 @@ def _checked(file: Any, name: Path | str) -> object:
 
 
 def _odd_header(archive: zipfile.ZipFile) -> str | None:
-    """Return the first record whose header torch does not write; None where all are right.
+    """Return the first record with a header that torch never writes; None if all are right.
 
-    Python and torch each have a reader of their own. Where a header may mean two things, one of
-    them checks what the other does not use: torch leaves the memory of a "folder" as it was.
+    Python and torch have separate zip readers. If a header is ambiguous, Python may check bytes
+    that torch does not read: torch leaves the memory of a "folder" uninitialized.
     """
     seen: set[str] = set()
     for one in archive.infolist():
@@ -200,7 +200,7 @@ def _of_this_format(path: Path | str, stored: object) -> dict[str, Any]:
 def expect(
     path: Path | str, stored: Mapping[str, Any], key: str, right: Callable[[Any], bool]
 ) -> None:
-    """Raise CheckpointError unless ``stored[key]`` is there and ``right``."""
+    """Raise CheckpointError unless ``stored[key]`` exists and ``right`` accepts it."""
     if key not in stored:
         raise damaged(path, f"it has no {key!r}")
     if not right(stored[key]):
@@ -209,7 +209,7 @@ def expect(
 
 
 def is_count(value: Any) -> bool:
-    """Return whether ``value`` is an integer from 0 up."""
+    """Return whether ``value`` is a non-negative integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -226,28 +226,29 @@ def are_factors(value: Any) -> bool:
 
 
 def damaged(path: Path | str, what: str) -> CheckpointError:
-    """Make the error about a file that is not as it was written."""
+    """Return the error for a file that is not as it was written."""
     return CheckpointError(f"{path} is damaged or of another version of hybridcomp: {what}")
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return ``work``'s result and None, or None and its error in words.
+    """Return ``(result of work, None)``, or ``(None, its error in words)``.
 
     Catches every error: a rank that raised alone would leave the others in ``all_well``.
     """
     try:
         return work(), None
-    except (CheckpointError, PublishError) as error:  # these name the file and say what to do
+    # these errors name the file and say what to do
+    except (CheckpointError, PublishError) as error:
         return None, str(error)
     except Exception as error:
         return None, f"{type(error).__name__}: {_first_line(error)}"
 
 
 def all_well(problem: str | None, what: str, todo: str = "") -> None:
-    """Return when no rank has a ``problem``; every rank calls it.
+    """Return if no rank has a ``problem``; every rank calls it.
 
     Raises:
-        CheckpointError: on every rank, with the ranks that have a problem and what it is.
+        CheckpointError: on every rank, naming the ranks with a problem, and the problem.
     """
     said = [rank["problem"] for rank in tell({"problem": problem}, what=what)]
     bad = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]

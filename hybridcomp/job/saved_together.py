@@ -1,7 +1,8 @@
-"""Replace the files of all ranks, or none: what one rank cannot write leaves all as they were.
+"""Replace the files of all ranks, or none: if one rank cannot write, all files stay as they were.
 
-Each rank writes its new files beside the old ones (``saved.write``). Once all ranks have, they get
-their names, and the old ones wait under another until that is done on all ranks, too.
+Each rank writes its new files beside the old ones (``saved.write``). Once all ranks have done so,
+the new files get their names; the old ones are kept under second names until all ranks have
+renamed.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from hybridcomp.errors import CheckpointError
 from hybridcomp.job import gates, saved
 from hybridcomp.job.together import together
 
-#: errors of ``link`` on file systems where a file has one name
+#: errors of ``link`` on file systems without hard links
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 @contextlib.contextmanager
 def files_together(what: str) -> Iterator[None]:
-    """Give the files that the body writes and removes their names at its end; all ranks enter.
+    """Rename the files that the body writes, and delete those it removes, at its end.
 
-    One inside of another is a part of it. Raises CheckpointError on every rank, with all files as
-    they were, where one fails.
+    All ranks enter. An inner context becomes part of the outer one. If any rank fails, raises
+    CheckpointError on every rank and leaves all files as they were.
     """
     if saved.waiting:
         yield
         return
     files: list[saved.NewFile] = []
-    kept: list[Path] = []  # old files that have a second name
+    kept: list[Path] = []  # second names of old files
     saved.waiting.append(files)
     try:
         with together(what, lambda: _put_back(files, kept), error=CheckpointError):
@@ -45,7 +46,7 @@ def files_together(what: str) -> Iterator[None]:
     finally:
         saved.waiting.clear()
     for path in kept:
-        with contextlib.suppress(OSError):  # it harms nobody
+        with contextlib.suppress(OSError):  # a leftover does no harm
             _old(path).unlink(missing_ok=True)
 
 
@@ -54,7 +55,7 @@ def _old(path: Path) -> Path:
 
 
 def _has_second_name(path: Path) -> bool:
-    """Give ``path`` a second name, or a copy where the file system has none; False: not there."""
+    """Give ``path`` a second name, or copy it without hard links; False: it does not exist."""
     _old(path).unlink(missing_ok=True)
     try:
         os.link(path, _old(path))
@@ -76,4 +77,5 @@ def _put_back(files: list[saved.NewFile], kept: list[Path]) -> None:
                 os.replace(_old(one.path), one.path)
             elif one.is_named:
                 one.path.unlink(missing_ok=True)
-            _old(one.path).unlink(missing_ok=True)  # two names of one file are not replaced
+            # ``replace`` does nothing if both names are the same file
+            _old(one.path).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Messages in which the ranks of a job agree: sums, extremes and objects, no traffic of training.
+"""Small collectives in which ranks agree: sums, extremes and objects, no training traffic.
 
-They are collectives over ``group``, None for the job, and block until the result is there, but for
-``start_least``. As parts of an operation all ranks send them or none (``together``). Traffic of
-training goes through ``collectives/wire/transport.py``: that counts it.
+They are collectives over ``group``, None for the whole job, and block until the result is there,
+except ``start_least``. Inside an operation all ranks send them or none do (``together``). Training
+traffic goes through ``collectives/wire/transport.py``, which counts it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.job.gates import gate
 
 T = TypeVar("T")
-#: of a message that no rank sends
+#: tag of a message that no rank sends
 TAG_OF_NONE = int.from_bytes(b"none", "big") >> 1
 
 
@@ -46,7 +46,7 @@ def least(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def start_least(values: Tensor, group: ProcessGroup | None = None) -> Callable[[], Tensor]:
-    """Begin ``least``; return what waits for its result and returns it."""
+    """Begin ``least``; return a function that waits for the result and returns it."""
     work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group, async_op=True)
 
     def result() -> Tensor:
@@ -57,7 +57,7 @@ def start_least(values: Tensor, group: ProcessGroup | None = None) -> Callable[[
 
 
 def gather(own: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks in rank order; ``own`` has one shape on all of them."""
+    """Return the tensors of all ranks in rank order; all have the shape of ``own``."""
     own = own.detach().contiguous()
     parts = [own.new_empty(own.shape) for _ in range(dist.get_world_size(group))]
     gate(group)
@@ -74,7 +74,7 @@ def gather_objects(own: T, group: ProcessGroup | None = None) -> list[T]:
 
 
 def from_first(own: T) -> T:
-    """Return the object of global rank 0 on all ranks."""
+    """Return global rank 0's object on all ranks."""
     box = [own]
     gate()
     dist.broadcast_object_list(box, src=0)
@@ -88,10 +88,10 @@ def wait_for_all(group: ProcessGroup | None = None) -> None:
 
 
 def cut_off(group: ProcessGroup) -> None:
-    """Close this rank's connections in ``group``: whoever waits there for this rank fails at once.
+    """Close this rank's connections in ``group``, so that ranks waiting for it there fail.
 
-    Nothing can be sent in it any more. Over gloo a receive that is not given time closes them,
-    which ``abort`` does not; over NCCL ``abort`` does.
+    The group is unusable afterwards. Over gloo a receive with a tiny time-out closes the
+    connections, which ``abort`` does not; over NCCL ``abort`` does.
     """
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):

@@ -1,8 +1,8 @@
-"""Exchange statements of ranks through the rendezvous store, a few requests for each rank.
+"""Exchange statements of ranks through the rendezvous store with few requests per rank.
 
-4,096 ranks that each ask for each other's statement would send the one process that holds the store
-17 million requests. Here the rank that comes last reads all and sets them together, each different
-text once: seven requests of each rank, whatever their number, and one value that all read.
+If 4,096 ranks each asked for each other's statement, the process that holds the store would get 17
+million requests. Here the last rank to state reads all statements and stores them as one value,
+each distinct text once. So each rank makes seven requests, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from hybridcomp.job.waits import LOOK_S, awaited
 
-#: the store takes no value of 8 MiB and more (torch's TCPStoreLibUvBackend)
+#: the store accepts no values of 8 MiB and more (torch's TCPStoreLibUvBackend)
 PIECE_NBYTES = 4 << 20
-#: statements that the last rank reads with one request
+#: statements that the last rank reads per request
 AT_ONCE = 512
-#: looks in a second that all waiting ranks together begin with, at most
+#: most polls per second of all waiting ranks together, at first
 LOOKS = 6400
 
 
@@ -29,13 +29,13 @@ class StatementRound:
     """One exchange of statements among ``speakers``, in their order, as ``rank`` sees it.
 
     1 ``state``: set this rank's statement, and count it
-    2 the rank that counts as the last sets all statements together
-    3 every rank waits for these (``is_told``) and reads them (``read``)
-    4 once the next round is told, ``forget`` deletes the keys of this one
+    2 the rank that is counted last stores all statements as one value
+    3 every rank waits for that value (``is_told``) and reads it (``read``)
+    4 once the next round is complete, ``forget`` deletes the keys of this one
 
     Args:
-        store: of torch.distributed.
-        prefix: of the keys, the same on all ranks and another one in each round.
+        store: a store of torch.distributed.
+        prefix: prefix of the keys, the same on all ranks and different in each round.
     """
 
     def __init__(self, store: Any, prefix: str, rank: int, speakers: Sequence[int]) -> None:
@@ -43,13 +43,13 @@ class StatementRound:
         self._prefix = prefix
 
     def state(self, text: str) -> None:
-        """Set the statement of this rank; the last rank also sets all of them together."""
+        """Set the statement of this rank; the last rank also calls ``collect``."""
         self.store.set(self._key(self.rank), text)
         if self.store.add(self._key("stated"), 1) == len(self.speakers):
             self.collect()
 
     def collect(self) -> None:
-        """Read the statements of all, and set them together; harmless when done twice."""
+        """Read all ranks' statements and store them as one value; may safely run twice."""
         texts: dict[str, int] = {}
         order: list[int] = []
         for start in range(0, len(self.speakers), AT_ONCE):
@@ -57,7 +57,7 @@ class StatementRound:
             for found in self.store.multi_get(keys):
                 text = found.decode() if isinstance(found, bytes) else found
                 order.append(texts.setdefault(text, len(texts)))
-        whole = f"[[{','.join(texts)}],{json.dumps(order)}]"  # one document, read at once
+        whole = f"[[{','.join(texts)}],{json.dumps(order)}]"  # one JSON document, parsed at once
         packed = zlib.compress(whole.encode(), 1)
         cuts = range(0, len(packed), PIECE_NBYTES)
         for index, cut in enumerate(cuts):
@@ -65,9 +65,9 @@ class StatementRound:
         self.store.set(self._key("told"), str(len(cuts)))
 
     def is_told(self, seconds: float = 0.0) -> bool:
-        """Return whether all have stated; waits up to ``seconds`` for it.
+        """Return whether all have stated, after waiting up to ``seconds``.
 
-        With 0 seconds it raises the store's error where the store has gone.
+        With 0 seconds it raises the store's error if the store is gone.
         """
         if not seconds:
             return bool(self.store.check([self._key("told")]))
@@ -77,7 +77,7 @@ class StatementRound:
         return False
 
     def read(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the different statements, and which of them each rank made, once told."""
+        """Return the distinct statements, and the index of each rank's, once complete."""
         count = int(self.store.get(self._key("told")))
         packed = b"".join(self.store.get(self._key(f"all/{index}")) for index in range(count))
         statements, order = json.loads(zlib.decompress(packed))
@@ -88,18 +88,18 @@ class StatementRound:
         return bool(self.store.check([self._key(rank)]))
 
     def missing_ranks(self) -> list[int]:
-        """Return the ranks that have not stated; asks once for each half with such ranks."""
+        """Return the ranks that have not stated; one query for each half with such ranks."""
         return absent(self.store, self.speakers, self._key)
 
     def first_heard(self) -> bool:
-        """Return whether this rank is the first of those that have stated."""
+        """Return whether this rank is the first among those that have stated."""
         for rank in self.speakers:
             if rank == self.rank or self.has_stated(rank):
                 return rank == self.rank
         return False
 
     def forget(self) -> None:
-        """Delete this rank's key; the first of the speakers also deletes what was set together."""
+        """Delete this rank's key; the first of the speakers also deletes the common value."""
         self.store.delete_key(self._key(self.rank))
         if self.rank != self.speakers[0]:
             return
@@ -113,9 +113,9 @@ class StatementRound:
 
 
 def absent(store: Any, ranks: Sequence[int], key: Any = str) -> list[int]:
-    """Return those of ``ranks`` whose key is not in ``store``; ``key``: makes it of a rank.
+    """Return the ``ranks`` whose key is not in ``store``; ``key`` makes a rank's key.
 
-    Asks for all at once, then for each half in which one is missing.
+    It asks for all keys at once, then for each half in which one is missing.
     """
     if not ranks or store.check([key(rank) for rank in ranks]):
         return []

@@ -1,13 +1,13 @@
-"""Do on all ranks or on none what takes several steps: an attach, a load, a save, a meeting.
+"""Run multi-step operations on all ranks or on none: an attach, a load, a save, a meeting.
 
     with together("loading the state", undo):
         ...
 
-A rank that fails says so in the job's store. The others find it there wherever they would wait for
-that rank: in ``agreement.tell`` and at a ``gates.gate``, which stands in front of each collective
-and lets all ranks pass or none. The end of the body is a gate, too. So a failure anywhere is an
-error on all ranks within seconds, which names the rank, and each puts back (``undo``) what it has
-changed. What cannot be put back is done behind the body.
+A rank that fails reports it in the job's store. The others find the report wherever they would wait
+for that rank: in ``agreement.tell``, and at a ``gates.gate``, which precedes each collective and
+lets all ranks pass or none. The end of the body is also a gate. So a failure anywhere raises an
+error on all ranks within seconds, which names the rank, and each rank reverts (``undo``) its
+changes. Irreversible steps belong after the body.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import Operation, Ranks, here
 from hybridcomp.log import complain
 
-#: operations so far among the ranks of a part of the job; None: all ranks
+#: number of operations so far among the ranks of a part of the job; None: all ranks
 _numbers: Counter[Ranks | None] = Counter()
-#: most characters of a message of ours, which may name files, and of anybody else's
+#: most characters of one of our error messages, which may name files, and of any other
 OWN_WORDS, OTHERS_WORDS = 4096, 200
-#: errors of a mistake that every rank meets
+#: errors that every rank meets alike
 _COMMON = (ConfigError, AgreementError, SeamError)
 
 
@@ -52,23 +52,24 @@ def together(
     alone: bool = False,
     ends: bool = False,
 ) -> Iterator[None]:
-    """Have the body end on all ranks, or raise on all of them; every rank enters it.
+    """Complete the body on all ranks, or raise on all of them; every rank enters it.
 
-    One operation inside of another is a part of it. All ranks raise an error that begins with
-    ``what: rank r:``; on the rank that fails it keeps its type where that is one of hybridcomp.
+    An inner operation becomes part of the outer one. All ranks raise an error that begins with
+    ``what: rank r:``; on the failing rank a hybridcomp error keeps its type.
 
     Args:
         what: the operation, for messages.
-        undo: puts back what this rank has changed; must not fail. No collective, but with ``votes``
-            for what all have done that passed a gate.
+        undo: reverts this rank's changes; must not fail. No collective, except with ``votes`` for
+            changes made by all ranks that passed a gate.
         ranks: global ranks that enter, this one among them; None: all.
-        error: what other ranks raise.
-        votes: gates are sums over the job, which take a large job less time than the store; all
-            ranks come to the same gates then. For what is done in the middle of training.
+        error: class of the error on other ranks.
+        votes: gates are sums over the job, faster than the store in a large job; all ranks must
+            then reach the same gates. For operations in the middle of training.
         group: with ``votes``, the ranks that enter and vote; None: all.
-        alone: this rank waits for no other: a failure is an error here, and others miss the rank.
-        ends: no gate stands in front of its messages, as seconds count: a rank that fails closes
-            its connections, so that the others' waits for it end, and the job with them.
+        alone: this rank waits for no other: it raises its own failure, and other ranks will miss
+            it.
+        ends: no gates precede its messages, since they would distort timing: a failing rank closes
+            its connections, which ends the others' waits and with them the job.
     """
     operation: _Stated | None = None
     if group is not None:
@@ -88,10 +89,10 @@ def together(
             _close_connections(problem)
         if operation is not None:
             operation.fail(problem)
-            here.operations.remove(operation)  # no gates in front of what ``undo`` does
+            here.operations.remove(operation)  # no gates inside ``undo``
         undo()
         if operation is None and here.operations:
-            raise  # the operation around this one says it
+            raise  # the outer operation reports it
         first = None if operation is None else operation.told_before(problem)
         told = first or named(problem, what, error)
         raise told from told.__cause__
@@ -105,7 +106,7 @@ def _is_alone(ranks: Sequence[int] | None) -> bool:
 
 
 def _close_connections(problem: BaseException) -> None:
-    """End the waits of others for a message that this rank has begun and cannot finish."""
+    """End other ranks' waits for a message that this rank has begun and cannot finish."""
     for operation in here.operations:
         operation.fail(problem)
     if not any(operation.told_before(problem) for operation in here.operations):
@@ -118,7 +119,7 @@ def _close_connections(problem: BaseException) -> None:
 
 
 def named(problem: BaseException, what: str, error: type[HybridcompError]) -> BaseException:
-    """Return ``problem``, or one in its place, with a message that names this rank."""
+    """Return ``problem``, or a replacement, with a message that names this rank."""
     if not isinstance(problem, Exception) or isinstance(problem, _COMMON):
         return problem
     if isinstance(problem, HybridcompError) and problem.names_rank:
@@ -138,7 +139,7 @@ def _words(problem: BaseException) -> str:
 
 
 class _Stated(Operation):
-    """An operation whose gates are rounds of statements."""
+    """An operation whose gates are rounds of statements in the store."""
 
     def __init__(self, what: str, ranks: Ranks | None, error: type[HybridcompError]) -> None:
         among = "all" if ranks is None else ",".join(map(str, ranks))
@@ -153,29 +154,29 @@ class _Stated(Operation):
         return self.ranks is None or set(ranks) <= set(self.ranks)
 
     def check(self, is_there: Callable[[], object] = bool) -> None:
-        """Raise where a rank has failed, unless ``is_there`` says true."""
+        """Raise if a rank has failed, unless ``is_there`` returns true."""
         if self._store.check([self._key]) and not is_there():
             rank, words = json.loads(self._store.get(self._key))
             raise self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return once all ranks of ``group`` have come here; at once where others are in it."""
+        """Return once all ranks of ``group`` have arrived; at once if it has other ranks too."""
         ranks = self.ranks if group is None else dist.get_process_group_ranks(group)
         if ranks is None or self.takes_in(ranks):
             agreement.tell({}, what=self.what, ranks=ranks)
 
     def fail(self, problem: BaseException) -> None:
-        """Tell the others, unless somebody has told them of another failure."""
+        """Report the failure to the others, unless another failure was already reported."""
         text = json.dumps([dist.get_rank(), _words(problem)])
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have gone
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may be gone
             self._store.compare_set(self._key, "", text)
 
     def told_before(self, problem: BaseException) -> HybridcompError | None:
-        """Return the failure of another rank that ``problem`` follows from, if one was told."""
+        """Return the reported failure of another rank that caused ``problem``, if any."""
         told = isinstance(problem, HybridcompError) and not isinstance(problem, PeerError)
         if told or not isinstance(problem, Exception):
-            return None  # a failure of this rank's own, or one that was told
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have gone
+            return None  # this rank's own failure, or one that it has already learned of
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may be gone
             if self._store.check([self._key]):
                 rank, words = json.loads(self._store.get(self._key))
                 if rank != dist.get_rank():
@@ -186,14 +187,14 @@ class _Stated(Operation):
 
 
 class _Ending(_Stated):
-    """An operation without gates, at whose failure the job ends."""
+    """An operation without gates, whose failure ends the job."""
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class _Voting(_Stated):
-    """An operation whose gates are votes of ``group``, None: of the whole job."""
+    """An operation whose gates are votes of ``group``; None: of the whole job."""
 
     def __init__(
         self,
@@ -206,18 +207,18 @@ class _Voting(_Stated):
         self._group, self._is_over = group, False
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return once all ranks have come here; raise where one has failed."""
+        """Return once all ranks have arrived; raise if one has failed."""
         if not self._vote(True):
             self._is_over = True
             self.check()
             raise self.error(f"{self.what}: another rank has failed")
 
     def before_message(self) -> None:
-        """Pass a gate, as a message of training is about to be posted."""
+        """Pass a gate before a message of training is posted."""
         self.gate()
 
     def fail(self, problem: BaseException) -> None:
-        """Tell the others, at the gate to which they come next."""
+        """Report the failure to the others, at the next gate that they reach."""
         if not self._is_over:
             super().fail(problem)
             with contextlib.suppress(RuntimeError, dist.DistError):  # a rank has ended

@@ -1,4 +1,4 @@
-"""Wait for what other processes do: look again and again, and say what a long wait is for."""
+"""Wait for other processes: poll, and report what a long wait is for."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TypeVar
 from hybridcomp.job.gates import check_failed
 
 T = TypeVar("T")
-#: seconds after which a wait is reported; reported again each time it lasts REPEAT times as long
+#: seconds after which a wait is reported, and again each time it has lasted REPEAT times as long
 NOTICE_S, REPEAT = 10.0, 3
-#: seconds between two looks: at first, and at most
+#: seconds between two polls: at first, and at most
 LOOK_S, SELDOM_S = 0.01, 0.2
 
 
 def unsaid(*_: object, **__: object) -> None:
-    """Tell nobody, where no job waits, as in a benchmark."""
+    """Report nothing: for waits outside of jobs, as in a benchmark."""
 
 
 class Notices:
-    """The moments of one wait, from now on, at which the user is told of it."""
+    """The moments at which the user is told of one wait, which begins now."""
 
     def __init__(self) -> None:
         self._began, self._next = time.monotonic(), NOTICE_S
@@ -44,16 +44,16 @@ def awaited(
     notice: Callable[[float], object] | None = None,
     first_s: float = LOOK_S,
 ) -> T | None:
-    """Return what ``look`` finds, as soon as that is not None; None after ``seconds``.
+    """Poll ``look`` and return its first result that is not None; None after ``seconds``.
 
-    Raises where another rank fails in the operation of which the wait is a part. Looks, and never
-    lets a store of torch.distributed wait: that writes a line of its own at each time-out.
+    Raises if another rank fails in the surrounding operation. It polls instead of using the wait of
+    a torch.distributed store, which prints a line at each time-out.
 
     Args:
-        look: finds it, or returns None.
-        seconds: to wait at most.
-        notice: tells the user what is waited for, and gets the seconds so far.
-        first_s: seconds between the first two looks; they grow to SELDOM_S.
+        look: returns the awaited value, or None.
+        seconds: longest wait.
+        notice: reports the wait to the user, given the seconds so far.
+        first_s: seconds between the first two polls; they grow to SELDOM_S.
     """
     notices, pause = Notices(), first_s
     while True:

@@ -20,8 +20,9 @@ from hybridcomp.errors import CodecError, ConfigError
 #: dtype codes of the kernels (kernels/cpu/cpu.h, Dtype)
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-#: must equal VERSION in ``cpu.cpp``; both grow with every change of a function or a format, so that
-#: an outdated extension is detected. A new codec is detected by its missing functions
+#: must equal VERSION in ``cpu.cpp``; both are increased with every change of a function or a
+#: format, so that an outdated extension is detected. A new codec is detected by its missing
+#: functions
 VERSION = 5
 #: advice to a user whose extension is missing or old
 BUILD = "`pip install .`, or with `pip install --no-build-isolation -e .` in a checkout"
@@ -80,14 +81,14 @@ class VariableKernels(Protocol):
 
 
 class Kernels(Protocol):
-    """One back end: the functions of every codec on the tensors of one device."""
+    """A back end: the functions of every codec for tensors on one device."""
 
     @property
     def stores_sizes(self) -> bool:
-        """Return whether encoders take an address for the size, and do not wait."""
+        """Return whether encoders store the size at an address instead of waiting."""
 
     def functions(self, codec: str) -> object:
-        """Return an object with the functions of ``codec``. Raises CodecError where it has none."""
+        """Return an object with the functions of ``codec``. Raises CodecError if it has none."""
 
 
 class DeviceKernels(Kernels, Protocol):
@@ -112,7 +113,8 @@ class KernelSet(Generic[Functions_co]):
 
     def __init__(self, codec: str) -> None:
         self.codec = codec
-        self._last: tuple[Kernels | None, object] = (None, None)  # the back end of the last call
+        # back end of the last call, and its functions
+        self._last: tuple[Kernels | None, object] = (None, None)
 
     def on(self, device: torch.device) -> Functions_co:
         """Return the functions for tensors on ``device``. Raises CodecError as ``kernels_of``."""
@@ -131,7 +133,7 @@ class CpuKernels:
         self._extension = extension
 
     def functions(self, codec: str) -> object:
-        """See ``Kernels``. Raises CodecError where the extension is older than the codec."""
+        """See ``Kernels``. Raises CodecError if the extension is older than the codec."""
         try:
             return getattr(self._extension, codec)
         except AttributeError:
@@ -160,9 +162,9 @@ def _cpu_kernels() -> CpuKernels:
 
 
 def on_host(functions: str) -> Any:
-    """Return ``functions`` of the extension that work on the host, for messages of any device.
+    """Return ``functions`` of the extension, which work on the host, for messages of any device.
 
-    Raises CodecError where the extension is missing or older.
+    Raises CodecError if the extension is missing or outdated.
     """
     return _cpu_kernels().functions(functions)
 
@@ -190,9 +192,10 @@ def check_payloads() -> None:
 
 
 def require_kernels(device: torch.device) -> None:
-    """Load the kernels for ``device``, before training instead of at the first message.
+    """Load the kernels for ``device`` before training instead of at the first message.
 
-    Raises ConfigError in one line: the extension is not built, CuPy or its compiler is missing.
+    Raises ConfigError in one line if the extension is not built, or CuPy or its compiler is
+    missing.
     """
     try:
         kernels_of(device)
@@ -212,7 +215,7 @@ def poll_payloads() -> None:
 
 
 def stores_sizes(device: torch.device) -> bool:
-    """Return whether encoders on ``device`` store sizes at an address, and do not wait."""
+    """Return whether encoders on ``device`` store sizes at an address instead of waiting."""
     return kernels_of(device).stores_sizes
 
 

@@ -18,26 +18,26 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
-#: files of a checkout beside the package; patches/ and configs/ are in the package as well
+#: files of a checkout outside the package; patches/ and configs/ are inside as well
 BESIDE = (
     "CHANGELOG.md", "CONTRIBUTING.md", "configs", "docs", "scripts", "tests", ".ci", ".github",
 )  # fmt: skip
-#: files that running and building leave there
+#: files that running and building leave in the tree
 LEFT_BEHIND = ("__pycache__", ".pyc", ".so", ".o")
 #: portable headers, which both back ends include by their bare names
 FORMATS = HERE / "formats"
-#: the folder of each extension, all of whose files are compiled
+#: folder of each extension; all of its files are compiled
 FOLDERS = {"hybridcomp.kernels._cpu": "cpu", "hybridcomp.kernels._launch": "cuda"}
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
-    # the same bytes with and without fused multiply-add
+    # gives the same bytes with and without fused multiply-add
     "-ffp-contract=off",
-    # comparisons may be turned into vector selects; no value changes
+    # lets comparisons become vector selects; changes no value
     "-fno-trapping-math",
     "-fno-math-errno",
     "-fvisibility=hidden",
-    # vectors are passed to inlined functions only
+    # vectors are only passed to inlined functions
     "-Wno-psabi",
     "-g0",
 ]
@@ -53,10 +53,10 @@ def found(name: str) -> tuple[list[str], list[str]]:
 
 
 def objects(compiler: Sequence[str]) -> Path:
-    """Return the folder in the checkout that keeps objects for the next build.
+    """Return the folder in the checkout that keeps object files for the next build.
 
-    pip builds in a new folder each time: every extra that is installed later would compile all
-    kernels again. Another compiler, Python, pybind11 or other flags have another folder.
+    pip builds in a new folder each time, so every extra installed later would recompile all
+    kernels. Each combination of compiler, Python, pybind11 and flags has its own folder.
     """
     made_by = [*compiler, sys.version, pybind11.__version__, *COMPILE_ARGS]
     made_by += [f"{name}={os.environ.get(name, '')}" for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS")]
@@ -83,7 +83,7 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
                 extension.sources, extension.depends = found(extension.name)
 
     def build_extensions(self) -> None:
-        """Build every extension; OpenMP where the compiler has it without another package."""
+        """Build every extension, with OpenMP if the compiler has it without another package."""
         self.build_temp = str(objects(self.compiler.compiler_so))
         _tell(self.announcement())
         openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
@@ -91,12 +91,12 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
             extension.include_dirs += [pybind11.get_include(), str(FORMATS)]
             extension.extra_compile_args += COMPILE_ARGS + openmp
             extension.extra_link_args += openmp
-        # all files of an extension at once, one for each core
+        # compile all files of an extension in parallel, one per core
         with ParallelCompile(needs_recompile=is_stale):
             super().build_extensions()
 
     def announcement(self) -> str:
-        """Return what will be compiled, and how long that takes."""
+        """Return a message on what will be compiled, and how long that takes."""
         sources = [path for extension in self.extensions for path in extension.sources]
         made = self.compiler.object_filenames(sources, output_dir=self.build_temp)
         stale = sum(map(is_stale, made, sources))
@@ -112,13 +112,13 @@ class Sdist(sdist):  # type: ignore[misc]  # setuptools is untyped here
     """sdist with all files of a checkout: scripts, configurations, documents, tests."""
 
     def make_distribution(self) -> None:
-        """Add the files beside the package to those that setuptools has found."""
+        """Add the files outside the package to those that setuptools has found."""
         self.filelist.extend([str(path) for name in BESIDE for path in _files(Path(name))])
         super().make_distribution()
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files below ``path``, or itself; nothing where it is missing."""
+    """Yield the files below ``path``, or ``path`` itself; nothing if it is missing."""
     if path.is_file():
         if not path.name.endswith(LEFT_BEHIND):
             yield path
@@ -128,13 +128,13 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _tell(message: str) -> None:
-    """Print a message also to the terminal itself, as pip hides the output of a build.
+    """Print a message, also directly to the terminal, because pip hides a build's output.
 
-    Without a terminal the message is in the log of the build only.
+    Without a terminal the message only goes into the build's log.
     """
     print(message, flush=True)
     try:
         with open(os.ctermid(), "w", encoding="utf-8") as terminal:
             terminal.write(f"\n{message}\n")
     except OSError:
-        pass  # no terminal: a job of CI, a container
+        pass  # no terminal, as in CI or a container

@@ -1,4 +1,4 @@
-"""Residuals of error feedback as kernels of GPUs take them: fp32, or of fewer bits."""
+"""Residuals of error feedback as GPU kernels take them: fp32, or of fewer bits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class FewBits(Protocol):
-    """Interface of a residual of fewer bits, for kernels, that begins and ends between blocks."""
+    """Interface of a few-bit residual for kernels; it begins and ends at block borders."""
 
     @property
     def bits(self) -> int:
-        """Bits of a value."""
+        """Return the bits per value."""
 
     def addresses(self) -> tuple[int, int]:
         """Return the addresses of the levels and of the steps."""
@@ -23,7 +23,7 @@ Kept: TypeAlias = Tensor | FewBits
 
 
 def bits_of(residual: Kept | None) -> int:
-    """Return the bits of a value of ``residual``; 32 for None."""
+    """Return the bits per value of ``residual``; 32 for None."""
     return 32 if residual is None or isinstance(residual, Tensor) else residual.bits
 
 

@@ -1,4 +1,4 @@
-"""Read tensors of a device without waiting, or all of them with one wait."""
+"""Read tensors from a device without waiting, or several with a single wait."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Return the values of 1-D tensors; the host waits once for each of their devices.
+    """Return the values of 1-D tensors; the host waits once per device.
 
-    Those of one device and dtype have equally many elements.
+    Tensors of the same device and dtype must be equally long.
     """
     found: list[list[Any]] = [[] for _ in tensors]
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -26,7 +26,7 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
 
 
 class LateRead:
-    """Asynchronous copy of one tensor at a time to the host.
+    """Copy one tensor at a time to the host, asynchronously.
 
     The copy is enqueued on the current stream of the tensor's device, so it holds the values
     written there before.
@@ -49,12 +49,12 @@ class LateRead:
         with torch.cuda.device(value.device):
             self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._copy.copy_(value, non_blocking=True)
-            make_event: Any = torch.cuda.Event  # untyped
+            make_event: Any = torch.cuda.Event  # untyped in torch
             self._event = make_event()
             self._event.record()
 
     def take(self) -> Tensor | None:
-        """Return the copy on the host, once, if it has arrived; else None."""
+        """Return the copy on the host if it has arrived, only once; else None."""
         if self._copy is None or (self._event is not None and not self._event.query()):
             return None
         found, self._copy = self._copy, None

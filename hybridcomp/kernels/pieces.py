@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 
 class PayloadPiece(NamedTuple):
-    """Tensor with a payload of its own, by addresses.
+    """Tensor with its own payload, given by addresses.
 
     Attributes:
-        values, numel: what is encoded, or where a decoder writes.
+        values, numel: address and number of the values to encode, or to write when decoding.
         payload: address of the payload.
-        size: of an encoder the address of the int64 for the bytes used, of a decoder the bytes of
-            the payload.
-        reference: address of the values that stepcode takes steps from.
+        size: for an encoder the address of an int64 that receives the bytes used, for a decoder the
+            bytes of the payload.
+        reference: address of the values from which stepcode takes steps.
     """
 
     values: int
@@ -27,14 +27,14 @@ class PayloadPiece(NamedTuple):
 class PieceFunctions(Protocol):
     """Kernels of one codec of variable size for any number of pieces; its settings come first.
 
-    The number of launches does not depend on that of the pieces. Those without values are skipped.
+    The number of launches does not depend on the number of pieces. Empty pieces are skipped.
     """
 
     def on_values(self, kernel: str, pieces: Sequence[PayloadPiece]) -> None:
         """Run a kernel on the fp32 values of each piece.
 
         ``add_<dtype>``: add the values at ``payload``. ``settle``: subtract the fp32 values there;
-        what is not finite becomes 0. ``fill``: with the float whose bits are ``size``.
+        non-finite results become 0. ``fill``: write the float whose bits are ``size``.
         """
 
     def encode_pieces(self, *settings_and_dtype: Any, pieces: Sequence[PayloadPiece]) -> None:
@@ -49,6 +49,6 @@ class PieceFunctions(Protocol):
     ) -> None:
         """Decode each piece, or ``add`` to fp32 values.
 
-        With several ``ranks`` so many pieces, one after the other, are added to the same values, in
-        this order.
+        With several ``ranks``, that many consecutive pieces are added to the same values, in this
+        order.
         """

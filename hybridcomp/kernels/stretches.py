@@ -1,4 +1,4 @@
-"""Stretches of tensors whose places a plan knows, as a table that kernels of GPUs read."""
+"""Tables of tensor slices, with positions known from a plan, for GPU kernels to read."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from torch import Tensor
 from hybridcomp.kernels import on_host
 
 Offsets = npt.NDArray[np.int64]
-#: elements that a warp encodes, a power of two: a shift takes a fifth of a division's time
+#: elements per warp, a power of two, since a shift takes a fifth of a division's time
 TILE = 1024
-#: rows of a table that comes by value (``cuda/table.h``); a longer one is copied to the device
+#: rows of a table passed by value (``cuda/table.h``); a longer table is copied to the device
 NEAR, ROW_WORDS = 96, 5
 
 
 def read_lengths(lengths: Sequence[int], row: int, out: Offsets) -> tuple[int, int, int]:
-    """Write ``row`` times each of ``lengths`` to ``out``: its sum, smallest and largest.
+    """Write ``row`` times each of ``lengths`` to ``out``; return sum, smallest and largest.
 
-    Raises TypeError for what is no integer, ValueError for no lengths or ``out`` of another length.
+    Raises TypeError for a non-integer, ValueError for empty ``lengths`` or a different length of
+    ``out``.
     """
     found: tuple[int, int, int] = on_host("lengths").read(lengths, row, out)
     return found
 
 
 class PlannedStretch(NamedTuple):
-    """Values of one tensor that have a payload of their own, by their positions.
+    """Slice of a tensor with its own payload, by positions.
 
     Attributes:
-        values: first element in the tensor that is encoded or that this rank adds.
-        numel: elements.
+        values: first element in the tensor to encode, or that this rank adds.
+        numel: number of elements.
         payload: first byte in the buffer of the payloads.
-        out: first element of what is decoded or summed.
+        out: first element in the tensor that is decoded or summed into.
     """
 
     values: int
@@ -47,15 +48,15 @@ class PlannedStretch(NamedTuple):
 
 
 class StretchTable:
-    """Stretches for every message that is cut in the same way; those without elements are left out.
+    """Slices for all messages that are cut in the same way, without empty ones.
 
-    Positions count from the start of tensors, so that one table serves all of them. Copies of the
-    rows on a device live as long as the table, one for each stream.
+    Positions are relative to tensors, so one table serves all such messages. Device copies of the
+    rows, one per stream, live as long as the table.
 
     Args:
         stretches: columns of ``PlannedStretch``, int64; payloads begin at multiples of 16.
-        step: tiles of which the rows begin at multiples: those of a thread block where a block
-            takes one row.
+        step: rows begin at multiples of this many tiles: a thread block's tiles, if a block handles
+            a single row.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class StretchTable:
         self.rows[:, 0] -= tiles
         for column, each in enumerate((values, numels, payloads, outs), start=1):
             self.rows[:, column] = each
-        self._room: Tensor | None = None  # the rows, where they lie as a device copies them
+        self._room: Tensor | None = None  # the rows, in memory from which a device can copy
         self._far: tuple[Tensor, bytes] | None = None
         self._on: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
@@ -88,12 +89,12 @@ class StretchTable:
     def of_parts(
         cls, numels: Offsets, nbytes: Offsets, skip: int, device: torch.device
     ) -> tuple[StretchTable, int, int]:
-        """Lay out parts that follow each other, as their payloads do, but for part ``skip``.
+        """Lay out consecutive parts and their payloads, leaving out part ``skip``.
 
         Args:
             numels: int64 elements of each part.
-            nbytes: int64 bytes of each payload; that of ``skip`` becomes zero.
-            device: that kernels will read the rows on.
+            nbytes: int64 bytes of each payload; the entry of ``skip`` is set to zero.
+            device: device on which kernels will read the rows.
 
         Returns the table, the bytes of all payloads, and the first element of ``skip``.
         """
@@ -111,33 +112,33 @@ class StretchTable:
         return len(self.rows)
 
     def on(self, device: torch.device, stream: int) -> Tensor:
-        """Return the rows on ``device``, copied for ``stream`` at the first call; nobody waits."""
+        """Return the rows on ``device``, copied for ``stream`` on first use, without waiting."""
         found = self._on.get((device, stream))
         if found is None:
             rows = torch.from_numpy(self.rows) if self._room is None else self._room[: len(self)]
             if device.type == "cuda" and self._room is None:
                 rows = _room(self.rows.shape, device).copy_(rows)
-            # a graph that captures the copy reads the pinned rows again
+            # a graph that captures the copy rereads the pinned rows at every replay
             found = self._on[device, stream] = rows, rows.to(device, non_blocking=True)
         return found[1]
 
     @cached_property
     def near(self) -> bytes | None:
-        """``NearTable`` of ``cuda/table.h`` with the rows in it; None for more than NEAR."""
+        """Return a ``NearTable`` of ``cuda/table.h`` holding the rows; None for more than NEAR."""
         if len(self) > NEAR:
             return None
         words = self.rows.tobytes()
         return struct.pack("<2Q", len(self), 0) + words.ljust(8 * ROW_WORDS * NEAR, b"\0")
 
     def far(self, words: Tensor) -> bytes:
-        """Return a ``NearTable`` whose rows are at ``words``."""
+        """Return a ``NearTable`` that refers to the rows at ``words``."""
         if self._far is None or self._far[0] is not words:
             self._far = words, struct.pack("<2Q", len(self), words.data_ptr()) + _NOTHING
         return self._far[1]
 
 
 def _room(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int64 memory of the host that ``device`` copies without the host waiting."""
+    """Return int64 host memory from which ``device`` can copy without the host waiting."""
     return torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 

@@ -1,7 +1,7 @@
 """Layers and operations that cut a model in ways that no upstream has, with their messages.
 
-``patches`` takes over the messages that upstream sends. The layers of this package send theirs
-through the channels themselves, and natively where the process has no block.
+``patches`` takes over the messages that upstream sends. The layers of this package send their own
+messages through the channels, or natively if the process has no block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from hybridcomp.nn.tables import CachedEmbedding, RowOptimizer, ngram_keys
 
-#: public name -> the module that has it, imported when it is asked for
+#: public name -> module that defines it, imported on first use
 _NAMES = {
     "CachedEmbedding": "hybridcomp.nn.tables",
     "RingAttention": "hybridcomp.nn.context.attention",
@@ -38,8 +38,8 @@ _NAMES = {
     "unshard": "hybridcomp.nn.context.layout",
 }
 
-#: modules that stand in the support matrix, with COVERS, first sentence, and REQUIREMENT where they
-#: need more than torch
+#: modules with a row in the support matrix: each has COVERS, a first sentence, and REQUIREMENT if
+#: it needs more than torch
 _ROWS = ("context.attention", "huggingface", "slices", "tables", "tp2d")
 
 __all__ = [
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def has_tables() -> bool:
-    """Return whether this process has a ``CachedEmbedding``; imports nothing."""
+    """Return whether this process has a ``CachedEmbedding``, without importing its module."""
     module = sys.modules.get("hybridcomp.nn.tables.embedding")
     return module is not None and bool(module.TABLES)
 
@@ -72,7 +72,7 @@ def has_tables() -> bool:
 def rows(torch: str) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of the support matrix: dimension, first sentence of a module, versions.
 
-    ``torch``: the requirement of modules that need torch alone.
+    ``torch``: the requirement of modules that need only torch.
     """
     for name in _ROWS:
         module = import_module(f"{__name__}.{name}")

@@ -2,14 +2,14 @@
 
 ``register`` adds it to ``ALL_ATTENTION_FUNCTIONS``, the dictionary in which every model of
 transformers looks up its attention, and adds a mask function to the dictionary of masks: without
-one, transformers silently drops the padding mask. ``shard_batch`` cuts a batch.
+one, transformers silently drops the padding mask. ``shard_batch`` shards a batch.
 
     name = register(group)
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=name)
     loss = model(**shard_batch(batch, group)).loss
 
-Every rank has the loss of its own tokens. The mean over ranks is the loss of the batch where all
-have as many labels, and otherwise with the ``num_items_in_batch`` that ``shard_batch`` returns.
+Every rank computes the loss of its own tokens. The mean over ranks is the loss of the batch if all
+ranks have equally many labels, or if ``num_items_in_batch`` from ``shard_batch`` is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridcomp.nn.context.layout import documents_of_mask, gather, shard
 
 COVERS = ("cp",)
 REQUIREMENT = "transformers >= 4.53"
-#: label of a token that has no loss
+#: label of tokens without a loss
 IGNORED = -100
 
 
@@ -62,7 +62,7 @@ def register(group: dist.ProcessGroup | None = None, name: str = "hybridcomp_rin
         return out.transpose(1, 2).contiguous(), None
 
     def mask(*_: Any, attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
-        """Gather a padding mask, once a pass, as document numbers of the whole sequences."""
+        """Gather a padding mask, once per pass, as document numbers of the whole sequences."""
         if more.get("local_size") is not None:
             raise ValueError(
                 f"{name}: expected full attention, found a sliding window of "
@@ -85,12 +85,12 @@ def shard_batch(
 
     Args:
         batch: tensors (B, S) such as ``input_ids``, ``attention_mask``, ``labels``; ``documents``
-            (document numbers of packed sequences, -1 for padding) stays whole; where it is missing
-            it is made of ``position_ids`` that begin anew, as transformers does without a mask. S
-            is a multiple of twice the ranks.
+            (document numbers of packed sequences, -1 for padding) stays whole; if it is missing it
+            is derived from restarting ``position_ids``, as transformers does without a mask. S is
+            a multiple of twice the ranks.
         group: the ranks that share it; None: all.
 
-    Raises ValueError on a length that cannot be cut, and on tensors of other shapes.
+    Raises ValueError on a length that cannot be sharded, and on tensors of other shapes.
     """
     whole = dict(batch)
     first = next(iter(whole.values()))
@@ -115,23 +115,24 @@ def shard_batch(
 
 
 def _packed(positions: Tensor) -> dict[str, Tensor]:
-    """Return the ``documents`` that positions (B, S) of packed sequences tell; nothing of one each.
+    """Return the ``documents`` implied by positions (B, S) of packed sequences; {} if unpacked.
 
-    The parts of a rank tell nothing: their positions jump at every chunk.
+    It needs whole sequences: the positions of one rank's part jump at every chunk.
     """
     begins = F.pad(positions.diff(dim=1) != 1, (1, 0))
     return {"documents": begins.cumsum(1).to(torch.int32)} if bool(begins.any()) else {}
 
 
 def _check(module: Any, dropout: float, more: Mapping[str, Any]) -> None:
-    """Raise ValueError where a model uses an option of attention that the ring does not compute."""
+    """Raise ValueError if a model uses an attention option that the ring does not support."""
     asked = {
         "dropout": dropout if module.training else 0.0,
         "sliding_window": more.get("sliding_window"),
         "softcap": more.get("softcap"),
         "position_bias": more.get("position_bias"),
         "s_aux": more.get("s_aux"),
-        "cu_seq_lens_q": more.get("cu_seq_lens_q"),  # packed: documents say it of whole sequences
+        # packed sequences: only documents can describe whole sequences
+        "cu_seq_lens_q": more.get("cu_seq_lens_q"),
     }
     for name, value in asked.items():
         if isinstance(value, Tensor) or value:
@@ -142,7 +143,7 @@ def _check(module: Any, dropout: float, more: Mapping[str, Any]) -> None:
 
 
 def _numbers(mask: Tensor | None, documents: Tensor | None) -> Tensor | None:
-    """Return the document numbers, with -1 for the tokens that ``mask`` marks with -1."""
+    """Return the document numbers, set to -1 for the tokens that ``mask`` marks with -1."""
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"attention_mask: expected (batch, tokens), found {tuple(mask.shape)}; give numbers of "

@@ -2,8 +2,9 @@
 
 1. An engine's adapter (``patches/``) says which stretches of which parameters this rank holds
    (``EngineWeights``).
-2. ``Publisher`` divides them among the ranks that hold the same, compares each with the version
-   before, encodes what changed and hands it to a destination: a folder, a stream, a process group.
+2. ``Publisher`` divides them among the ranks that hold the same values, compares each with the
+   previous version, encodes the changes and passes them to a destination: a folder, a stream, a
+   process group.
 3. ``WeightReceiver`` checks a version and applies it to its mirror of the weights.
 
 The formats of manifest, part and stream are in ``docs/published_format.md``.

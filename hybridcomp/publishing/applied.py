@@ -1,4 +1,4 @@
-"""Collect what a receiver has applied since its last returned result."""
+"""Collect the changes that a receiver has applied since its last returned result."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from hybridcomp.publishing.records import Manifest
 class AppliedVersion:
     """Versions that ``WeightReceiver.update`` has applied since its last result.
 
-    It includes those that an update applied before it raised an error.
+    It includes versions that an update applied before it raised an error.
 
     Attributes:
         version: the version that the mirror holds now.
         names: parameters of which a value changed, in order.
         versions: how many versions were applied.
         full: whether one of them was a full version.
-        changed: number of changed values; one that changed twice counts twice.
-        check_s, apply_s, seconds: of checking and decoding, of writing the mirror, of the call.
+        changed: number of changed values; a value that changed twice counts twice.
+        check_s, apply_s, seconds: seconds of checking and decoding, of writing the mirror, and of
+            the whole call.
         since: the version of the last result; 0: this is the first.
     """
 
@@ -42,7 +43,7 @@ class AppliedChanges:
 
     Attributes:
         is_told: whether an update has returned them.
-        is_new: whether a first version is among them, which is all values of the mirror.
+        is_new: whether a first version is among them, so that all values of the mirror are new.
     """
 
     since: int = 0
@@ -63,7 +64,9 @@ class AppliedChanges:
         self.count += 1
 
     def result(self, held: Manifest, table: Mapping[str, object], seconds: float) -> AppliedVersion:
-        """Return what an update says of it; ``held``, ``table``: what the mirror holds now."""
+        """Return the changes as an update's result; ``held``, ``table``: the mirror's current
+        state.
+        """
         names = tuple(table) if self.is_new else tuple(sorted(self.changes))
         changed = held.weights if self.is_new else sum(
             one.changed for row in self.changes.values() for one in row

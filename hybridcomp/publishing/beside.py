@@ -1,15 +1,15 @@
 """Write versions to a folder in the background: each rank's thread copies, encodes and writes.
 
-1. ``publish(wait=False)``, on the caller's thread: the ranks agree, and the thread begins.
-2. The thread copies the weights, which stay as they are until the next optimizer step; that waits
-   for the copy. Then it encodes and writes this rank's part.
+1. ``publish(wait=False)``, on the caller's thread: the ranks agree, and the thread begins. 2. The
+thread copies the weights; the next optimizer step, which changes them, waits for the copy. Then it
+encodes and writes this rank's part.
 3. The thread of rank 0 waits until the parts of all ranks are in the folder, and writes the
    manifest: the version is readable.
-4. The next ``publish`` takes the version over, or raises on all ranks what has failed on one.
+4. The next ``publish`` completes the version, or raises one rank's failure on all ranks.
 
 Threads send nothing to other ranks: all messages are sent from the caller's thread, in 1 and 4. The
-interpreter waits for the thread when it exits. A job that is killed leaves parts that no manifest
-names: receivers have the version before, and the next job removes them.
+interpreter waits for the thread when it exits. A killed job leaves parts that no manifest names:
+receivers keep the previous version, and the next job removes the parts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hybridcomp.publishing.waited import MakesManifest, VersionStart, commit
 
 #: default limit in seconds for writing a version in the background
 LIMIT_S = 600.0
-#: seconds that rank 0 still waits for parts of other ranks once its script has ended
+#: seconds that rank 0 still waits for other ranks' parts after its script has ended
 EXIT_S = 30.0
-#: seconds between two looks for them, at least and at most
+#: shortest and longest pause between two polls for them, in seconds
 LOOK_S, LOOKS_S = 0.005, 0.25
 
 
@@ -45,7 +45,7 @@ class BesideVersion:
     """The version being written in the background; all ranks call ``settle`` together.
 
     Attributes:
-        manifest: on rank 0 what it has written; None before.
+        manifest: the manifest that rank 0 has written; None before, and on other ranks.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class BesideVersion:
         """Start the thread.
 
         Args:
-            begin: of the version; ``limit_s``: seconds that it may take.
-            encoder: whose snapshot was begun.
+            begin: start of the version; ``limit_s``: seconds that it may take.
+            encoder: encoder with a snapshot in progress.
             folder: where the version goes.
             make: makes the manifest.
             clean: called on rank 0 with version and full, once it is readable.
-            problem: what has gone wrong on this rank already.
+            problem: an error that this rank already has, or None.
         """
         self._of, self._encoder, self._folder = begin, encoder, folder
         self._make, self._clean, self._limit_s = make, clean, limit_s
@@ -79,7 +79,7 @@ class BesideVersion:
         self.is_given_up = self._is_committing = False
         self._lock = threading.Lock()
         self._copied, self._written, self._ended = (threading.Event() for _ in range(3))
-        self._news = threading.Event()  # for rank 0's thread, which waits for parts
+        self._news = threading.Event()  # wakes rank 0's thread, which waits for parts
         name = f"hybridcomp version {begin.version}"
         thread = threading.Thread(target=self._run, name=name, daemon=False)
         _, unstarted = saved.attempt(thread.start)
@@ -99,7 +99,7 @@ class BesideVersion:
         return self._of.full
 
     def copied(self) -> None:
-        """Wait until weights may change. No collective."""
+        """Wait until weights may change: until the thread has its copy. No collective."""
         if not self._copied.wait(self._left()):
             self._problem = self._problem or self._late("copied")
 
@@ -164,7 +164,7 @@ class BesideVersion:
         self._clean(manifest.version, manifest.full)
 
     def _parts(self) -> Sequence[dict[str, Any]] | None:
-        """Return the manifest's entries of all parts once they are complete; None if cancelled."""
+        """Return all parts' manifest entries once they are complete; None if cancelled."""
         found, pause = {self._of.rank: self._statement}, LOOK_S
         exits = False
         while self._said is None and len(found) < len(self._of.tokens):
@@ -185,14 +185,14 @@ class BesideVersion:
         return self._said or [found[place] for place in range(len(self._of.tokens))]
 
     def _part(self, place: int, token: str) -> dict[str, Any] | None:
-        """Return the manifest's entry of another rank's part; None while it is not complete."""
+        """Return the manifest entry of another rank's part; None if it is not complete yet."""
         name = part_name(self._of.version, token, place)
         path = self._folder.path / PARTS / name
         failed = path.with_name(f"{name}{FAILED}")
         try:
             with open_file(path) as file:
                 return {"file": name, **summary_of(FileBytes(file), place)}
-        except (OSError, ValueError, KeyError, TypeError):  # missing or half-written
+        except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete
             pass
         if failed.exists():
             why, _ = saved.attempt(failed.read_text)
@@ -205,8 +205,8 @@ class BesideVersion:
     def settle(self) -> tuple[Manifest, list[dict[str, Any]]]:
         """Wait until the version is readable; a collective over the job's ranks.
 
-        Returns its manifest and what the ranks say of their parts. Raises PublishError, on every
-        rank, where it is not readable.
+        Returns its manifest and each rank's statement on its part. Raises PublishError on every
+        rank if the version is not readable.
         """
         if not self._written.is_set():
             say(f"publish: waits for version {self.version}, which is being written", anywhere=True)
@@ -226,7 +226,7 @@ class BesideVersion:
         return self._make(said), said
 
     def give_up(self) -> None:
-        """Prevent the manifest from being written, unless that has begun. No collective."""
+        """Prevent the manifest from being written, unless its writing has begun. No collective."""
         with self._lock:
             self.is_given_up = True
         self._news.set()
@@ -262,8 +262,8 @@ class BesideVersion:
     def close(self) -> None:
         """Wait until this rank's work is done, and report its failure. No collective.
 
-        What is left of a version that has failed is removed by the next job: rank 0 may not have
-        seen yet why a part does not come.
+        Files of a failed version are removed by the next job: rank 0 may still have to see why a
+        part is missing.
         """
         is_there = self._ended.wait(self._left())
         problem = self._problem or self._unwritten if is_there else self._late("written")

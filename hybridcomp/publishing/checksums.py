@@ -1,8 +1,7 @@
-"""Checksums of weights, and what of them has changed: one pass of the processor's vector lanes.
+"""Compute checksums of weights and find changed values, in one vectorized pass.
 
-``xxh3_128`` finds accidents at the speed of memory; it does not keep out somebody who forges
-weights, and neither does a manifest. ``blake2b`` is that of versions of format 1, which are only
-read.
+``xxh3_128`` detects accidental damage at memory speed; neither it nor a manifest protects against
+forged weights. ``blake2b`` is the checksum of format 1, which is only read.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from hybridcomp.codecs.changes import change_kernels
 T = TypeVar("T")
 S = TypeVar("S")
 BLAKE2B, XXH3 = "blake2b", "xxh3_128"
-#: bytes of a block, that threads share the work
+#: bytes of a block; threads share the work by blocks
 BLOCK = 1 << 20
 SIZE = 16
-#: values of an element of a mask
+#: values per element of a mask
 MASKED = 32
-#: threads by their number; a pool whose number is no longer torch's stays idle
+#: thread pools by number of threads; a pool of another size than torch's number is idle
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def in_threads(work: Callable[[T], S], items: Iterable[T]) -> list[S]:
-    """Return ``work`` of every item in order, on as many threads as torch uses.
+    """Return ``work`` of every item in order, using as many threads as torch does.
 
-    For work that lets go of Python's lock. Raises what the first item that fails raises.
+    For work that releases the GIL. Raises the error of the first item that fails.
     """
     every, threads = list(items), torch.get_num_threads()
     if threads < 2 or len(every) < 2:
@@ -67,7 +66,7 @@ def compare(values: Tensor, old: Tensor, mask: Tensor | None = None) -> tuple[in
 
     Args:
         values, old: 1-D, contiguous, of one 16-bit dtype and size, on the host.
-        mask: as ``empty_mask`` makes it; gets a bit for each value, set where it differs.
+        mask: result of ``empty_mask``; receives a bit for each value, set if it differs.
     """
     where = 0 if mask is None else mask.data_ptr()
     changed, digest = change_kernels().compare(
@@ -77,5 +76,5 @@ def compare(values: Tensor, old: Tensor, mask: Tensor | None = None) -> tuple[in
 
 
 def empty_mask(numel: int) -> Tensor:
-    """Return room for a bit of each of ``numel`` values: 1-D int32."""
+    """Return room for one bit per value of ``numel`` values: 1-D int32."""
     return torch.empty(-(-numel // MASKED), dtype=torch.int32)

@@ -1,9 +1,8 @@
-"""Choose between steps and raw values for a destination whose link the sender itself feels.
+"""Choose between encoded steps and raw values, where the sender itself can measure the link.
 
-A version takes as long as it is encoded, sent and decoded, one after the other:
+A version is encoded, sent and decoded, one after the other:
 
-    coded = encode + decode + its bytes / link
-    raw   = all bytes of what changed / link
+    coded = encode + decode + its bytes / link raw = all bytes of changed pieces / link
 
 Bytes, seconds of the codec and the link are measured with every version. On a stream and over a
 group the time of writing is the time of the link; a folder is written at the speed of a disk, which
@@ -18,22 +17,22 @@ from typing import Any
 
 AUTO, STEPCODE, RAW_VALUES = "auto", "stepcode", "raw"
 CHOICES = (AUTO, STEPCODE, RAW_VALUES)
-#: versions in a row that have to speak for the other way before it is taken
+#: consecutive versions that must favour the other way before it is chosen
 PATIENCE = 3
-#: versions as they are before one is coded again, to see how well changes are coded by now
+#: raw versions in a row after which one is encoded again, to measure how well that works by now
 AGAIN = 50
-#: fewer bytes say nothing about a link
+#: versions with fewer bytes do not measure the link
 LEAST_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ReceiverTimes:
-    """Seconds that the slowest receiver needed for the version before, where receivers answer.
+    """Seconds that the slowest receiver needed for the previous version, if receivers answer.
 
     Attributes:
-        apply_s: of writing the mirror.
-        decode_s: of decoding.
-        late_s: from the sender's last byte on, until it had all.
+        apply_s: seconds of writing the mirror.
+        decode_s: seconds of decoding.
+        late_s: seconds from the sender's last byte until it had received everything.
     """
 
     apply_s: float
@@ -43,7 +42,7 @@ class ReceiverTimes:
 
 @dataclass(frozen=True)
 class CodecEstimate:
-    """The seconds of a version either way, on a link of ``gbps`` Gb/s."""
+    """Seconds of a version encoded or raw, on a link of ``gbps`` Gb/s."""
 
     gbps: float
     coded_s: float
@@ -52,32 +51,32 @@ class CodecEstimate:
 
 @dataclass
 class PublishedCodec:
-    """The codec of the next version; equal on all ranks, as all decide from the same figures.
+    """The codec of the next version; equal on all ranks, which decide from the same figures.
 
     Attributes:
         setting: one of CHOICES.
         feels_link: whether writing to the destination takes as long as the link does.
-        is_raw: whether the next version is sent as it is.
-        estimate: what that was decided by; None before it is known.
+        is_raw: whether the next version is sent unencoded.
+        estimate: the estimate behind that decision; None before there is one.
     """
 
     setting: str
     feels_link: bool
     is_raw: bool = False
     estimate: CodecEstimate | None = None
-    _rate: float | None = None  # bytes a second of the link
-    _share: float = 1.0  # bytes of a coded version for each raw byte
-    _coding: float | None = None  # its seconds of encoding and decoding for each raw byte
-    _copying: float = 0.0  # those of a raw version
+    _rate: float | None = None  # bytes per second of the link
+    _share: float = 1.0  # encoded bytes per raw byte
+    _coding: float | None = None  # seconds of encoding and decoding per raw byte
+    _copying: float = 0.0  # the same for a raw version
     _against: int = 0
     _since: int = 0
-    _told: bool = False  # what the log has said last of is_raw
+    _told: bool = False  # value of is_raw that the log last reported
 
     def __post_init__(self) -> None:
         self.is_raw = self.setting == RAW_VALUES
 
     def beginning(self) -> str:
-        """Return what the log says at the start beside the state of the chain."""
+        """Return the log's text at the start, beside the state of the chain."""
         if self.setting != AUTO or self.feels_link:
             return ""
         return (
@@ -88,15 +87,15 @@ class PublishedCodec:
     def note(
         self, said: Sequence[Mapping[str, Any]], receivers: ReceiverTimes | None, full: bool = False
     ) -> str | None:
-        """Take what a version took, and choose for the next one.
+        """Record a version's times, and choose for the next one.
 
-        ``said``: of each rank's part ``raw_nbytes``, ``nbytes``, ``codec_s`` and ``link_s``. The
-        parts of a stream go one after the other: bytes and seconds of coding add up. The speed of
-        the link is that of the first rank, which writes, in the last version that had enough bytes.
-        Where no receiver answers, decoding is taken to be as long as encoding. Of a ``full``
-        version, which is coded without a reference, only the link counts.
+        ``said``: ``raw_nbytes``, ``nbytes``, ``codec_s`` and ``link_s`` of each rank's part. The
+        parts of a stream are sent one after the other, so bytes and coding seconds add up. The
+        link's speed is measured on the first rank, which writes, in the last version with enough
+        bytes. If no receiver answers, decoding is assumed to take as long as encoding. A ``full``
+        version, encoded without a reference, only measures the link.
 
-        Returns a sentence where the choice changes.
+        Returns a sentence if the choice changes.
         """
         if self.setting != AUTO or not self.feels_link:
             return None

@@ -1,8 +1,8 @@
-"""Write a version: what every destination can do, and a folder that object stores can sync.
+"""Write versions: the interface of destinations, and a folder that object stores can sync.
 
-In a folder every file is immutable: it gets a temporary name, is synced to the disk, and renamed.
-Parts are in ``parts/``; the manifest comes last, once all ranks' parts are there, and no second
-file can take its name.
+Files in a folder are immutable: each is written under a temporary name, synced to disk, and
+renamed. Parts are in ``parts/``; the manifest comes last, once all ranks' parts are there, and no
+second file can take its name.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifes
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")
-#: files with which receivers request a full version
+#: name pattern of files with which receivers request a full version
 ASKS = "ask_full.*.json"
 TO = "publish.to"
-#: end of the name of a file that says why a part does not come
+#: suffix of a file that says why a part is missing
 FAILED = ".failed"
-#: seconds after which the claim of a version's name is a killed job's
+#: seconds after which the claim of a version's name must come from a killed job
 CLAIM_S = 60.0
 
 
 class Destination(ABC):
-    """Takes the parts of all ranks and the manifest of a version.
+    """Accepts the parts of all ranks and the manifest of a version.
 
     Attributes:
-        receivers: what the slowest receiver needed for the last version; None: not known.
-        feels_link: whether writing takes as long as the link to the receivers.
+        receivers: times of the slowest receiver for the last version; None: unknown.
+        feels_link: whether writing takes as long as sending to the receivers.
     """
 
     receivers: ReceiverTimes | None = None
     feels_link: bool = False
 
     def latest(self) -> Manifest | None:
-        """Return the newest version that is there, on rank 0; None where none can be read back."""
+        """Return the newest available version, on rank 0; None if versions cannot be read back."""
         return None
 
     @abstractmethod
@@ -56,19 +56,19 @@ class Destination(ABC):
         """Return whether a receiver needs a full version; called on rank 0 before each version."""
 
     def reached(self) -> Manifest | None:
-        """Return the newest version that is readable, on rank 0, if this object has written it.
+        """Return the newest readable version, on rank 0, if this object has written it.
 
-        It may be one that ``commit`` has raised an error about. None otherwise.
+        None otherwise. It may be a version for which ``commit`` raised an error.
         """
         return None
 
     @abstractmethod
     def begin(self, version: int, rank: int) -> Sink:
-        """Begin the part of this rank."""
+        """Start this rank's part of a version."""
 
     @abstractmethod
     def finish(self, problem: str | None) -> str:
-        """End the part of this rank, after an error too; returns its file's name."""
+        """End this rank's part, also after an error; return its file's name."""
 
     @abstractmethod
     def commit(self, manifest: Manifest) -> None:
@@ -76,10 +76,10 @@ class Destination(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Take back this rank's part of a version that is not committed."""
+        """Withdraw this rank's part of a version that is not committed."""
 
     def close(self) -> None:  # noqa: B027
-        """Free what is held."""
+        """Free held resources."""
 
 
 def folder_of(to: str | Path) -> Path:
@@ -103,7 +103,7 @@ def manifests_in(folder: Path) -> dict[int, Path]:
         for path in folder.iterdir():
             if match := _MANIFEST.fullmatch(path.name):
                 found[int(match[1])] = path
-    except FileNotFoundError:  # before the first version
+    except FileNotFoundError:  # there is no folder before the first version
         return {}
     except OSError as error:
         raise PublishError(
@@ -114,9 +114,9 @@ def manifests_in(folder: Path) -> dict[int, Path]:
 
 
 def read_manifest_file(path: Path, version: int) -> Manifest:
-    """Read the manifest at ``path``, which is to be of ``version``.
+    """Read the manifest at ``path``, which must be of ``version``.
 
-    Raises PublishError, DamagedVersion, and FileNotFoundError where it is gone.
+    Raises PublishError, DamagedVersion, and FileNotFoundError if it is gone.
     """
     try:
         with open_file(path) as file:
@@ -150,26 +150,26 @@ def _as_publish_error(version: int, path: Path) -> Iterator[None]:
 
 
 class Folder(Destination):
-    """A folder of this machine, or one that all ranks see."""
+    """A folder on this machine, or one that all ranks can access."""
 
     def __init__(self, path: Path, claim: Callable[[Path], str | None] | None = None) -> None:
-        """Hold ``path``, which is made with the first version.
+        """Hold ``path``, which is created with the first version.
 
-        ``claim``: called with it on the first rank, before that; returns who else publishes there,
-        or raises an error about it.
+        ``claim``: called with ``path`` on the first rank before the first version; returns who else
+        publishes there, or raises.
         """
         self.path, self._claim = path, claim
-        # parts of a run that was cut off have others; those of a version that failed, too
+        # parts of an interrupted run have other tokens, and so do those of a failed version
         self._tokens = [secrets.token_hex(4)]
         self._file: BinaryIO | None = None
         self._version = 0
         self._part = self._unfinished = path
-        self._asks: list[Path] = []  # those that were there before this version
-        #: version, part and unfinished manifest of those that have failed and may have left files
+        self._asks: list[Path] = []  # requests that existed before this version
+        #: version, part and unfinished manifest of failed versions, which may have left files
         self._aside: list[tuple[int, Path, Path]] = []
 
     def latest(self) -> Manifest | None:
-        """Return the newest version in the folder. Raises PublishError where it is damaged."""
+        """Return the newest version in the folder. Raises PublishError if it is damaged."""
         for version, path in reversed(manifests_in(self.path).items()):
             return read_manifest_file(path, version)
         return None
@@ -185,12 +185,12 @@ class Folder(Destination):
         return self.path / f".{self._manifest(version).name}.{self.token}"
 
     def wants_full(self) -> bool:
-        """Return whether a receiver has left a file that asks for a full version."""
+        """Return whether a receiver has left a request for a full version."""
         self._asks = list(self.path.glob(ASKS))
         return bool(self._asks)
 
     def reached(self) -> Manifest | None:
-        """Return the newest version in the folder if it is of this object."""
+        """Return the newest version in the folder if this object wrote it."""
         newest = self.latest()
         names = [] if newest is None else [part.file for part in newest.parts]
         is_own = any(f".{token}." in name for token in self._tokens for name in names)
@@ -198,12 +198,14 @@ class Folder(Destination):
 
     @property
     def token(self) -> str:
-        """Return what the name of this rank's next part has in it; another one after a failure."""
+        """Return the token in the name of this rank's next part; it changes after a failure."""
         return self._tokens[-1]
 
     def claim(self, version: int, rank: int) -> None:
-        """Name this rank's part of ``version``; with the first one claim the folder, on rank 0."""
-        # first, so that what is taken back after an error is of this version
+        """Name this rank's part of ``version``; with the first version claim the folder, on rank
+        0.
+        """
+        # set first, so that an error withdraws files of this version
         self._version = version
         name = part_name(version, self.token, rank)
         self._part = self.path / PARTS / name
@@ -226,7 +228,7 @@ class Folder(Destination):
         return _Writer(self._file, version, self._unfinished)
 
     def finish(self, problem: str | None) -> str:
-        """Wait for the disk and give the part its name."""
+        """Sync the part to disk and give it its name."""
         file, self._file = self._file, None
         if file is not None:
             with _as_publish_error(self._version, self._unfinished), file:
@@ -246,7 +248,7 @@ class Folder(Destination):
         return self._part.name
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest. Raises PublishError where another job or island writes there."""
+        """Write the manifest. Raises PublishError if another job or island writes there."""
         target = self._manifest(manifest.version)
         self._check_alone(manifest.version)
         unfinished = self._new_manifest(manifest.version)
@@ -265,7 +267,7 @@ class Folder(Destination):
             self._answer()
 
     def _check_alone(self, version: int) -> None:
-        """Raise PublishError if another writer has written ``version`` or a later version."""
+        """Raise PublishError if another writer has written ``version`` or a later one."""
         newest = max(manifests_in(self.path), default=0)
         if newest >= version:
             raise PublishError(
@@ -275,12 +277,12 @@ class Folder(Destination):
             )
 
     def _answer(self) -> None:
-        """Remove what asked for a full version before this one was made.
+        """Remove the requests for a full version that existed before this one was made.
 
-        What came meanwhile may ask because of this version, and is answered by the next one.
+        Later requests may be caused by this version, and are answered by the next one.
         """
         ask = self.path / ASKS
-        try:  # the version is readable: an error would have its parts taken back
+        try:  # the version is readable: an error here would withdraw its parts
             for ask in self._asks:
                 ask.unlink(missing_ok=True)
         except OSError as error:
@@ -288,23 +290,23 @@ class Folder(Destination):
             say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
     def fail(self, problem: str) -> None:
-        """Leave a file that says on rank 0 why this rank's part does not come, if it can."""
+        """Leave a file that tells rank 0 why this rank's part is missing, if possible."""
         with contextlib.suppress(OSError):
             self._part.parent.mkdir(parents=True, exist_ok=True)
             self._part.with_name(f"{self._part.name}{FAILED}").write_text(problem)
 
     def abandon(self) -> None:
-        """Remove this rank's part, and what there is of a manifest.
+        """Remove this rank's part, and what exists of a manifest.
 
-        A part that a readable manifest names stays, whatever error there was about it.
+        A part that a readable manifest names stays, whatever error occurred.
         """
         self.put_aside()
         self.remove_aside()
 
     def put_aside(self) -> None:
-        """End this rank's part of a version that has failed; the next part has another name.
+        """End this rank's part of a failed version; the next part gets another name.
 
-        A part that could not be removed is not taken for that of the next try.
+        So a part that could not be removed is not mistaken for that of the next attempt.
         """
         with contextlib.suppress(PublishError, OSError):
             self.finish("abandoned")
@@ -313,7 +315,7 @@ class Folder(Destination):
         self._tokens.append(secrets.token_hex(4))
 
     def remove_aside(self) -> None:
-        """Remove the files of versions that have failed, where no manifest names them."""
+        """Remove the files of failed versions, unless a manifest names them."""
         aside, self._aside = self._aside, []
         for version, part, manifest in aside:
             files = [part.with_name(f"{part.name}{end}") for end in (".unfinished", FAILED)]
@@ -323,7 +325,7 @@ class Folder(Destination):
                     path.unlink(missing_ok=True)
 
     def _is_named(self, version: int, part: Path) -> bool:
-        """Return whether the version's manifest names this rank's part, or may do so."""
+        """Return whether the version's manifest names this rank's part, or may name it."""
         try:
             return any(one.file == part.name for one in self.read(version).parts)
         except FileNotFoundError:
@@ -344,21 +346,21 @@ class _Writer:
 
 
 def _open_new(path: Path) -> BinaryIO:
-    """Open a new file to write; replace a file that this object left unfinished."""
+    """Open a new file for writing; replace a file that this object left unfinished."""
     path.unlink(missing_ok=True)
     try:
         number = os.open(path, NEW_FILE, 0o666)
-    except FileExistsError:  # it was made, and the answer was lost
+    except FileExistsError:  # this object's earlier call created it, but the answer was lost
         path.unlink()
         number = os.open(path, NEW_FILE, 0o666)
     return os.fdopen(number, "wb")
 
 
 def _is_at(path: Path, own: os.stat_result) -> bool:
-    """Return whether ``path`` is the file ``own``, for calls whose error came after their effect.
+    """Return whether ``path`` is the file ``own``, for calls that took effect despite an error.
 
-    A network file system asks again where the answer to a link or rename is lost, and finds what
-    the first request has done.
+    If the answer to a link or rename is lost, a network file system repeats the request and finds
+    the first one's result.
     """
     with contextlib.suppress(OSError):
         return own.st_ino != 0 and os.path.samestat(path.stat(), own)
@@ -366,7 +368,7 @@ def _is_at(path: Path, own: os.stat_result) -> bool:
 
 
 def _rename_new(unfinished: Path, target: Path) -> None:
-    """Give ``unfinished`` the name ``target``, which nobody may have. Raises FileExistsError."""
+    """Rename ``unfinished`` to ``target``. Raises FileExistsError if that name is taken."""
     own = unfinished.stat()
     try:
         os.link(unfinished, target)
@@ -374,17 +376,17 @@ def _rename_new(unfinished: Path, target: Path) -> None:
         if not _is_at(target, own):
             if isinstance(error, FileExistsError):
                 raise
-            _replace_new(unfinished, target)  # a file system without links
+            _replace_new(unfinished, target)  # a file system without hard links
             return
     with contextlib.suppress(OSError):  # the version is readable: from here on nothing may fail
         unfinished.unlink()
 
 
 def _replace_new(unfinished: Path, target: Path) -> None:
-    """Rename as ``_rename_new``, where there are no links: claim, look, then replace.
+    """Rename like ``_rename_new``, but without hard links: claim the name, check, then replace.
 
-    Of two jobs that come at once one gets the claim. A claim that a killed job has left is taken
-    over once the file system's clock says that it is older than ``CLAIM_S``.
+    Of two concurrent jobs, one gets the claim. A claim left by a killed job is taken over once it
+    is older than ``CLAIM_S`` by the file system's clock.
     """
     own, claim = unfinished.stat(), target.with_suffix(".claim")
     with contextlib.suppress(FileNotFoundError):
@@ -403,5 +405,5 @@ def _replace_new(unfinished: Path, target: Path) -> None:
             if not _is_at(target, own):
                 raise
     finally:
-        with contextlib.suppress(OSError):  # one that stays is taken over
+        with contextlib.suppress(OSError):  # a claim that stays is taken over later
             claim.unlink()

@@ -28,32 +28,32 @@ from hybridcomp.publishing.quantized import EIGHT, unpacked
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import NAMES, PATTERNS, DividedWeights, Owned
 
-#: values of a bucket: the most that are encoded at once
+#: most values that are encoded at once
 BUCKET = 1 << 23
-#: pieces of fewer values are sent as they are: a model of their steps would be larger
+#: pieces of fewer values are sent raw: a model of their steps would be larger
 LEAST = 512
 CODEC = StepCode()
 
 
 class Sink(Protocol):
-    """Receiver of the bytes of one part."""
+    """Receives the bytes of one part."""
 
     def write(self, data: memoryview, /) -> object:
-        """Take bytes; they may be overwritten after the call."""
+        """Accept bytes, which may be overwritten after the call."""
 
 
 @dataclass
 class PartSummary:
-    """Seconds and bytes that writing a part took, and its digest."""
+    """Seconds and bytes of writing a part, and its digest."""
 
     nbytes: int = 0
     changed: int = 0
     compare_s: float = 0.0
     encode_s: float = 0.0
     wire_s: float = 0.0
-    codec_s: float = 0.0  # of encode_s, those of the codec
-    link_s: float = 0.0  # of wire_s, those of writing
-    raw_nbytes: int = 0  # of pieces that changed, as they are
+    codec_s: float = 0.0  # part of encode_s spent in the codec
+    link_s: float = 0.0  # part of wire_s spent writing
+    raw_nbytes: int = 0  # raw bytes of the pieces that changed
     digest: str = ""
 
 
@@ -61,8 +61,7 @@ class PartSummary:
 class Shard:
     """One owned part, with a copy of its last published values, by pieces.
 
-    Written beside the training, a version has a copy of its own, which then takes the place of that
-    one.
+    A version written beside the training gets its own copy, which then replaces that one.
     """
 
     owned: Owned
@@ -71,8 +70,8 @@ class Shard:
     stretch: WeightRange = field(init=False)
     reference: Tensor | None = None
     digests: list[str] = field(default_factory=list)
-    snapshot: Tensor | None = None  # the weights of the version that is written beside the training
-    is_on_host: bool = True  # the weights, when the snapshot was begun
+    snapshot: Tensor | None = None  # weights of the version that is written beside the training
+    is_on_host: bool = True  # whether the weights were on the host when the snapshot began
 
     def __post_init__(self) -> None:
         self.stretch, self.dtype = self.owned.stretch, PATTERNS[self.kind]
@@ -82,13 +81,14 @@ class Shard:
         return self.stretch.pieces(bucket)
 
     def values(self, low: int, high: int) -> Tensor:
-        """Return values ``low`` to ``high`` as they are now, on the host in the published dtype."""
+        """Return current values ``low`` to ``high`` on the host, in the published dtype."""
         some = self._now(low, high).to("cpu", self.dtype)
-        # one value is contiguous to torch whatever its stride, and cannot be seen as bytes then
+        # torch considers a single value contiguous whatever its stride, but cannot view it as bytes
+        # then
         return some.contiguous() if len(some) != 1 else some.clone().as_strided((1,), (1,))
 
     def _now(self, low: int, high: int) -> Tensor:
-        """Return values ``low`` to ``high`` as they are now, 1-D, where they are."""
+        """Return current values ``low`` to ``high``, 1-D, on their own device."""
         held, begin = self.owned.held, self.owned.low
         if held.part is not None:
             return held.part(begin + low, begin + high)
@@ -106,7 +106,7 @@ class Shard:
         return found.reshape(-1)[begin + low : begin + high]
 
     def begin_snapshot(self, bucket: int) -> torch.device:
-        """Copy weights that are on a device, in the order of its current stream; returns where.
+        """Copy weights that are on a device, on its current stream; return the device.
 
         Weights on the host are left to ``end_snapshot``.
         """
@@ -120,6 +120,14 @@ class Shard:
             self.snapshot[low:high].copy_(self._now(low, high), non_blocking=is_ordered)
         return place
 
+    def make_room(self) -> None:
+        """Have memory for the next snapshot, so that the training need not wait for its pages.
+
+        Copying to new pages takes six times as long.
+        """
+        if self.snapshot is None and self.is_on_host:
+            self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype).fill_(0)
+
     def end_snapshot(self, bucket: int) -> None:
         """Copy weights that are on the host."""
         assert self.snapshot is not None
@@ -127,11 +135,11 @@ class Shard:
             self.snapshot[low:high].copy_(self.values(low, high))
 
     def check_snapshot(self, bucket: int) -> None:
-        """Raise PublishError where weights on the host are not those of the snapshot any more."""
+        """Raise PublishError if weights on the host have changed since the snapshot."""
         assert self.snapshot is not None
         for low, high in self.pieces(bucket) if self.is_on_host else ():
             now, then = self.values(low, high), self.snapshot[low:high]
-            if not torch.equal(now.view(torch.int16), then.view(torch.int16)):
+            if compare(now, then)[0]:
                 raise PublishError(
                     f"{self.stretch.name}: it was changed while it was being copied beside the "
                     "training; call publisher.copied() before anything but an optimizer of torch "
@@ -142,20 +150,21 @@ class Shard:
 class PartEncoder:
     """This rank's part of every version, and the 16-bit copies that it keeps on the host.
 
-    One is the reference of the next version. A second one is taken for versions that are written
-    beside the training, and kept for the next of them.
+    One copy is the reference of the next version. A second one is made for versions written beside
+    the training, and reused for later ones.
 
     Attributes:
-        shards: what this rank publishes.
-        raw: whether changes are sent as they are, without a codec.
+        shards: the shards that this rank publishes.
+        raw: whether changes are sent without a codec.
     """
 
     def __init__(self, weights: DividedWeights, bucket: int = BUCKET) -> None:
         self.bucket = bucket
         self.raw = False
         self.shards = [Shard(one, weights.table[one.stretch.name][1]) for one in weights.owned]
-        self._room = torch.empty(0, dtype=torch.uint8)  # of the largest piece, once one is written
-        self._event: torch.cuda.Event | None = None  # behind the copies from a device
+        # as large as the largest piece, once one is written
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._event: torch.cuda.Event | None = None  # recorded after the copies from a device
 
     @torch.no_grad()
     def begin_snapshot(self) -> None:
@@ -173,7 +182,7 @@ class PartEncoder:
 
     @torch.no_grad()
     def end_snapshot(self) -> None:
-        """Copy the rest; raises PublishError where weights on the host have changed meanwhile."""
+        """Copy the rest; raise PublishError if weights on the host have changed meanwhile."""
         if self._event is not None:
             self._event.synchronize()
         for shard in self.shards:
@@ -185,14 +194,15 @@ class PartEncoder:
     def write(
         self, sink: Sink, head: dict[str, object], rank: int, full: bool, beside: bool = False
     ) -> PartSummary:
-        """Write a part of the version that ``head`` names, and keep its values as reference.
+        """Write this rank's part of the version that ``head`` names; its values become the
+        reference.
 
         1 compare a piece with the reference
         2 encode it, and copy it over the reference
-        3 hand it to ``sink``
+        3 write it to ``sink``
 
         ``full``: encode without reference. ``beside``: encode the snapshot, which becomes the
-        reference. After an error the references are of no version.
+        reference. After an error the references belong to no version.
         """
         told, entries = PartSummary(), list[PieceEntry]()
         if not len(self._room):
@@ -222,6 +232,7 @@ class PartEncoder:
             shard.digests = digests
             if beside:
                 shard.reference, shard.snapshot = shard.snapshot, shard.reference
+                shard.make_room()
         rows = [entry.row() for entry in entries]
         end, told.digest = part_end(rank, {**head, "rank": rank, "pieces": rows})
         put(memoryview(end))
@@ -237,9 +248,10 @@ class PartEncoder:
         told: PartSummary,
         new: Tensor | None = None,
     ) -> tuple[PieceEntry, memoryview]:
-        """Encode values ``low`` to ``high`` of ``shard``; returns its entry and padded payload.
+        """Encode values ``low`` to ``high`` of ``shard``; return the piece's entry and padded
+        payload.
 
-        ``new``: these values, where they were copied; None: they are read, and copied.
+        ``new``: these values, if already copied; None: they are read and copied.
         """
         reference = None if shard.reference is None else shard.reference[low:high]
         # 1
@@ -276,9 +288,9 @@ class PartEncoder:
     def _encode(
         self, values: Tensor, reference: Tensor | None, kind: str, told: PartSummary
     ) -> tuple[str, int, Tensor]:
-        """Encode into the room, or take values as they are where that is no longer.
+        """Encode into the scratch buffer, or use raw values if these are no longer.
 
-        Returns the coding, its bytes, and these bytes with the zeros behind them.
+        Returns the coding, its number of bytes, and the bytes with zero padding.
         """
         begun = time.perf_counter()
         coding, plain = RAW, values
@@ -300,7 +312,7 @@ class PartEncoder:
 
     @torch.no_grad()
     def take(self) -> dict[WeightRange, str]:
-        """Copy the present weights as reference; returns the checksum of each piece."""
+        """Copy the current weights as reference; return the checksum of each piece."""
         found = {}
         for shard in self.shards:
             reference = torch.empty(shard.stretch.numel, dtype=shard.dtype)
@@ -313,6 +325,6 @@ class PartEncoder:
         return found
 
     def forget(self) -> None:
-        """Free references and snapshots; the next version has to be a full one."""
+        """Free references and snapshots; the next version must then be a full one."""
         for shard in self.shards:
             shard.reference, shard.snapshot, shard.digests = None, None, []

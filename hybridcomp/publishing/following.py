@@ -1,4 +1,4 @@
-"""Publish after the optimizer steps of a session, by the block's key ``publish``."""
+"""Publish after the optimizer steps of a session, as the block's key ``publish`` asks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TIMES = {
 
 
 class PublishedSteps:
-    """A ``StepFollower`` that publishes; the publisher is made before the first step.
+    """A ``StepFollower`` that publishes; it creates the publisher before the first step.
 
-    Then a checkpoint has been loaded, and the weights are still those of it: the publisher sees
-    whether its chain goes on.
+    By then a checkpoint has been loaded and the weights are still the checkpoint's, so the
+    publisher can check whether its chain continues.
     """
 
     name = "publish"
 
     def __init__(self, make: Callable[[], Publisher | None], wait: bool) -> None:
-        """Hold ``make``, which is called once, on all ranks together; None: nothing to publish.
+        """Hold ``make``, which all ranks call once; None: nothing to publish.
 
         ``wait``: whether a step waits until its version is readable.
         """
@@ -35,15 +35,16 @@ class PublishedSteps:
         self._versions = self._nbytes = self._raw_nbytes = 0
 
     def before_step(self) -> None:
-        """Make the publisher. Raises ConfigError where the weights or the folder do not fit."""
+        """Create the publisher. Raises ConfigError if the weights or the folder do not fit."""
         if self._make is not None:
             self._publisher = self._make()
-            self._make = None  # after an error it is tried again
+            self._make = None  # set after success, so that a failed attempt is repeated
 
     def after_step(self, step: int) -> None:
-        """Publish where the step is due.
+        """Publish if the step is due.
 
-        Raises what has failed, of a version that was written beside the training with the next one.
+        Raises errors of publishing; those of a version written beside the training with the next
+        version.
         """
         if self._publisher is not None and step % self._publisher.every == 0:
             self._publisher.publish(step, wait=self._wait)
@@ -57,13 +58,13 @@ class PublishedSteps:
             self._raw_nbytes += 2 * found.weights  # published weights have 16 bits
 
     def after_skip(self) -> None:
-        """Do nothing: the weights are those of the version before."""
+        """Do nothing: the weights have not changed."""
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures of the versions since the last call; None where there were none.
+        """Return the figures of the versions since the last call; None if there were none.
 
-        Shares and bits are those of an average version, times are sums; the link, and what a
-        version would take coded and raw on it, are those by which the last one's codec was chosen.
+        Shares and bits are averages over versions, times are sums. The link, and the times encoded
+        and raw on it, are the figures by which the last version's codec was chosen.
         """
         since, self._since = self._since, []
         if not since:
@@ -90,14 +91,14 @@ class PublishedSteps:
         return found
 
     def told(self) -> str:
-        """Return how many versions were published, in how many MB; "" where none was."""
+        """Return how many versions were published, in how many MB; "" if none."""
         if not self._versions:
             return ""
         sizes = f"{self._nbytes / 1e6:.3g} MB in place of {self._raw_nbytes / 1e6:.3g} MB"
         return f"published {self._versions} version{'s'[: self._versions > 1]}, {sizes}"
 
     def close(self) -> None:
-        """Close the publisher, once its last version is readable, or has failed."""
+        """Close the publisher once its last version is readable or has failed."""
         self._make = None
         if self._publisher is not None:
             self._publisher.close()

@@ -1,9 +1,9 @@
-"""Versions over a process group of torch.distributed: the sender's first rank and the receivers.
+"""Send versions over a process group of torch.distributed: the sender's first rank, and receivers.
 
-Every version begins with an all-reduce in which receivers say whether they need a full version, and
-how long they have received, decoded and applied the last one; then the frames of a stream
-(``streams``) are broadcast as uint8. The sender waits for receivers that have not called
-``update`` yet.
+Every version begins with an all-reduce in which receivers state whether they need a full version,
+and how long they took to receive, decode and apply the last one. Then the frames of a stream
+(``streams``) are broadcast as uint8. The sender waits for receivers that have not called ``update``
+yet.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from hybridcomp.publishing.sources import Offer
 from hybridcomp.publishing.stream_sources import CHUNK, StreamSource
 from hybridcomp.publishing.streams import FORMAT, Stream, other_formats, tensor_of
 
-#: bytes of a write that wait for the next one: heads of frames travel with what follows
+#: writes of at most this many bytes wait for the next one, so that frame heads travel with their
+#: data
 SMALL = 64
 ANNOUNCED = struct.Struct(f"<QQ{SMALL}s")
-#: more than any format, so that the largest of what is left to it is the oldest
+#: larger than any format: the maximum of this minus the format is the oldest format
 LAST_FORMAT = 1 << 30
 
 
@@ -43,7 +44,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 @dataclass
 class Greeting:
-    """Statement of a member at the begin of a version; after ``exchange`` the most of all members.
+    """A member's statement at the beginning of a version; ``exchange`` takes the maximum of all.
 
     Attributes:
         sender: the sender's rank in the group; -1 from all others.
@@ -58,9 +59,9 @@ class Greeting:
     receive_s: float = 0.0
 
     def exchange(self, group: dist.ProcessGroup) -> Greeting:
-        """Return the greeting of all members together; a collective.
+        """Return the combined greeting of all members; a collective.
 
-        Raises PublishError, on all members, where their formats differ.
+        Raises PublishError on all members if their formats differ.
         """
         times = [math.ceil(s * 1e6) for s in (self.apply_s, self.decode_s, self.receive_s)]
         formats = [FORMAT, LAST_FORMAT - FORMAT]
@@ -73,9 +74,10 @@ class Greeting:
 
 
 class _Broadcasts:
-    """Writes bytes as broadcasts of this rank: an announcement, then what is long as it is.
+    """Write bytes as broadcasts from this rank: an announcement, then long data as it is.
 
-    An announcement is ``ANNOUNCED``: how many bytes it holds itself, how many follow, and its own.
+    An announcement has ``ANNOUNCED`` bytes: how many bytes it holds, how many follow, and its own
+    bytes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -105,20 +107,20 @@ class _Broadcasts:
 
 
 class _Heard:
-    """Reads what ``_Broadcasts`` of ``sender`` wrote."""
+    """Read what the ``_Broadcasts`` of ``sender`` wrote."""
 
     def __init__(self, group: dist.ProcessGroup, sender: int, spare: Tensor) -> None:
         self._group, self._device, self._spare = group, device_of(group), spare
         self._source = dist.get_global_rank(group, sender)
         self._left = memoryview(b"")
-        self._follows = 0  # bytes of the broadcast that comes next
+        self._follows = 0  # bytes of the next broadcast
 
     def read(self, nbytes: int, /) -> bytes:
         room = bytearray(nbytes)
         return bytes(room[: self.readinto(memoryview(room))])
 
     def readinto(self, room: memoryview, /) -> int:
-        """Fill ``room`` as far as one broadcast does; what is long is received right into it."""
+        """Fill ``room`` from at most one broadcast; long data is received directly into it."""
         if not len(self._left) and not self._follows:
             head = self._receive(self._spare[: ANNOUNCED.size])
             held, self._follows, data = ANNOUNCED.unpack(bytes_of(head))
@@ -134,13 +136,13 @@ class _Heard:
         return found
 
     def _behind(self, nbytes: int) -> Tensor:
-        """Return scratch memory for a broadcast whose values are not needed as a whole."""
+        """Return scratch memory for a broadcast that is only partly needed."""
         if nbytes > len(self._spare):
             return torch.empty(nbytes, dtype=torch.uint8)
         return self._spare[:nbytes]
 
     def _receive(self, into: Tensor) -> Tensor:
-        """Receive a broadcast into ``into``, on the host, and return it."""
+        """Receive a broadcast into ``into``, which is on the host, and return it."""
         values = into.to(self._device)
         dist.broadcast(values, self._source, group=self._group)
         return into if values is into else into.copy_(values)
@@ -150,13 +152,16 @@ class GroupDestination(Stream):
     """A process group, on the first rank of the job; all other members receive."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
-        """Send to ``group``; ``ranks``: of the job, of which only the first is in it."""
+        """Send to ``group``; ``ranks``: the job's ranks, of which only the first is in the
+        group.
+        """
         super().__init__(_Broadcasts(group), ranks)
         self._group = group
-        self._begun, self._sent_s = 0.0, 0.0  # of the version under way, and of the last one
+        # begin of the current version, and seconds of the last one
+        self._begun, self._sent_s = 0.0, 0.0
 
     def wants_full(self) -> bool:
-        """Wait for the receivers; return whether one of them needs a full version."""
+        """Wait for the receivers; return whether any of them needs a full version."""
         self._end_last()
         told = Greeting(sender=dist.get_rank(self._group)).exchange(self._group)
         self._begun, self._is_open = time.perf_counter(), True
@@ -174,20 +179,20 @@ class GroupDestination(Stream):
 class GroupSource(StreamSource):
     """A process group, on a receiver; an offer is one version."""
 
-    looks_on = False  # the sender waits until all broadcasts of a version are taken
+    looks_on = False  # the sender waits until all broadcasts of a version are received
 
     def __init__(self, group: dist.ProcessGroup, weights: int | None) -> None:
         """Receive from ``group``; ``weights``: as for ``WeightReceiver``."""
         self._group, self._weights = group, weights
         self._next = Greeting(needs_full=True)
-        # from the begin on: a member without memory for a broadcast would keep all others waiting
+        # allocated at the beginning: a member without memory for a broadcast would block all others
         self._spare, self._heard = (torch.empty(CHUNK, dtype=torch.uint8) for _ in range(2))
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
-        """Yield the sender's next version; nothing where the sender gave it up."""
+        """Yield the sender's next version; nothing if the sender gave it up."""
         told = self._next.exchange(self._group)
         begun = time.perf_counter()
-        self._next = Greeting(needs_full=True)  # until this version is applied
+        self._next = Greeting(needs_full=True)  # stays so until this version is applied
         self._stream = _Heard(self._group, told.sender, self._heard)
         with ExitStack() as stack:
             offer = self._receive(stack, held, after_abort=False)
@@ -198,11 +203,11 @@ class GroupSource(StreamSource):
                 self._next = Greeting(needs_full=held is None)
 
     def ask(self, held: Manifest | None) -> str:
-        """Have the next greeting say that a full version is needed."""
+        """Request a full version in the next greeting."""
         self._next.needs_full = True
         return "the sender's next version is a full one: update again"
 
     def applied(self, apply_s: float, decode_s: float) -> None:
-        """Keep what the next greeting says."""
-        # at least a microsecond: 0 is said by members that have applied nothing
+        """Store the times for the next greeting."""
+        # at least a microsecond: 0 is stated by members that have applied nothing
         self._next = Greeting(-1, False, max(apply_s, 1e-6), decode_s, self._next.receive_s)

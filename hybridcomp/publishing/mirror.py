@@ -1,4 +1,4 @@
-"""The receiver's weights, and the changes of a version that were checked and wait to be applied."""
+"""Hold a receiver's weights, and the checked changes of a version that wait to be applied."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import PATTERNS, Table, uncovered
 
 CODEC = StepCode()
-#: a change of more than one value in so many is kept as the whole piece, which is copied faster
+#: if more than one value in this many changed, the whole piece is kept, which is faster to copy
 DENSE = 8
 
 
 @dataclass
 class Change:
-    """New values of a piece, all or only the changed ones, and a mask of the changed."""
+    """New values of a piece, all or only the changed ones, and a mask of the changed ones."""
 
     stretch: WeightRange
     values: Tensor
@@ -36,7 +36,7 @@ class Change:
     changed: int
 
     def apply(self, flat: Tensor) -> None:
-        """Write the new values into all values of the parameter, and let go of them."""
+        """Write the new values into the parameter's flat values, and free them."""
         target = self.stretch.of(flat)
         if len(self.values) == self.stretch.numel:
             target.copy_(self.values.view(target.shape))
@@ -57,11 +57,11 @@ class Change:
 
 @dataclass
 class CheckedVersion:
-    """A version that was checked: nothing of the mirror has changed yet."""
+    """A version that was checked; it has not changed the mirror yet."""
 
     manifest: Manifest
     changes: list[Change] = field(default_factory=list)
-    #: a mirror of its own, of the first version
+    #: a new mirror, for a first version
     fresh: Mirror | None = None
     decode_s: float = 0.0
 
@@ -73,34 +73,33 @@ class Mirror:
     table: Table
     aliases: dict[str, str]
     flats: dict[str, Tensor]
-    #: stretches known to cover all values
+    #: ranges known to cover all values
     cover: list[WeightRange] = field(default_factory=list)
 
     @classmethod
     def empty(cls, table: Table, aliases: dict[str, str]) -> Mirror:
-        """Allocate the weights of ``table``, all NaN. Raises PublishError without the memory."""
+        """Allocate the weights of ``table``, all NaN. Raises PublishError if memory is short."""
         counts = {name: math.prod(shape) for name, (shape, _) in table.items()}
         try:
             flats = {
                 name: torch.full((count,), math.nan, dtype=PATTERNS[table[name][1]])
                 for name, count in counts.items()
             }
-        except (MemoryError, OverflowError, RuntimeError):  # as torch says it
+        except (MemoryError, OverflowError, RuntimeError):  # torch's errors for missing memory
             raise _no_memory(table) from None
         return cls(table, aliases, flats)
 
     def shaped(self, name: str) -> Tensor:
-        """Return a parameter in its shape: a view, or what its patterns stand for."""
+        """Return a parameter in its shape: a view, or the values that its patterns encode."""
         shape, kind = self.table[name]
         return unpacked(self.flats[name].view(shape), kind)
 
 
 def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) -> CheckedVersion:
-    """Check and decode all pieces of a version; changes nothing of ``mirror``.
+    """Check and decode all pieces of a version, without changing ``mirror``.
 
-    Raises PublishError where pieces are missing or double, and DamagedVersion where a value of the
-    mirror is not what the sender compared with, or payloads or decoded values have another
-    checksum.
+    Raises PublishError if pieces are missing or duplicated, and DamagedVersion if mirror values
+    differ from the sender's reference, or if payloads or decoded values have a wrong checksum.
     """
     table = manifest.table if mirror is None else mirror.table
     assert table is not None, "the first version is a full one"
@@ -162,7 +161,7 @@ def _check_cover(manifest: Manifest, table: Table, stretches: Sequence[WeightRan
 
 
 def _check_before(manifest: Manifest, piece: PieceEntry, held: Tensor) -> None:
-    """Raise DamagedVersion where values of the mirror are not what the sender compared with."""
+    """Raise DamagedVersion if mirror values are not those that the sender compared with."""
     if not manifest.full and digest_of(held, manifest.checksum) != piece.before:
         raise DamagedVersion(
             f"version {manifest.version}: {one_line(piece.stretch.name)}: the receiver's values "
@@ -172,7 +171,7 @@ def _check_before(manifest: Manifest, piece: PieceEntry, held: Tensor) -> None:
 
 
 def _check_after(manifest: Manifest, piece: PieceEntry, found: str) -> None:
-    """Raise DamagedVersion where decoded values have another checksum than the sender's."""
+    """Raise DamagedVersion if decoded values have another checksum than the sender's."""
     if found != piece.after:
         where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
         raise DamagedVersion(
@@ -183,7 +182,7 @@ def _check_after(manifest: Manifest, piece: PieceEntry, found: str) -> None:
 def _decode(
     manifest: Manifest, part: ReadPart, piece: PieceEntry, kind: str, held: Tensor, room: Tensor
 ) -> Tensor:
-    """Read a payload and decode it into ``room``; raw values are returned as they were read."""
+    """Read a payload and decode it into ``room``; raw values are returned as read."""
     try:
         payload = part.payload(piece)
         if piece.coding == RAW:
@@ -200,9 +199,9 @@ def _decode(
 
 
 def _change(manifest: Manifest, piece: PieceEntry, values: Tensor, held: Tensor) -> Change | None:
-    """Check decoded values; return what of them differs from the mirror, None where nothing does.
+    """Check decoded values; return their difference from the mirror, None if there is none.
 
-    The change keeps ``values`` themselves where much of them differs.
+    If many of them differ, the change keeps ``values`` themselves.
     """
     mask = empty_mask(values.numel())
     changed, digest = compare(values, held, mask)

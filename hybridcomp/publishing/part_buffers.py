@@ -1,7 +1,7 @@
 """Buffer the bytes of one part for a receiver: from a file, or frame by frame from a stream.
 
-A frame is received into memory once, and payloads are decoded from there without another copy. What
-is beyond the memory that a version may take goes to a temporary file.
+A frame is received into memory once, and payloads are decoded from there without another copy. Data
+beyond a version's memory limit goes to a temporary file.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.records import need
 
-#: bytes of a version that stay in memory while it is received
+#: bytes of a version that are kept in memory while receiving
 IN_MEMORY = 1 << 28
-#: what the codecs' payloads begin at a multiple of
+#: alignment of the codecs' payloads
 ALIGN = 16
 
 
 class PartBytes(Protocol):
-    """Bytes of one part, from which it is read."""
+    """Readable bytes of one part."""
 
     def size(self) -> int:
         """Return the number of bytes."""
 
     def at(self, offset: int, nbytes: int) -> Tensor:
-        """Return bytes as uint8 on the host, aligned. Raises ValueError where there are fewer."""
+        """Return bytes as uint8 on the host, aligned. Raises ValueError if there are fewer."""
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read. Raises OSError, also for a pipe, which might never answer."""
+    """Open a file for reading. Raises OSError, also for a pipe, which might never answer."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -46,7 +46,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 class FileBytes:
-    """A file of a folder; it is the caller's, who closes it."""
+    """A file in a folder; the caller owns and closes it."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Hold ``file``."""
@@ -57,7 +57,7 @@ class FileBytes:
         return int(self._file.seek(0, 2))
 
     def at(self, offset: int, nbytes: int) -> Tensor:
-        """Read bytes. Raises ValueError where there are fewer."""
+        """Read bytes. Raises ValueError if there are fewer."""
         room = torch.empty(nbytes, dtype=torch.uint8)
         self._file.seek(offset)
         need(self._file.readinto(bytes_of(room)) == nbytes, "the size of its payload")
@@ -65,20 +65,20 @@ class FileBytes:
 
 
 class Spool:
-    """Frames of one part, in order: each a tensor, or where it is in a temporary file.
+    """Frames of one part, in order; each is a tensor, or a range of a temporary file.
 
-    The file has no name, and goes with the spool.
+    The file has no name and vanishes with the spool.
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Start empty."""
         self._starts: list[int] = []
         self._chunks: list[Tensor | tuple[int, int]] = []
         self._size = 0
         self._file: Any = None
 
     def keep(self, chunk: Tensor, in_memory: bool) -> None:
-        """Append ``chunk``, 1-D uint8, which is the spool's from now on. Raises OSError."""
+        """Append ``chunk``, 1-D uint8, which then belongs to the spool. Raises OSError."""
         self._starts.append(self._size)
         self._size += chunk.numel()
         if in_memory:
@@ -94,7 +94,7 @@ class Spool:
         return self._size
 
     def at(self, offset: int, nbytes: int) -> Tensor:
-        """Return bytes, without a copy where they are one frame's in memory."""
+        """Return bytes, without a copy if they lie in one frame in memory."""
         need(offset >= 0 and nbytes >= 0 and offset + nbytes <= self._size, "the size of a payload")
         pieces, number = [], bisect_right(self._starts, offset) - 1
         while nbytes:
@@ -115,7 +115,7 @@ class Spool:
         return FileBytes(self._file).at(start + low, min(most, length - low))
 
     def close(self) -> None:
-        """Free what is held."""
+        """Free memory and file."""
         self._chunks, self._starts, self._size = [], [], 0
         if self._file is not None:
             self._file.close()

@@ -2,11 +2,11 @@
 
 A part: 16 bytes of head (``PART``, rank, zeros), payloads at multiples of 16 bytes, an index as
 JSON, 32 bytes of tail (bytes of the index, a checksum, ``TAIL``). The index has an entry for each
-piece of a parameter: where it is, how it is encoded, how many bytes, how many values changed, and
-the checksums of its values before and after and of its payload. The checksum of the part is that of
-its head and index; payloads are checked when they are read, once.
+piece of a parameter: position, coding, bytes, number of changed values, and the checksums of its
+values before and after and of its payload. The part's checksum covers its head and index; payloads
+are checked once, when they are read.
 
-In format 1 the checksum of the part is that of the whole file, which is read before.
+In format 1 the part's checksum covers the whole file, which is read first.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from hybridcomp.publishing.stretches import WeightRange
 
 PART, TAIL = b"hcpart\x01\x00", b"hcpend\x01\x00"
 HEAD_NBYTES, TAIL_NBYTES = 16, 32
-#: how a piece is encoded: steps from the version before, alone, as it is, not at all (no change),
-#: values of 8 bits as they are
+#: codings of a piece: steps from the previous version, encoded alone, raw, unchanged (no payload),
+#: raw 8-bit values
 STEPS, ALONE, RAW, SAME, BYTES = "stepcode", "alone", "raw", "same", "bytes"
-#: bytes of a file of format 1 that are read at once
+#: bytes of a format 1 file that are read at once
 CHUNK = 1 << 22
 
 
@@ -48,11 +48,11 @@ class PieceEntry:
     """One piece of a parameter in a part.
 
     Attributes:
-        stretch: where its values are in the parameter.
+        stretch: range of its values in the parameter.
         coding: one of STEPS, ALONE, RAW, SAME, BYTES.
-        offset, nbytes: where its payload is in the part.
-        changed: number of values that differ from the version before.
-        before, after: checksums of the values of the parent and of this version; "" without one.
+        offset, nbytes: position of its payload in the part.
+        changed: number of values that differ from the previous version.
+        before, after: checksums of its values in the parent and in this version; "" without one.
         payload: checksum of the payload and its padding; "" without one, and in format 1.
     """
 
@@ -66,7 +66,7 @@ class PieceEntry:
     payload: str = ""
 
     def row(self) -> list[Any]:
-        """Return the form in the index."""
+        """Return the entry as it is written in the index."""
         one = self.stretch
         where = [one.name, one.start, one.length, one.runs, one.stride]
         return [
@@ -99,16 +99,16 @@ def _index_digest(rank: int, text: bytes) -> str:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A part whose index was checked: its bytes, its name and its pieces."""
+    """A part with a checked index: its bytes, its name and its pieces."""
 
     data: PartBytes
     name: str
     pieces: list[PieceEntry]
 
     def payload(self, piece: PieceEntry) -> Tensor:
-        """Read the payload of a piece, as uint8. Raises ValueError where it is damaged."""
+        """Read the payload of a piece, as uint8. Raises ValueError if it is damaged."""
         room = self.data.at(piece.offset, -(-piece.nbytes // ALIGN) * ALIGN)
-        # the payload of raw values is the values, whose own checksum is looked at
+        # the payload of raw values is the values, whose own checksum is verified
         is_looked_at = piece.coding == RAW and piece.payload == piece.after
         if piece.payload and not is_looked_at and digest_of(room) != piece.payload:
             raise ValueError(f"another checksum of its payload in {self.name}")
@@ -139,9 +139,9 @@ def read_part(data: PartBytes, entry: PartEntry, manifest: Manifest) -> ReadPart
 
 
 def summary_of(data: PartBytes, rank: int) -> dict[str, Any]:
-    """Return a manifest's entry of a whole part: ``nbytes``, ``changed`` and ``digest``.
+    """Return the manifest entry of a complete part: ``nbytes``, ``changed`` and ``digest``.
 
-    Raises ValueError and its kin where it is not whole.
+    Raises ValueError or similar if it is incomplete.
     """
     size = data.size()
     need(size >= HEAD_NBYTES + TAIL_NBYTES, "its size")
@@ -152,7 +152,7 @@ def summary_of(data: PartBytes, rank: int) -> dict[str, Any]:
 
 
 def _index_of(data: PartBytes, entry: PartEntry, checksum: str) -> tuple[int, bytes]:
-    """Return where the index of a part begins, and its text, checked."""
+    """Return the position and the checked text of a part's index."""
     if checksum == BLAKE2B:
         _check_whole(data, entry)
     need(entry.nbytes >= HEAD_NBYTES + TAIL_NBYTES, "its size")
@@ -173,7 +173,7 @@ def _index_of(data: PartBytes, entry: PartEntry, checksum: str) -> tuple[int, by
 
 
 def _check_whole(data: PartBytes, entry: PartEntry) -> None:
-    """Check the checksum that a part of format 1 has. Raises ValueError."""
+    """Verify the checksum of a format 1 part. Raises ValueError."""
     found = hashlib.blake2b(digest_size=32)
     for low in range(0, entry.nbytes, CHUNK):
         found.update(bytes_of(data.at(low, min(CHUNK, entry.nbytes - low))))

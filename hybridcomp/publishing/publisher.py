@@ -41,11 +41,11 @@ MOST_FINISHED = 1000
 
 
 class Publisher:
-    """Sends versions of an engine's weights to one destination; every rank has one.
+    """Send versions of an engine's weights to one destination; every rank has a publisher.
 
-    All ranks of the job make the same calls together. The publisher never changes the weights. It
-    keeps a 16-bit copy of what this rank sends on the host, and a second one for versions that are
-    written beside the training.
+    All ranks of the job make the same calls together. The publisher never changes the weights. On
+    the host it keeps a 16-bit copy of the values that this rank sends, and a second one for
+    versions written beside the training.
     """
 
     def __init__(
@@ -64,20 +64,19 @@ class Publisher:
         """Divide the weights among the ranks, and check whether the destination's chain continues.
 
         Args:
-            weights: what this rank holds.
-            destination: where versions go.
-            every: ``stepped`` publishes in every so many calls.
+            weights: the weights that this rank holds.
+            destination: where versions are written.
+            every: ``stepped`` publishes on every ``every``-th call.
             anchor_every: versions from one full version to the next.
             dtype: "bf16" or "fp16" for weights that have no 16 bits; None: the model's own.
-            codec: "stepcode", "raw" for values as they are, or "auto": stepcode, and on streams and
-                groups raw where encoding and decoding take longer than they save.
-            keep: full versions that remain in a folder, with those that follow them; older ones are
-                removed when a full one is there. None: all remain.
-            limit_s: seconds that a version may take beside the training, from its begin on; then
-                it is given up, which raises PublishError, as does each later one while it is still
-                being written.
-            bucket: most values that are encoded at once, the unit of checksums. A chain goes on
-                after a restart only with the same one.
+            codec: "stepcode", "raw" for unencoded values, or "auto": stepcode, except on streams
+                and groups where encoding and decoding take longer than they save.
+            keep: number of full versions that remain in a folder, with their successors; older
+                versions are removed after each full one. None: all remain.
+            limit_s: seconds that a version beside the training may take; then it is given up, which
+                raises PublishError, as does every later version while it is still being written.
+            bucket: most values that are encoded at once, the unit of checksums. A chain continues
+                after a restart only with the same number.
 
         Raises ConfigError and PublishError, on every rank.
         """
@@ -105,16 +104,16 @@ class Publisher:
         self._rank = weights.ranks.index(dist.get_rank())
         self._base, self._version, self._digest = "", 0, ""
         self._since_full = 0
-        self._is_held = False  # whether the references are those of self._version
-        self._is_torn = False  # whether there may be parts of a version that has failed
+        self._is_held = False  # whether the references are the values of self._version
+        self._is_torn = False  # whether parts of a failed version may exist
         self._asked = self._is_closed = False
         self._steps = 0
-        #: what the parts of the last version took, and whether it was a full one
+        #: the ranks' statements on the last version, and whether it was a full one
         self._said: tuple[list[dict[str, Any]], bool] | None = None
         self._limit_s = limit_s
         self._beside: BesideVersion | None = None
         self._hook: Any = None
-        self._waited_s = 0.0  # by the training, for the version beside it
+        self._waited_s = 0.0  # seconds that training waited for the version beside it
         self._finished: list[VersionSummary] = []
         self._look()
         self._cleaning: Cleaning | None = None
@@ -137,10 +136,10 @@ class Publisher:
         return self._base
 
     def resume(self) -> bool:
-        """Look again whether the weights are the destination's newest version; a collective.
+        """Check again whether the weights are the destination's newest version; a collective.
 
-        To be called after a checkpoint was loaded, before training goes on. Does nothing once this
-        publisher has published. Returns whether the chain goes on without a full version.
+        Call it after loading a checkpoint, before training continues. It does nothing once this
+        publisher has published. Returns whether the chain continues without a full version.
         """
         with self._all_or_none():
             self._take_over()
@@ -149,14 +148,14 @@ class Publisher:
         return self._is_held
 
     def _all_or_none(self) -> AbstractContextManager[None]:
-        """Have what follows end on all ranks, or raise PublishError on all of them."""
+        """Complete the body on all ranks, or raise PublishError on all of them."""
         return together(WHAT, self._give_up, ranks=self.ranks, error=PublishError)
 
     def _give_up(self) -> None:
-        """Go on with a full version, after an error on any rank. No collective.
+        """Continue with a full version after an error on any rank. No collective.
 
-        Rank 0 may have written the manifest all the same, so parts stay until all ranks have come
-        to the next version.
+        Rank 0 may have written the manifest nevertheless, so parts stay until all ranks have
+        reached the next version.
         """
         self._is_held, self._is_torn = False, True
         if self._beside is not None:
@@ -175,11 +174,11 @@ class Publisher:
             say(found.text + self._choice.beginning(), anywhere=True)
 
     def ask_full(self) -> None:
-        """Make the next version a full one; one rank that calls it is enough."""
+        """Make the next version a full one; a call on one rank is enough."""
         self._asked = True
 
     def stepped(self, *, wait: bool = True) -> VersionSummary | StartedVersion | None:
-        """Count an optimizer step; publish where ``every`` of them have come."""
+        """Count an optimizer step; publish on every ``every``-th step."""
         self._steps += 1
         return self.publish(wait=wait) if self._steps % self.every == 0 else None
 
@@ -197,23 +196,23 @@ class Publisher:
     def publish(
         self, step: int | None = None, *, wait: bool = True
     ) -> VersionSummary | StartedVersion:
-        """Publish the weights as they are now; a collective over the job's ranks.
+        """Publish the current weights; a collective over the job's ranks.
 
-        1 take over the version before, where it is written beside the training
-        2 agree on whether the version is a full one
+        1 complete the previous version, if it was written beside the training
+        2 agree whether the version is a full one
         3 compare, encode and send this rank's part
-        4 rank 0 writes the manifest once all parts are there
+        4 rank 0 writes the manifest once all parts are written
 
         Args:
-            step: number of the optimizer step, for the manifest; None: counted by ``stepped``.
-            wait: whether to return once the version is readable. False, to a folder alone: 3 and 4
-                are done by a thread. Weights may change once ``copied`` has returned, which the
-                steps of torch's optimizers wait for.
+            step: number of the optimizer step, for the manifest; None: the count of ``stepped``.
+            wait: whether to return only once the version is readable. False, for folders only: a
+                thread does 3 and 4. Weights may change once ``copied`` has returned, for which
+                steps of torch's optimizers wait.
 
-        Raises, on every rank: PublishError where one could not read or write this version, or the
-        one before, if that was written beside the training; that version is not readable then, no
-        other one was begun, and the next one is a full version. PeerError where a rank has ended.
-        ConfigError where ``wait`` is False and the destination is no folder.
+        Raises, on every rank: PublishError if any rank could not read or write this version, or the
+        previous one written beside the training; that version is then not readable, no other one
+        was begun, and the next is a full version. PeerError if a rank has ended. ConfigError if
+        ``wait`` is False and the destination is no folder.
         """
         begun = time.perf_counter()
         if self._is_closed:
@@ -230,7 +229,7 @@ class Publisher:
         self._take_over()  # 1
         full, apply_s, tokens = self._begin()  # 2
         version = self._version + 1
-        self._is_held = self._asked = False  # until the version is written
+        self._is_held = self._asked = False  # stays so until the version is written
         head = {"base": self._base, "version": version, "parent": None if full else self._version}
         begin = VersionStart(version, full, head, self._rank, self.ranks, tokens)
         self._encoder.raw = self._choice.is_raw
@@ -247,7 +246,7 @@ class Publisher:
     def copied(self) -> None:
         """Wait until weights may change: until the version beside the training has its copy.
 
-        Steps of torch's optimizers do so by themselves. No collective.
+        Steps of torch's optimizers do so automatically. No collective.
         """
         if self._beside is not None:
             begun = time.perf_counter()
@@ -257,18 +256,18 @@ class Publisher:
     def finish(self) -> VersionSummary | None:
         """Wait until the version that is written beside the training is readable; a collective.
 
-        Returns its summary, None where there is none. Raises as ``publish``.
+        Returns its summary, None if there is none. Raises like ``publish``.
         """
         with self._all_or_none():
             return self._take_over()
 
     def take_finished(self) -> list[VersionSummary]:
-        """Return the versions that have become readable since the last call, the oldest first."""
+        """Return the versions that became readable since the last call, the oldest first."""
         found, self._finished = self._finished, []
         return found
 
     def _start(self, begin: VersionStart, make: MakesManifest, begun: float) -> StartedVersion:
-        """Begin a version beside the training; what has failed by now is told with it."""
+        """Begin a version beside the training, passing on an error that has already occurred."""
         folder = self._destination
         assert isinstance(folder, Folder)
         _, problem = saved.attempt(lambda: folder.claim(begin.version, begin.rank))
@@ -286,7 +285,7 @@ class Publisher:
         return StartedVersion(begin.version, begin.full, self._waited_s)
 
     def _take_over(self) -> VersionSummary | None:
-        """Settle the version being written in the background; a collective if there is one."""
+        """Complete the version being written in the background; a collective if there is one."""
         beside = self._beside
         if beside is None or beside.is_given_up:
             return None
@@ -305,7 +304,7 @@ class Publisher:
         wait_s: float,
         apply_s: float | None,
     ) -> VersionSummary:
-        """Go on from a version that is readable; returns its summary."""
+        """Continue from a readable version; return its summary."""
         self._version, self._digest = manifest.version, manifest.digest
         self._since_full = 1 if manifest.full else self._since_full + 1
         self._said = said, manifest.full
@@ -323,10 +322,9 @@ class Publisher:
         return self.summary
 
     def close(self) -> None:
-        """Free the copies of the weights and let go of the destination. No collective.
+        """Free the copies of the weights and close the destination. No collective.
 
-        Waits for a version that is written beside the training; one that has failed is told in a
-        line of the log.
+        It waits for a version written beside the training; a failure of that version is logged.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -343,8 +341,8 @@ class Publisher:
     def _begin(self) -> tuple[bool, float | None, tuple[str, ...]]:
         """Agree on whether the next version is full, and choose its codec.
 
-        Returns whether it is, the receivers' seconds of applying the version before, and what the
-        names of all ranks' parts have in common.
+        Returns whether it is, the receivers' seconds of applying the previous version, and the
+        tokens in the names of all ranks' parts.
         """
         wanted, problem = False, None
         if self._beside is not None:
@@ -356,7 +354,8 @@ class Publisher:
             found, problem = saved.attempt(self._destination.wants_full)
             wanted = bool(found)
             self._base = self._base or secrets.token_hex(16)
-            if not self._is_held and problem is None:  # the last one may be there all the same
+            # the last version may be readable all the same
+            if not self._is_held and problem is None:
                 reached, problem = saved.attempt(self._destination.reached)
                 self._version = max(self._version, reached.version if reached else 0)
         mine = {
@@ -399,13 +398,13 @@ class Publisher:
 
 
 def _nothing(version: int, full: bool) -> None:
-    """Do nothing, on ranks that clean nothing."""
+    """Do nothing: for ranks that clean nothing."""
 
 
 def _before_optimizers(publisher: Publisher) -> Any:
-    """Have the steps of torch's optimizers in this process wait for the publisher's copy.
+    """Make steps of torch's optimizers in this process wait for the publisher's copy.
 
-    Returns a handle, whose ``remove`` ends that.
+    Returns a handle whose ``remove`` ends this.
     """
     known = weakref.ref(publisher)
 
@@ -413,5 +412,5 @@ def _before_optimizers(publisher: Publisher) -> Any:
         if (found := known()) is not None:
             found.copied()
 
-    disable: Any = torch.compiler.disable  # it is no part of a step that is compiled
+    disable: Any = torch.compiler.disable  # the hook must not be part of a compiled step
     return register_optimizer_step_pre_hook(disable(before))

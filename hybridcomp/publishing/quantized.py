@@ -1,9 +1,9 @@
 """Quantize published weights as inference engines do: FP8 in blocks of 128 x 128, and MXFP8.
 
-Each rank quantizes what it publishes, with the largest magnitude of each block over all ranks, in
-the operations of vLLM's ``per_block_cast_to_fp8`` and ``_mxfp8_e4m3_quantize_torch``, on the device
-of the weights. Values and scales are published as 16-bit patterns whose order is that of the
-values: a step of a quantized value is one step of ``stepcode`` (``packed``, ``unpacked``).
+Each rank quantizes the values that it publishes, with each block's largest magnitude over all
+ranks, using the operations of vLLM's ``per_block_cast_to_fp8`` and ``_mxfp8_e4m3_quantize_torch``,
+on the device of the weights. Values and scales are published as 16-bit patterns whose order is that
+of the values: a step of a quantized value is one step of ``stepcode`` (``packed``, ``unpacked``).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from hybridcomp.publishing.weights import (
 
 KEY = "publish.as"
 E4M3 = torch.float8_e4m3fn
-#: the largest magnitude of an FP8 value, and the least one of a block that vLLM takes
+#: largest magnitude of an FP8 value, and smallest block magnitude that vLLM uses
 MOST, LEAST = 448.0, 1e-4
-#: kinds whose values are sent as one byte where they are sent as they are
+#: kinds whose values take one byte when sent raw
 EIGHT = (FP8, E8M0)
-#: parts of the names of matrices that engines keep in 16 bits: no layers of multiplications, heads,
-#: and what chooses experts
+#: parts of the names of matrices that engines keep in 16 bits: not in multiplying layers, heads,
+#: and expert routing
 PLAIN = ("embed", "lm_head", "norm", "router", ".gate.", "_gate.", "wte.", "wpe.", "pos_emb")
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way to quantize: the block that has a scale, and how scales are called and held."""
+    """A quantization: the block that shares a scale, and the scales' name and dtype."""
 
     rows: int
     columns: int
@@ -56,7 +56,8 @@ FORMS = {"fp8": Form(128, 128, "_scale_inv", FP32), "mxfp8": Form(1, 32, "_scale
 
 
 def packed(values: Tensor, kind: str) -> Tensor:
-    """Return 16-bit patterns (as bf16) of FP8 values, E8M0 scales or fp32 scales, in their order.
+    """Return 16-bit patterns (as bf16) of FP8 values, E8M0 scales or fp32 scales, ordered like the
+    values.
 
     Sign and magnitude of FP8 become those of the pattern; fp32 takes two, in a last dimension of 2.
     """
@@ -69,7 +70,7 @@ def packed(values: Tensor, kind: str) -> Tensor:
 
 
 def unpacked(patterns: Tensor, kind: str) -> Tensor:
-    """Return what ``packed`` was given; 16-bit weights as they are."""
+    """Return the input of ``packed``; 16-bit weights are returned as they are."""
     if is_sixteen(kind):
         return patterns
     codes = patterns.contiguous().view(torch.int16)
@@ -82,16 +83,16 @@ def unpacked(patterns: Tensor, kind: str) -> Tensor:
 
 @dataclass
 class QuantizedMatrix:
-    """A quantized parameter: its shape, the form, and a scale of each block once measured."""
+    """A quantized parameter: its shape and form, and a scale of each block once measured."""
 
     shape: tuple[int, int]
     form: Form
     dtype: torch.dtype
-    most: Tensor | None = None  # by rows and columns of blocks
+    most: Tensor | None = None  # measured magnitudes or scale codes, by rows and columns of blocks
 
     @property
     def kind(self) -> torch.dtype:
-        """Return the dtype of what is measured: magnitudes in fp32, or codes of E8M0."""
+        """Return the dtype of measurements: fp32 for magnitudes, uint8 for codes of E8M0."""
         return torch.float32 if self.form.scale == FP32 else torch.uint8
 
     @property
@@ -101,7 +102,9 @@ class QuantizedMatrix:
         return -(-rows // self.form.rows), -(-columns // self.form.columns)
 
     def rectangles(self, stretch: WeightRange) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield low, row, rows, column, columns of rectangles that are a stretch, in its order."""
+        """Yield low, row, rows, column, columns of the rectangles that make up a range, in
+        order.
+        """
         size = self.shape[1]
         if stretch.runs > 1:
             yield 0, stretch.start // size, stretch.runs, stretch.start % size, stretch.length
@@ -115,7 +118,7 @@ class QuantizedMatrix:
             at += max(rows, 1) * columns
 
     def measure(self, stretch: WeightRange, values: Tensor) -> None:
-        """Raise the magnitudes of the blocks of a stretch to those of its values."""
+        """Raise the blocks' magnitudes to those of the ``values`` of a range."""
         form = self.form
         if self.most is None or self.most.device != values.device:
             self.most = torch.zeros(self.blocks, dtype=self.kind, device=values.device)
@@ -141,7 +144,7 @@ class QuantizedMatrix:
         return self.most.clamp(LEAST) / MOST
 
     def quantize(self, stretch: WeightRange, values: Tensor) -> Tensor:
-        """Return the FP8 values of a stretch, 1-D."""
+        """Return the FP8 values of a range, 1-D."""
         form, scales = self.form, self.scales()
         found = torch.empty(values.numel(), dtype=E4M3, device=values.device)
         for low, row, rows, column, columns in self.rectangles(stretch):
@@ -157,7 +160,7 @@ class QuantizedMatrix:
         return found
 
     def scale_stretch(self, name: str, stretch: WeightRange) -> WeightRange:
-        """Return the scales of the blocks whose first value is in a stretch, as published."""
+        """Return the scales of the blocks whose first value is in a range, as published."""
         form, (_, wide), size = self.form, self.blocks, self.shape[1]
         unit = 2 if form.scale == FP32 else 1
         if stretch.runs > 1:
@@ -188,7 +191,7 @@ def _e8m0(magnitudes: Tensor) -> Tensor:
 class Quantizer:
     """The quantized parameters of a job on this rank.
 
-    ``measure`` has to be called on all ranks, before values of a version are read.
+    ``measure`` must be called on all ranks before values of a version are read.
     """
 
     def __init__(self, matrices: Mapping[str, QuantizedMatrix], ranks: tuple[int, ...]) -> None:
@@ -197,7 +200,7 @@ class Quantizer:
         self._group: dist.ProcessGroup | None = None
 
     def bind(self, owned: Sequence[Owned]) -> None:
-        """Take what this rank publishes; on all ranks together."""
+        """Store the ranges that this rank publishes; called on all ranks together."""
         self._owned = [one for one in owned if one.stretch.name in self.matrices]
         if len(self._ranks) < dist.get_world_size() and self._group is None:
             self._group = dist.new_group(list(self._ranks), use_local_synchronization=True)
@@ -222,13 +225,13 @@ class Quantizer:
             one.most = None
         for owned in self._owned:
             matrix = self.matrices[owned.stretch.name]
-            # in pieces, so that a partition of a large matrix takes no second copy of it
+            # in pieces, so that a partition of a large matrix needs no second copy
             for low, high in owned.stretch.pieces(max(1 << 23, matrix.shape[1] * 128)):
                 values = _values(owned.held, owned.low + low, owned.low + high, matrix.dtype)
                 matrix.measure(owned.stretch.cut(low, high), values)
 
     def of(self, held: Held) -> list[Held]:
-        """Return what is published of a quantized stretch: its values, and its scales."""
+        """Return what is published for a quantized range: its values and its scales."""
         name = held.stretch.name
         matrix = self.matrices[name]
         scale_name = name + matrix.form.suffix
@@ -253,7 +256,7 @@ def _values(held: Held, low: int, high: int, dtype: torch.dtype) -> Tensor:
 
 
 def _device(owned: Sequence[Owned]) -> torch.device:
-    """Return where the weights are, which all ranks exchange magnitudes from."""
+    """Return the device of the weights, between which ranks exchange magnitudes."""
     for one in owned:
         return one.held.read().device
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -263,11 +266,11 @@ def quantized(weights: EngineWeights, form: str | None, dtype: str | None) -> En
     """Return ``weights`` with the matrices that engines quantize as FP8 values and scales.
 
     Args:
-        weights: under the names of checkpoints.
-        form: one of FORMS; None: as they are.
-        dtype: in which weights without 16 bits are rounded before.
+        weights: weights under checkpoint names.
+        form: one of FORMS; None: unquantized.
+        dtype: to which weights that are not 16-bit are rounded first.
 
-    Raises ConfigError on another form, and on weights that are cut in a way that has no blocks.
+    Raises ConfigError on another form, and on weights that are cut across blocks.
     """
     if form is None or weights.refused is not None:
         return weights

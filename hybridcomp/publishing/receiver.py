@@ -30,10 +30,10 @@ from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 
 
 class WeightReceiver:
-    """A mirror of published weights, and the source that it is updated from.
+    """A mirror of published weights that is updated from a source.
 
-    It applies a version as a whole or not at all. Parameters have the trained model's names, as
-    Hugging Face writes them; a tied parameter comes once, and ``aliases`` has its other names.
+    It applies a version completely or not at all. Parameters have the trained model's Hugging Face
+    names; a tied parameter appears once, and ``aliases`` has its other names.
     """
 
     def __init__(
@@ -44,12 +44,11 @@ class WeightReceiver:
         Args:
             source: a folder (``file://`` URL or path), a connected socket, a stream with ``read``,
                 or a process group of torch.distributed that the sender's first rank belongs to.
-            device: of the tensors that ``tensors`` and ``changed_values`` return. The mirror
-                itself is on the host: on another device they are copies.
-            weights: how many weights the model has, or more; a first version that has more is
-                refused. On a stream or over a group, where bytes come before it is known what they
-                are, so is one of more bytes than so many weights take. None: as many as the memory
-                of this host holds. Later versions have as many as the first.
+            device: device of the tensors that ``tensors`` and ``changed_values`` return. The mirror
+                itself is on the host, so on another device they are copies.
+            weights: upper limit on the model's weights; a first version with more is refused, and
+                on a stream or group also one with more bytes than these can take. None: as many as
+                this host's memory holds. Later versions have as many as the first.
         """
         if weights is not None and weights < 1:
             raise ConfigError("WeightReceiver.weights", weights, "expected a number of 1 or more")
@@ -57,7 +56,7 @@ class WeightReceiver:
         self._device = torch.device(device)
         self._mirror: Mirror | None = None
         self._held: Manifest | None = None
-        self._last = AppliedChanges(is_told=True)  # what changed_values says
+        self._last = AppliedChanges(is_told=True)  # changes that changed_values returns
         self._notices: Notices | None = None
 
     @property
@@ -72,7 +71,7 @@ class WeightReceiver:
 
     @property
     def waits_for(self) -> str:
-        """Return what is not there yet and since when, in words; "" where nothing is missing."""
+        """Return what is missing and since when, in words; "" if nothing."""
         return self._source.waits_for()
 
     @property
@@ -81,7 +80,7 @@ class WeightReceiver:
         return {} if self._mirror is None else dict(self._mirror.aliases)
 
     def update(self, until: int | None = None) -> AppliedVersion | None:
-        """Apply all versions that are there; None where there is no new one.
+        """Apply all available versions; return None if there is no new one.
 
         ``until``: the last version to apply from a folder, for receivers of one engine that must
         all hold the same version while newer ones arrive.
@@ -89,10 +88,10 @@ class WeightReceiver:
         A stream and a process group offer one version at a time: the call waits for it, and
         returns None at the end of the stream.
 
-        Raises PublishError, in one line with version, tensor and what to do; the mirror then holds
-        ``version``, whole, and the call may be repeated. Where a later full version puts it right,
-        the sender has been asked for one by then, and the error says so: call again. Versions that
-        were applied before an error belong to the next result.
+        Raises PublishError, in one line with version, tensor and what to do; the mirror then still
+        holds ``version`` completely, and the call may be repeated. If a later full version would
+        help, the sender has already been asked for one, and the error says to call again. Versions
+        applied before an error belong to the next result.
         """
         begun = time.perf_counter()
         while True:
@@ -112,8 +111,8 @@ class WeightReceiver:
         return applied
 
     def _say_if_empty(self) -> None:
-        """Tell the user of a folder in which no version has come for 10, 30, 90 s and so on."""
-        self._notices = self._notices or Notices()  # from the first look on
+        """Tell the user of a folder in which no version has appeared for 10, 30, 90 s and so on."""
+        self._notices = self._notices or Notices()  # counts from the first poll
         if self._held is None and isinstance(self._source, FolderSource) and self._notices.due():
             path, waited = self._source.path, self._notices.seconds
             there = (
@@ -134,10 +133,10 @@ class WeightReceiver:
             self._source.applied(apply_s, staged.decode_s)
 
     def _apply(self, offer: Offer) -> tuple[CheckedVersion, float]:
-        """Check an offer, then apply it; returns what it was, and the seconds of writing.
+        """Check an offer, then apply it; return its version, and the seconds of writing.
 
-        What changes is noted before it is written, and while it is written no version is held: so
-        whatever is raised, and wherever, mirror and notes say no less than what has changed.
+        Changes are recorded before they are written, and no version is held during writing. So
+        after any error the record covers all changes of the mirror.
         """
         manifest = offer.manifest
         self._check(manifest)
@@ -155,7 +154,7 @@ class WeightReceiver:
         return staged, time.perf_counter() - begun
 
     def _check(self, manifest: Manifest) -> None:
-        """Raise PublishError unless a version follows the version held."""
+        """Raise PublishError unless the version follows the one held."""
         held, at = self._held, f"version {manifest.version}"
         if manifest.table is not None:
             found = table_digest(manifest.table, manifest.aliases)
@@ -191,7 +190,7 @@ class WeightReceiver:
             raise PublishError(f"{at}: {self._difference(manifest.table)}")
 
     def _difference(self, table: Table | None) -> str:
-        """Name a parameter in which ``table`` differs from that of the mirror."""
+        """Name a parameter in which ``table`` differs from the mirror's."""
         assert self._mirror is not None
         todo = "make a new WeightReceiver for the new model"
         for name in sorted({*(table or {}), *self._mirror.table}) if table is not None else ():
@@ -204,7 +203,7 @@ class WeightReceiver:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole tensors of the held version: views of the mirror, for reading.
 
-        What is written into them is found, and refused, by the next update.
+        The next update detects and refuses writes into them.
         """
         if self._mirror is None:
             return
@@ -212,11 +211,11 @@ class WeightReceiver:
             yield name, self._mirror.shaped(name).to(self._device)
 
     def changed_values(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return what the last result says of a parameter: flat offsets (int64), new values.
+        """Return the last result's changes of a parameter: flat offsets (int64), new values.
 
-        Both are empty where nothing changed; the first version changes all. After an update that
-        raised they are what has changed since the last result. Raises PublishError on a name that
-        is not published.
+        Both are empty if nothing changed; the first version changes everything. After an update
+        that raised, they are the changes since the last result. Raises PublishError for an
+        unpublished name.
         """
         if self._mirror is None or name not in self._mirror.flats:
             todo = "expected a name that tensors() yields"
@@ -236,10 +235,10 @@ class WeightReceiver:
         return where.to(self._device), values.to(self._device)
 
     def check_engine(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise PublishError where an engine's tensors cannot take these weights as they are.
+        """Raise PublishError if an engine's tensors cannot hold these weights unchanged.
 
-        ``tensors``: of the inference engine, by the published names. Names that are not published
-        are refused, as are other shapes and other dtypes, such as those of quantized weights.
+        ``tensors``: the inference engine's tensors, by published names. Unpublished names are
+        refused, as are other shapes and dtypes, such as those of quantized weights.
         """
         if self._mirror is None:
             raise PublishError("version 0: nothing to compare with; call update before")

@@ -1,8 +1,8 @@
-"""The manifest of a version: JSON that names its parts, and what it is made against.
+"""Write and read a version's manifest: JSON that lists its parts and its parent version.
 
-It has the chain (``base``), the version and the one it is made against (``parent`` with the
-checksum of that manifest), the parts with sizes and checksums, and in a full version the table of
-all parameters. Nothing in it is executed; everything is checked before use.
+It has the chain (``base``), the version, its reference version (``parent``, with that manifest's
+checksum), the parts with sizes and checksums, and in a full version the table of all parameters.
+Nothing in it is executed; everything is checked before use.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hybridcomp.publishing.checksums import BLAKE2B, XXH3
 from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 
 FORMAT = "hybridcomp_weights"
-#: format versions that are read, by the checksum of their values; the last one is written
+#: readable format versions, by the checksum of their values; the last one is written
 FORMAT_VERSIONS = {BLAKE2B: 1, XXH3: 2}
 _HEX = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 
 
 class DamagedVersion(PublishError):
-    """A version that cannot be applied, which a later full version puts right."""
+    """A version that cannot be applied, but that a later full version repairs."""
 
 
 @dataclass(frozen=True)
 class PartEntry:
-    """A part as the manifest names it."""
+    """A part as listed in the manifest."""
 
     rank: int
     file: str
@@ -41,7 +41,7 @@ class PartEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of one version; ``digest`` is that of all other fields."""
+    """Description of one version; ``digest`` covers all other fields."""
 
     base: str
     version: int
@@ -58,7 +58,7 @@ class Manifest:
 
     @property
     def full(self) -> bool:
-        """Return whether the version needs no version before it."""
+        """Return whether the version can be applied without an earlier one."""
         return self.parent is None
 
     @property
@@ -68,12 +68,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Return the checksum that the next version names."""
+        """Return the checksum that the next version refers to."""
         return _digest(self._fields())
 
     def _fields(self) -> dict[str, Any]:
         own = asdict(self)
-        if self.checksum == BLAKE2B:  # format 1 had no other, and did not name it
+        if self.checksum == BLAKE2B:  # format 1 had only this checksum, and did not name it
             del own["checksum"]
         return {"format": FORMAT, "format_version": FORMAT_VERSIONS[self.checksum], **own}
 
@@ -94,7 +94,7 @@ def table_digest(table: Table, aliases: Mapping[str, str]) -> str:
 
 
 def read_manifest(text: bytes, where: str) -> Manifest:
-    """Parse and check a manifest. ``where``: what a message calls it. Raises DamagedVersion."""
+    """Parse and check a manifest. ``where``: its name in messages. Raises DamagedVersion."""
     try:
         found = parsed_json(text.decode())
         stated = found.pop("digest")
@@ -112,7 +112,7 @@ def read_manifest(text: bytes, where: str) -> Manifest:
 
 
 def _manifest(found: dict[str, Any]) -> Manifest:
-    """Make a manifest of parsed JSON; raises ValueError and its kin where anything is odd."""
+    """Build a manifest from parsed JSON; raise ValueError or similar if anything is wrong."""
     parts = [PartEntry(**part) for part in found["parts"]]
     for part in parts:
         need(is_count(part.rank) and is_count(part.nbytes) and is_hex(part.digest), "parts")
@@ -141,13 +141,13 @@ def _entry(shape: list[int], dtype: str) -> tuple[tuple[int, ...], str]:
 
 
 def need(right: bool, what: str) -> None:
-    """Raise ValueError about ``what`` unless it is right."""
+    """Raise ValueError about ``what`` unless ``right``."""
     if not right:
         raise ValueError(f"{what} cannot be right")
 
 
 def is_count(value: object) -> bool:
-    """Return whether a parsed value is a whole number from 0 on, in 62 bits."""
+    """Return whether a parsed value is an integer from 0 to 2**62 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
 
 

@@ -1,8 +1,8 @@
 """Remove unused files from a folder: old versions, and leftovers of interrupted runs.
 
-Of versions everything before the oldest full one that is to remain goes. A receiver that reads at
-the moment keeps the files that it has open. One that finds a manifest or a part gone looks again,
-and takes the newest full version, of which there is always one.
+All versions before the oldest full one to be kept are removed. A receiver that is currently reading
+keeps its open files. A receiver that finds a manifest or part missing looks again and takes the
+newest full version, which always exists.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _UNFINISHED = re.compile(r"\.v(\d{10})\.json\.[0-9a-f]{8}")
 
 
 def remove_old(folder: Path, keep: int) -> int:
-    """Keep the newest ``keep`` full versions of ``folder`` and what follows them; remove the rest.
+    """Keep the newest ``keep`` full versions of ``folder`` and their successors; remove the rest.
 
-    Manifests go before their parts, so that no version looks readable without them; what an earlier
-    call left behind goes as well. Returns how many versions were removed. Raises OSError, and
-    PublishError where a manifest is damaged.
+    Manifests go before their parts, so that no version looks readable without them; leftovers of an
+    earlier call are removed as well. Returns how many versions were removed. Raises OSError, and
+    PublishError if a manifest is damaged.
     """
     oldest = _oldest_kept(folder, keep)
     removed = 0
@@ -42,7 +42,7 @@ def remove_old(folder: Path, keep: int) -> int:
 
 
 def _oldest_kept(folder: Path, keep: int) -> int:
-    """Return the version of the ``keep``-th newest full one; 0 where there are fewer."""
+    """Return the version of the ``keep``-th newest full one; 0 if there are fewer."""
     for version, path in reversed(manifests_in(folder).items()):
         keep -= read_manifest_file(path, version).full
         if not keep:
@@ -51,15 +51,17 @@ def _oldest_kept(folder: Path, keep: int) -> int:
 
 
 class Leftovers:
-    """Files that no version names, as they are when a job begins to publish: of runs cut off.
+    """Files that no version names when a job begins to publish, left by interrupted runs.
 
-    They go once this job's first version is there, whose number they have, or an earlier one: a run
-    that writes them after all could not make a version of them any more. What has changed meanwhile
-    stays, as somebody writes it.
+    They are removed once this job's version of their number, or a later one, exists: then no run
+    can turn them into a version any more. Files that have changed meanwhile stay, because somebody
+    is writing them.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Look at ``folder``. Raises OSError, and PublishError where it cannot be read."""
+        """List the leftovers of ``folder``. Raises OSError, and PublishError if it cannot be
+        read.
+        """
         self._seen = {path: _stamp(path) for path in _unnamed(folder)}
 
     def remove(self, version: int) -> int:
@@ -73,10 +75,10 @@ class Leftovers:
 
 
 class Cleaning:
-    """Removes leftovers and old versions of a folder behind each new version, on rank 0."""
+    """Remove leftovers and old versions of a folder after each new version, on rank 0."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
-        """Look at what runs that were cut off have left; ``keep``: as ``remove_old`` takes it."""
+        """List files left by interrupted runs; ``keep``: as for ``remove_old``."""
         self._folder, self._keep = folder, keep
         self._left: Leftovers | None = None
         try:
@@ -85,9 +87,9 @@ class Cleaning:
             say(f"publish: nobody looked for leftovers: {one_line(error)}", anywhere=True)
 
     def after(self, version: int, full: bool) -> None:
-        """Remove what ``version``, which is readable by now, has made needless.
+        """Remove what the readable ``version`` has made needless.
 
-        An error is told, not raised.
+        Errors are logged, not raised.
         """
         left, self._left = self._left, None
         try:
@@ -105,7 +107,7 @@ class Cleaning:
 def _unnamed(folder: Path) -> Iterator[Path]:
     """Yield unfinished manifests, and parts that no manifest names.
 
-    Manifests are read only of versions with an unfinished part, or two of one rank.
+    It reads only manifests of versions with an unfinished part, or with two parts of one rank.
     """
     manifests = manifests_in(folder)
     parts: dict[int, dict[str, str | None]] = {}
@@ -122,7 +124,7 @@ def _unnamed(folder: Path) -> Iterator[Path]:
                 continue
             try:
                 found = read_manifest_file(manifests[version], version)
-            except (FileNotFoundError, PublishError):  # nobody knows which parts are its own
+            except (FileNotFoundError, PublishError):  # it is unknown which parts belong to it
                 continue
             named = {part.file for part in found.parts}
         yield from (folder / PARTS / name for name in ranks if name not in named)
@@ -133,7 +135,7 @@ def _version(path: Path) -> int:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is written; None: it is gone."""
+    """Return the size and time of a file, which change when it is written; None: it is gone."""
     try:
         found = path.lstat()
     except FileNotFoundError:

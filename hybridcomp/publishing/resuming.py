@@ -1,9 +1,9 @@
 """Decide whether a job continues the chain of versions at its destination.
 
-Not the number in a checkpoint decides but the weights themselves: each rank computes the checksums
-of its pieces and compares them with those of the newest version. Where all are equal, the weights
-are that version, and the next one is made against it. Otherwise the next one is a full version of
-the same chain: receivers that have applied versions of the lost steps take it as any other.
+The weights decide, not the number in a checkpoint: each rank compares checksums of its pieces with
+those of the newest version. If all are equal, the weights are that version, and the next one is
+encoded against it. Otherwise the next one is a full version of the same chain, which receivers can
+apply even if they have applied versions of lost steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridcomp.publishing.weights import DividedWeights, EngineWeights
 
 @dataclass(frozen=True)
 class Resumed:
-    """Standing of a chain: the newest version, and whether the weights are that version."""
+    """State of a chain: the newest version, and whether the weights are that version."""
 
     base: str
     version: int
@@ -47,8 +47,8 @@ def resume(
 ) -> Resumed:
     """Compare the weights with the newest version of ``destination``; a collective.
 
-    Fills the references of ``encoder`` where they are equal. ``digest``: that of the table. Raises
-    ConfigError, on every rank, where the destination holds the weights of another model.
+    If they are equal, it fills the references of ``encoder``. ``digest``: checksum of the table.
+    Raises ConfigError on every rank if the destination holds another model's weights.
     """
     rank = weights.ranks.index(dist.get_rank())
     newest, problem = saved.attempt(destination.latest) if rank == 0 else (None, None)
@@ -65,7 +65,8 @@ def resume(
     assert isinstance(destination, Folder), "only a folder can be read back"
     unmeasured = None
     if weights.quantizer is not None:
-        _, unmeasured = saved.attempt(weights.quantizer.measure)  # a collective: on all ranks
+        # a collective, so it runs on all ranks
+        _, unmeasured = saved.attempt(weights.quantizer.measure)
     found_pieces, problem = saved.attempt(lambda: _pieces(destination.path, found, rank))
     why: str | None = problem or unmeasured
     if why is not None:
@@ -93,7 +94,7 @@ def resume(
 
 
 def _pieces(folder: Path, manifest: Manifest, rank: int) -> dict[WeightRange, str]:
-    """Return the checksums of the pieces in the part of ``rank``; {} where it has none."""
+    """Return the checksums of the pieces in ``rank``'s part; {} if it has none."""
     for entry in manifest.parts:
         if entry.rank == rank:
             with open_file(folder / PARTS / entry.file) as file:
@@ -103,7 +104,7 @@ def _pieces(folder: Path, manifest: Manifest, rank: int) -> dict[WeightRange, st
 
 
 def _since_full(destination: Folder, newest: Manifest) -> int:
-    """Return the versions since the last full one, that one included."""
+    """Return the number of versions since the last full one, including that one."""
     count, found = 1, newest
     while found.parent is not None:
         found = destination.read(found.parent)

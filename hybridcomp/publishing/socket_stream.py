@@ -1,4 +1,6 @@
-"""A socket as a stream of versions, on both sides: receivers ask for full versions through it."""
+"""Use a socket as a stream of versions on both sides; receivers request full versions through
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from contextlib import contextmanager
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.streams import ASK, FRAME, MARK, foreign_bytes, frame_head, frame_in
 
-#: default seconds for which the other side of a socket may read nothing
+#: default seconds for which the other side may read nothing
 STILL_S = 60.0
-#: the most of them: poll takes milliseconds of 32 bits
+#: upper limit for that: poll takes milliseconds in 32 bits
 MOST_STILL_S = 1e6
-#: bytes that are handed to a socket at once
+#: most bytes that are passed to a socket at once
 MOST_SENT = 1 << 22
 
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """Turn an error of a socket into one line."""
+    """Turn socket errors into one line."""
     try:
         yield
     except OSError as error:
@@ -34,14 +36,14 @@ def _connected() -> Iterator[None]:
 class TwoWay:
     """A connected socket; the sender's has ``write``, the receiver's ``read``.
 
-    The socket stays its owner's, who closes it. A request is one frame without bytes.
+    The socket's owner closes it. A request is one frame without bytes.
     """
 
     def __init__(self, connection: socket.socket, still_s: float = STILL_S) -> None:
-        """Hold ``connection``; ``still_s``: seconds that its other side may take nothing."""
+        """Hold ``connection``; ``still_s``: seconds that the other side may accept nothing."""
         self._socket, self._still_s = connection, still_s
-        self._back = bytearray()  # the begin of a request
-        self._asking = b""  # the end of a request that was not sent
+        self._back = bytearray()  # beginning of a request
+        self._asking = b""  # rest of a request that was not sent yet
 
     def read(self, nbytes: int, /) -> bytes:
         """Return up to ``nbytes`` bytes; none at the end of the stream."""
@@ -54,14 +56,14 @@ class TwoWay:
             return self._socket.recv_into(room)
 
     def write(self, data: memoryview | bytes, /) -> int:
-        """Send what the socket takes of ``data``, at least a byte; return how many bytes.
+        """Send as much of ``data`` as the socket takes, at least one byte; return the number.
 
-        Raises PublishError where the other side takes nothing for ``still_s``.
+        Raises PublishError if the other side accepts nothing for ``still_s``.
         """
         end, some = time.monotonic() + self._still_s, memoryview(data)[:MOST_SENT]
         with _connected():
             while self._is_ready(select.POLLOUT, max(0.0, end - time.monotonic())):
-                try:  # a socket that blocks would wait until it has taken all
+                try:  # a blocking socket would wait until it has taken everything
                     return self._socket.send(some, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     if time.monotonic() >= end:
@@ -73,7 +75,7 @@ class TwoWay:
         )
 
     def takes_bytes(self) -> bool:
-        """Return whether the socket takes bytes at the moment."""
+        """Return whether the socket currently accepts bytes."""
         with _connected():
             return self._is_ready(select.POLLOUT, 0.0)
 
@@ -89,11 +91,11 @@ class TwoWay:
             self._asking = self._asking[self.write(self._asking) :]
 
     def wants_full(self) -> bool:
-        """Return whether a receiver has asked since the last call, without waiting for it."""
+        """Return whether a receiver has sent a request since the last call, without waiting."""
         while self._is_ready(select.POLLIN, 0.0):
             data = self.read(FRAME.size * 64)
             if not data:
-                break  # the receiver has gone: writing says so
+                break  # the receiver is gone, which the next write will report
             self._back += data
         count = len(self._back) // FRAME.size
         for begin in range(0, len(self._back), FRAME.size):

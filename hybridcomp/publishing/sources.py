@@ -1,4 +1,4 @@
-"""Offer versions to a receiver: the interface, and a folder that does."""
+"""Offer versions to a receiver: the interface, and folders as a source."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hybridcomp.publishing.part_buffers import FileBytes, PartBytes, open_file
 from hybridcomp.publishing.parts import ReadPart, read_part
 from hybridcomp.publishing.records import DamagedVersion, Manifest
 
-#: what to do where nothing leads back to the sender
+#: advice if there is no way to reach the sender
 BY_HAND = "Publisher.ask_full() on the sender makes its next version a full one"
-#: seconds after which a file that is not there is asked for, with a line of the log
+#: seconds after which a missing file is requested, with a line in the log
 LOST_AFTER_S = 60.0
 
 
 @dataclass
 class Offer:
-    """A version that is there: its manifest, and its parts."""
+    """An available version: its manifest and its parts."""
 
     manifest: Manifest
     data: Sequence[PartBytes]
@@ -42,34 +42,34 @@ class Offer:
 
 
 class Source(ABC):
-    """Offers versions in the order in which they can be applied."""
+    """Offer versions in an order in which they can be applied."""
 
     @abstractmethod
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
-        """Yield versions after ``held``; each is applied before the next is asked for.
+        """Yield versions after ``held``; each is applied before the next is requested.
 
-        ``until``: the last version to yield; a stream yields its next one, whichever it is.
+        ``until``: the last version to yield; a stream ignores it and yields its next version.
         """
 
     @abstractmethod
     def ask(self, held: Manifest | None) -> str:
-        """Ask the sender for a full version after ``held``; returns what a message says of it."""
+        """Ask the sender for a full version after ``held``; return a sentence on that."""
 
     def turns_to_full(self, held: Manifest | None, until: int | None) -> bool:
-        """Return whether a full version is there with which to go on from ``held`` at once."""
+        """Return whether an available full version allows continuing from ``held`` at once."""
         return False
 
     def waits_for(self) -> str:
-        """Return what the source waits for and since when; "" where it waits for nothing."""
+        """Return what the source waits for and since when; "" if nothing."""
         return ""
 
     def applied(self, apply_s: float, decode_s: float) -> None:  # noqa: B027
-        """Note that the last offer was applied, and the seconds of decoding and applying it."""
+        """Record that the last offer was applied, and the seconds of decoding and applying it."""
 
 
 @dataclass
 class _Waiting:
-    """Describe what a receiver waits for, since when by two clocks, and whether it was logged."""
+    """What a receiver waits for, since when by two clocks, and whether that was logged."""
 
     what: str
     begun: float
@@ -83,24 +83,25 @@ class FolderSource(Source):
     def __init__(self, path: Path) -> None:
         """Hold ``path``, which may not exist yet."""
         self.path = path
-        self._wants_full = False  # since an offer could not be applied
-        self._asked: Path | None = None  # the file that asks; the sender removes it with its answer
+        self._wants_full = False  # since an offer that could not be applied
+        self._asked: Path | None = None  # the request file; the sender removes it when it answers
         self._waiting: _Waiting | None = None
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the versions that lead to the newest one, or to ``until``.
 
-        A version of which a part is not there ends them, unless a later full version is all there:
-        that one is taken then. Raises PublishError where a link of the chain is missing and no full
-        version comes after it.
+        They end at a version with a missing part, unless a later full version is complete, which is
+        then used. Raises PublishError if a link of the chain is missing and no full version follows
+        it.
         """
         while True:
-            paths = manifests_in(self.path)  # one look, by which all below is decided
+            paths = manifests_in(self.path)  # one listing, on which everything below is based
             with ExitStack() as stack:
                 try:
                     offer = self._offer(paths, held, until, stack)
                 except FileNotFoundError as error:
-                    if manifests_in(self.path) != paths:  # versions are removed (publish.keep)
+                    # ``publish.keep`` may have removed versions meanwhile
+                    if manifests_in(self.path) != paths:
                         continue
                     todo = "copy the folder again from the sender"
                     at = quoted_path(error.filename)
@@ -113,9 +114,9 @@ class FolderSource(Source):
     def _offer(
         self, paths: dict[int, Path], held: Manifest | None, until: int | None, stack: ExitStack
     ) -> Offer | None:
-        """Return the version to apply after ``held``; None where there is none, or a part is not.
+        """Return the version to apply after ``held``; None if there is none, or a part is missing.
 
-        Raises FileNotFoundError where one of ``paths`` is gone.
+        Raises FileNotFoundError if one of ``paths`` is gone.
         """
         newer = _newer(paths, held, until)
         manifest = self._next(paths, newer, held, until)
@@ -139,20 +140,22 @@ class FolderSource(Source):
         return None
 
     def _note_waiting(self, what: str, held: Manifest | None, asks: bool) -> None:
-        """Note what is waited for; after ``LOST_AFTER_S`` say so once, and ask for a full one."""
+        """Record what is missing; after ``LOST_AFTER_S`` log it once, and ask for a full
+        version.
+        """
         now = time.monotonic()
         if self._waiting is None or self._waiting.what != what:
             self._waiting = _Waiting(what, now, time.strftime("%Y-%m-%d %H:%M:%S"))
         if self._waiting.is_told or now - self._waiting.begun < LOST_AFTER_S:
             return
-        if held is None and not asks:  # the receiver tells of a folder without any version
+        if held is None and not asks:  # the receiver itself reports a folder without any version
             return
         self._waiting.is_told = True
         todo = self.ask(held) if asks else "look whether the sender publishes to this folder"
         say(f"receiver: {self.waits_for()}; {todo}", anywhere=True)
 
     def waits_for(self) -> str:
-        """Return what is not there yet, and since when."""
+        """Return what is missing, and since when."""
         if self._waiting is None:
             return ""
         seconds = time.monotonic() - self._waiting.begun
@@ -165,7 +168,7 @@ class FolderSource(Source):
         held: Manifest | None,
         until: int | None,
     ) -> Manifest | None:
-        """Return the version to apply after ``held``; None where there is none."""
+        """Return the version to apply after ``held``; None if there is none."""
         if not newer:
             _check_newest(_newer(paths, None, until), held)
             return None
@@ -176,11 +179,11 @@ class FolderSource(Source):
             if found.full or (found.parent, found.parent_digest) == (held.version, held.digest):
                 return found
             if found.base != held.base:
-                return found  # the receiver says what is wrong with it
+                return found  # the receiver reports what is wrong with it
         return self._full(newer, held)
 
     def _full(self, newer: dict[int, Path], held: Manifest | None) -> Manifest:
-        """Return the newest full version. Raises DamagedVersion where there is none."""
+        """Return the newest full version. Raises DamagedVersion if there is none."""
         if (found := next(_full_ones(newer), None)) is not None:
             return found
         at = 1 if held is None else held.version + 1
@@ -195,7 +198,7 @@ class FolderSource(Source):
         )
 
     def turns_to_full(self, held: Manifest | None, until: int | None) -> bool:
-        """Prefer full versions until one is applied; return whether there is an untried one."""
+        """Prefer full versions until one is applied; return whether an untried one exists."""
         if self._wants_full or held is None:
             return False
         self._wants_full = True
@@ -203,16 +206,17 @@ class FolderSource(Source):
         return next(_full_ones(newer), None) is not None
 
     def ask(self, held: Manifest | None) -> str:
-        """Leave a file that asks for a full version.
+        """Leave a file that requests a full version.
 
-        The sender removes the file when a full version is there, this receiver when it has applied
-        another version meanwhile. In a copy of the folder the file has to be carried back.
+        The sender removes the file once a full version exists, this receiver once it has applied
+        another version. In a copy of the folder the file must be carried back.
         """
         if self._asked is None or not self._asked.exists():
             path = self.path / f"ask_full.{secrets.token_hex(4)}.json"
             try:
                 with path.open("x") as file:
-                    self._asked = path  # its name asks, whatever becomes of its contents
+                    # the file name is the request, whatever happens to its contents
+                    self._asked = path
                     json.dump({"held": 0 if held is None else held.version}, file)
             except OSError as error:
                 if not path.exists():
@@ -230,7 +234,7 @@ class FolderSource(Source):
             self._asked = None
 
     def _open(self, manifest: Manifest, stack: ExitStack) -> list[BinaryIO] | str:
-        """Open the parts; the name of one that is not there: copies come in any order."""
+        """Open the parts; return the name of a missing one, since copies arrive in any order."""
         files: list[BinaryIO] = []
         for part in manifest.parts:
             try:
@@ -252,7 +256,7 @@ def _newer(paths: Mapping[int, Path], held: Manifest | None, until: int | None) 
 
 
 def _check_newest(paths: Mapping[int, Path], held: Manifest | None) -> None:
-    """Raise PublishError where the newest of ``paths`` is not the version that is held."""
+    """Raise PublishError if the newest of ``paths`` is not the version that is held."""
     if held is None or not paths:
         return
     found = read_manifest_file(paths[max(paths)], max(paths))
@@ -269,7 +273,7 @@ def _check_newest(paths: Mapping[int, Path], held: Manifest | None) -> None:
 
 
 def _full_ones(newer: dict[int, Path]) -> Iterator[Manifest]:
-    """Yield the full versions of ``newer``, the newest first; damaged manifests are passed over."""
+    """Yield the full versions in ``newer``, the newest first, skipping damaged manifests."""
     for version, path in reversed(newer.items()):
         with contextlib.suppress(DamagedVersion):
             if (found := read_manifest_file(path, version)).full:

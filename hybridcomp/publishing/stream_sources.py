@@ -1,4 +1,4 @@
-"""Read versions for a receiver from a stream, whose parts are kept until their manifest comes."""
+"""Read versions from a stream for a receiver; parts are kept until their manifest arrives."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifes
 from hybridcomp.publishing.sources import BY_HAND, Offer, Source
 from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, fill, read_frame
 
-#: bytes of a frame that are received at once
+#: most bytes of a frame that are received at once
 CHUNK = 1 << 26
-#: bytes of a version for each weight, at most, beside ``IN_MEMORY``
+#: most bytes of a version per weight, in addition to ``IN_MEMORY``
 MOST_OF_A_WEIGHT = 4
 #: fixed memory charged for each buffered frame, even an empty one; bytes
 FRAME_COSTS = 1024
-#: times the bytes that a version can have, after which nobody reads to its end
+#: a version of more than this many times its possible bytes is not read to its end
 TOO_LONG = 2
 NO_MEMORY = "was not kept: this host has no memory for it; give it more"
 
 
 def host_weights() -> int:
-    """Return how many 16-bit weights the memory of this host holds."""
+    """Return how many 16-bit weights fit into this host's memory, at two bytes each."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
@@ -37,7 +37,7 @@ class StreamSource(Source):
     """A stream of ``streams.Stream``; an offer is one version.
 
     Attributes:
-        looks_on: whether to look for the next frame after a damaged head, and to give up a version
+        looks_on: whether to search for the next frame after a damaged head, and to skip a version
             without an end.
     """
 
@@ -47,15 +47,16 @@ class StreamSource(Source):
         """Read from ``stream``; ``weights``: as for ``WeightReceiver``."""
         self._stream: Readable = stream
         self._weights = weights
-        # of the version that is being received
+        # counts of the version that is being received
         self._in_memory = self._nbytes = self._skipped = 0
-        self._most, self._todo = 0, ""  # bytes that it can have, and what to do where it has more
+        self._most, self._todo = 0, ""  # most bytes that it can have, and advice if it has more
         self._lost: str | None = None  # why that version is not kept
-        # where it is read to its end all the same; no memory is taken before it is written to
+        # buffer for reading it to its end anyway; uses no memory until it is written
         self._spare = torch.empty(CHUNK, dtype=torch.uint8)
         self._has_asked = False
         self._may_be_full = True  # whether the last version may have been a full one
-        self._is_ours = False  # whether a whole frame has come: others are damaged ones then
+        # whether a complete frame has arrived, so that anything else is a damaged frame
+        self._is_ours = False
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the next version of the stream; nothing at its end."""
@@ -65,7 +66,7 @@ class StreamSource(Source):
                 yield offer
 
     def ask(self, held: Manifest | None) -> str:
-        """Ask through the stream, where it has a way back; once, until a full version has come."""
+        """Ask through the stream, if it has a way back; only once until a full version arrives."""
         hook: Callable[[], object] | None = getattr(self._stream, "ask_full", None)
         if hook is None:
             return BY_HAND
@@ -78,15 +79,15 @@ class StreamSource(Source):
         return "a full version was asked for: update again"
 
     def applied(self, apply_s: float, decode_s: float) -> None:
-        """Note that a later request is a new one."""
+        """Record that a later request is a new one."""
         self._has_asked = False
 
     def _receive(self, stack: ExitStack, held: Manifest | None, after_abort: bool) -> Offer | None:
-        """Spool parts until their manifest comes; None at the end of the stream.
+        """Spool parts until their manifest arrives; return None at the end of the stream.
 
-        A version that cannot be kept is read to its end: what comes behind it can be.
-        ``after_abort``: whether to wait for the next version where one is given up. Raises
-        PublishError where the stream is cut, or the version has no end.
+        A version that cannot be kept is read to its end, so that the next one can be received.
+        ``after_abort``: whether to wait for the next version if one is given up. Raises
+        PublishError if the stream is cut off, or if the version has no end.
         """
         parts: dict[int, Spool] = {}
         self._begin(held)
@@ -113,7 +114,7 @@ class StreamSource(Source):
                 parts = {}
 
     def _begin(self, held: Manifest | None) -> None:
-        """Expect a version, of which ``held`` or the user says how many bytes it can have."""
+        """Prepare for a version; ``held`` or the user's limit determines its most bytes."""
         self._skipped = self._in_memory = self._nbytes = 0
         self._lost, self._may_be_full = None, True
         if held is not None:
@@ -139,22 +140,24 @@ class StreamSource(Source):
             raise PublishError(f"a version {self._lost}; it has no end: connect again")
 
     def _room(self, nbytes: int) -> Tensor:
-        """Return memory for bytes of a part; note where the host has no more of it."""
+        """Return memory for bytes of a part; mark the version as lost if the host has none."""
         if self._lost is None:
             try:
                 return torch.empty(nbytes, dtype=torch.uint8)
-            except (MemoryError, RuntimeError):  # as torch says it
+            except (MemoryError, RuntimeError):  # torch's errors for missing memory
                 self._lost = NO_MEMORY
         return self._spare[:nbytes]
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes of the version, which is lost where it has too many."""
+        """Count bytes of the version, and mark it as lost if it has too many."""
         self._nbytes += nbytes
         if self._nbytes > self._most and self._lost is None:
             self._lost = f"has more than the {self._most} bytes that it can have; {self._todo}"
 
     def _keep(self, chunk: Tensor, part: Spool) -> None:
-        """Keep bytes of a part in memory, or in a temporary file; note where neither has room."""
+        """Keep bytes of a part in memory or in a temporary file; mark it as lost if neither has
+        room.
+        """
         fits = self._in_memory + len(chunk) <= IN_MEMORY
         self._in_memory += len(chunk) if fits else 0
         try:

@@ -1,12 +1,13 @@
 """Streams of versions: frames of bytes, which rank 0 writes for all ranks of the job.
 
-A frame: 24 bytes (``hcf`` and the format, its kind, the rank whose part it belongs to, the bytes
-that follow, a checksum of all that) and these bytes. Kinds: D bytes of a part, V the manifest,
-which ends a version, X a version that is given up, and on the way back A, which asks for a full
-version. After a damaged head a reader looks for the next one, and refuses the version in between.
+A frame has a head of 24 bytes (``hcf`` and the format, its kind, the rank of its part, the number
+of bytes that follow, and a checksum of these fields), then its bytes. Kinds: D bytes of a part, V
+the manifest, which ends a version, X a version that is given up, and on the way back A, a request
+for a full version. After a damaged head a reader searches for the next one, and refuses the version
+in between.
 
-The other ranks hand their parts to rank 0 one after the other, a bucket at a time: nobody holds
-more than a bucket of another rank's part.
+The other ranks send their parts to rank 0 one after the other, a bucket at a time, so rank 0 never
+holds more than a bucket of another rank's part.
 """
 
 from __future__ import annotations
@@ -27,40 +28,41 @@ from hybridcomp.publishing.destinations import Destination
 from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.records import Manifest
 
-#: of frames, and of what members of a group say to each other: all have the same
+#: format of frames and of messages between members of a group; both share the number
 FORMAT = 2
 NAME = b"hcf"
 MARK = NAME + bytes([FORMAT])
 DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
 FRAME = struct.Struct("<4sc3xIQI")
-#: bytes that follow the head of a frame, at most: of a part, of a manifest
+#: most bytes that follow a frame's head: of a part, of a manifest
 MOST_FRAME, MOST_MANIFEST = 1 << 26, 1 << 30
-#: bytes among which the next head is looked for after a damaged one: four buckets
+#: bytes that are searched for the next head after a damaged one: four buckets
 MOST_SKIPPED = 1 << 26
 OTHERS = "give the receiver a stream that only a publisher writes to"
 #: bytes that are read at once from streams without ``readinto``
 MOST_READ = 1 << 22
-#: sizes that end a part on its way to rank 0: whole, or given up after an error
+#: special sizes that end a part on its way to rank 0: complete, or given up after an error
 WHOLE, GIVEN_UP = 0, -1
 
 
 class Writable(Protocol):
     """A stream to which versions are written.
 
-    Where it has a method ``wants_full``, that says whether a receiver has asked for a full version;
-    ``takes_bytes``: whether ``write`` would take bytes without waiting.
+    It may also have methods ``wants_full``, which returns whether a receiver has asked for a full
+    version, and ``takes_bytes``, which returns whether ``write`` would accept bytes without
+    waiting.
     """
 
     def write(self, data: memoryview | bytes, /) -> object:
-        """Take all of ``data``, or return how many bytes of it were taken."""
+        """Write all of ``data``, or return how many bytes of it were written."""
 
 
 class Readable(Protocol):
     """A stream from which versions are read.
 
-    Where it has a method ``ask_full``, that asks the sender for a full version. ``readinto``, which
-    fills a writable buffer and returns how many bytes it took, is used in place of ``read``: that
-    spares a copy.
+    It may also have methods ``ask_full``, which asks the sender for a full version, and
+    ``readinto``, which fills a writable buffer and returns the number of bytes; that is used
+    instead of ``read`` and saves a copy.
     """
 
     def read(self, nbytes: int, /) -> bytes:
@@ -68,7 +70,7 @@ class Readable(Protocol):
 
 
 class Frame(NamedTuple):
-    """Head of a frame, and how many bytes before it were skipped to find it."""
+    """Head of a frame, and the number of bytes that were skipped before it."""
 
     kind: bytes
     rank: int
@@ -83,7 +85,7 @@ def frame_head(kind: bytes, rank: int, nbytes: int) -> bytes:
 
 
 def frame_in(data: bytes | bytearray) -> Frame | None:
-    """Return the head that ``data`` begins with; None where that is none that is written."""
+    """Return the head at the beginning of ``data``; None if it is not a valid one."""
     mark, kind, rank, nbytes, checksum = FRAME.unpack_from(data)
     is_whole = mark == MARK and checksum == zlib.crc32(data[: FRAME.size - 4])
     fits = nbytes <= {DATA: MOST_FRAME, VERSION: MOST_MANIFEST}.get(kind, 0)
@@ -91,10 +93,10 @@ def frame_in(data: bytes | bytearray) -> Frame | None:
 
 
 def read_frame(stream: Readable, begun: bool, look_on: bool = False) -> Frame | None:
-    """Read the head of a frame; None at the end of the stream.
+    """Read the head of a frame; return None at the end of the stream.
 
-    ``begun``: whether a version has begun, so that the end would cut it. ``look_on``: whether to
-    look for the next head after a damaged one. Raises PublishError.
+    ``begun``: whether a version has begun, which an end of the stream would cut off. ``look_on``:
+    whether to search for the next head after a damaged one. Raises PublishError.
     """
     head = bytearray(FRAME.size)
     read = fill(stream, memoryview(head))
@@ -111,11 +113,11 @@ def read_frame(stream: Readable, begun: bool, look_on: bool = False) -> Frame | 
 
 
 def _next_frame(stream: Readable, head: bytearray) -> Frame | None:
-    """Read on behind a damaged ``head`` until one is whole; None beyond ``MOST_SKIPPED`` bytes."""
+    """Read on after a damaged ``head`` until one is valid; None beyond ``MOST_SKIPPED`` bytes."""
     window, skipped = head[1:], 1
     while skipped < MOST_SKIPPED:
         place = window.find(MARK)
-        if place < 0:  # it may begin with the last bytes
+        if place < 0:  # the last bytes may be the beginning of a mark
             place = len(window) - len(MARK) + 1
         room = bytearray(FRAME.size - len(window) + place)
         if fill(stream, memoryview(room)) < len(room):
@@ -129,7 +131,7 @@ def _next_frame(stream: Readable, head: bytearray) -> Frame | None:
 
 
 def foreign_bytes(head: bytes | bytearray, todo: str) -> PublishError:
-    """Make the error about bytes that are no frame of this format."""
+    """Return the error about bytes that are no frame of this format."""
     if head[: len(NAME)] == NAME and head[len(NAME)] != FORMAT:
         other = head[len(NAME)]
         return other_formats(1 if chr(other).isalpha() else other)
@@ -139,7 +141,7 @@ def foreign_bytes(head: bytes | bytearray, todo: str) -> PublishError:
 
 
 def other_formats(*formats: int) -> PublishError:
-    """Make the error about another release on the other side."""
+    """Return the error about another release on the other side."""
     found = " and ".join(map(str, formats))
     return PublishError(
         f"publish: expected format {FORMAT} of versions on their way, found {found}: install the "
@@ -148,7 +150,7 @@ def other_formats(*formats: int) -> PublishError:
 
 
 def fill(stream: Readable, room: memoryview) -> int:
-    """Read until ``room`` is full or the stream has ended; returns the bytes that were read."""
+    """Read until ``room`` is full or the stream ends; return the number of bytes."""
     into: Callable[[memoryview], int] | None = getattr(stream, "readinto", None)
     done = 0
     while done < len(room):
@@ -165,7 +167,7 @@ def fill(stream: Readable, room: memoryview) -> int:
 
 
 def cut() -> PublishError:
-    """Make the error about a stream that ends inside a version."""
+    """Return the error about a stream that ends inside a version."""
     return PublishError(
         "the stream ends inside a version, which is not applied; let the sender make a new stream, "
         "with a full version first"
@@ -173,7 +175,7 @@ def cut() -> PublishError:
 
 
 def tensor_of(data: memoryview | bytes) -> Tensor:
-    """Return bytes as a uint8 tensor, which shares their memory where that can be written."""
+    """Return bytes as a uint8 tensor, sharing their memory if it is writable."""
     view = memoryview(data)
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
@@ -186,35 +188,35 @@ def device_of_messages() -> torch.device:
 
 
 class Stream(Destination):
-    """A stream that rank 0 writes; parts of other ranks come to it over torch.distributed."""
+    """A stream that rank 0 writes; other ranks send their parts to it over torch.distributed."""
 
     feels_link = True
 
     def __init__(self, stream: Writable | None, ranks: tuple[int, ...]) -> None:
         """Hold the stream of rank 0.
 
-        ``stream``: any object with ``write`` on the first of ``ranks``; elsewhere it is not used.
+        ``stream``: any object with ``write`` on the first of ``ranks``; unused elsewhere.
         """
         self._stream, self._ranks = stream, ranks
         self._rank = 0
-        self._lost: Exception | None = None  # what went wrong while others sent
-        self._is_open = False  # whether frames of a version without an end were written
+        self._lost: Exception | None = None  # error while other ranks were sending
+        self._is_open = False  # whether frames of an unfinished version were written
         self._owed = 0  # bytes of the last frame that were not written
         self._is_stuck = False  # whether the last write has failed
 
     def wants_full(self) -> bool:
-        """Return whether the receiver has asked, where the stream has a way back."""
+        """Return whether the receiver has asked, if the stream has a way back."""
         self._end_last()
         hook: Callable[[], object] | None = getattr(self._stream, "wants_full", None)
         return hook is not None and bool(hook())
 
     def begin(self, version: int, rank: int) -> Sink:
-        """Return what writes this rank's part to the stream, or sends it to rank 0."""
+        """Return a sink that writes this rank's part to the stream, or sends it to rank 0."""
         self._rank, self._lost, self._is_open = rank, None, True
         return _Frames(self._frame, rank) if rank == 0 else _Relay(self._ranks[0])
 
     def finish(self, problem: str | None) -> str:
-        """End this rank's part; on rank 0 pass on those of all others."""
+        """End this rank's part; on rank 0 forward the parts of all other ranks."""
         rank = self._ranks.index(dist.get_rank())
         if rank:
             _send_size(self._ranks[0], WHOLE if problem is None else GIVEN_UP)
@@ -226,7 +228,7 @@ class Stream(Destination):
         return f"r{rank:05d}"
 
     def _pass_on(self, place: int, keeps: bool) -> None:
-        """Copy the part of one rank to the stream; after an error only take it from the rank."""
+        """Copy one rank's part to the stream; after an error only receive it."""
         sender, device = self._ranks[place], device_of_messages()
         room = torch.empty(0, dtype=torch.uint8, device=device)
         while True:
@@ -261,7 +263,7 @@ class Stream(Destination):
         self._is_open = kind == DATA
 
     def _write(self, data: memoryview | bytes) -> None:
-        """Write all of ``data``; sockets and pipes without a buffer may take less at once."""
+        """Write all of ``data``; unbuffered sockets and pipes may accept less at once."""
         assert self._stream is not None
         left, self._is_stuck = memoryview(data), True
         while len(left):
@@ -274,8 +276,8 @@ class Stream(Destination):
     def _end_last(self) -> None:
         """End a version that was cancelled in the middle of a frame, before the next one begins.
 
-        What the frame lacks is sent as zeros. Raises PublishError at once where the receiver still
-        takes nothing.
+        The rest of the frame is sent as zeros. Raises PublishError at once if the receiver still
+        accepts nothing.
         """
         if not self._is_open or self._stream is None:
             return
@@ -299,7 +301,7 @@ class Stream(Destination):
 
 
 class _Frames:
-    """Writes what it gets as frames of one part."""
+    """Write data as frames of one part."""
 
     def __init__(self, frame: Callable[[bytes, int, memoryview], None], rank: int) -> None:
         self._frame, self._rank = frame, rank
@@ -310,7 +312,7 @@ class _Frames:
 
 
 class _Relay:
-    """Sends what it gets to the rank that writes the stream."""
+    """Send data to the rank that writes the stream."""
 
     def __init__(self, writer: int) -> None:
         self._writer, self._device = writer, device_of_messages()

@@ -1,4 +1,4 @@
-"""Stretches: parts of parameters in checkpoint coordinates, and their division among ranks."""
+"""Ranges of parameters in checkpoint coordinates, and their division among ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class WeightRange:
     """A part of a parameter: ``runs`` rows of ``length`` values each, ``stride`` values apart.
 
     Row i holds the flat offsets ``start + i * stride`` to ``start + i * stride + length``. One row
-    is a range; several rows are a block of a matrix that is cut at another dimension than its
-    first.
+    is a contiguous range; several rows are a block of a matrix that is not cut along its first
+    dimension.
     """
 
     name: str
@@ -32,11 +32,11 @@ class WeightRange:
 
     @property
     def end(self) -> int:
-        """Return the flat offset behind the last value."""
+        """Return the flat offset after the last value."""
         return self.start + (self.runs - 1) * self.stride + self.length
 
     def cut(self, low: int, high: int) -> WeightRange:
-        """Return values ``low`` to ``high`` of this stretch: whole rows, or a part of one row."""
+        """Return values ``low`` to ``high`` of this range: whole rows, or part of one row."""
         if self.runs == 1:
             return WeightRange(self.name, self.start + low, high - low)
         row = low // self.length
@@ -48,11 +48,11 @@ class WeightRange:
         return WeightRange(self.name, start, self.length, runs, self.stride if runs > 1 else 0)
 
     def border(self, position: int) -> int:
-        """Return the nearest position at or below ``position`` where this stretch may be cut."""
+        """Return the nearest position at or below ``position`` at which this range may be cut."""
         return position if self.runs == 1 else position - position % self.length
 
     def pieces(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield borders of pieces of at most ``limit`` values, as ``cut`` takes them."""
+        """Yield bounds, for ``cut``, of pieces of at most ``limit`` values."""
         whole_rows = self.runs > 1 and self.length <= limit
         step = limit - limit % self.length if whole_rows else limit
         unit = self.numel if whole_rows or self.runs == 1 else self.length
@@ -63,14 +63,14 @@ class WeightRange:
     def of(self, flat: Tensor) -> Tensor:
         """Return a view of these values in ``flat``, all values of the parameter: rows by length.
 
-        One row comes back 1-D.
+        A single row is returned 1-D.
         """
         if self.runs == 1:
             return flat[self.start : self.end]
         return torch.as_strided(flat, (self.runs, self.length), (self.stride, 1), self.start)
 
     def offsets(self, local: Tensor) -> Tensor:
-        """Return the flat offsets in the parameter of positions in this stretch, as int64."""
+        """Return the flat offsets in the parameter of positions in this range, as int64."""
         local = local.to(torch.int64)
         if self.runs == 1:
             return local + self.start
@@ -81,10 +81,10 @@ class WeightRange:
 def stretch_of_block(
     name: str, shape: Sequence[int], offset: Sequence[int], local: Sequence[int]
 ) -> WeightRange | None:
-    """Return the stretch of a block of a tensor; None where its rows are not evenly spaced.
+    """Return the range of a block of a tensor; None if its rows are not evenly spaced.
 
-    ``shape``: of the tensor; ``offset``: where the block begins in each dimension; ``local``: its
-    shape.
+    ``shape``: shape of the tensor; ``offset``: start of the block in each dimension; ``local``:
+    shape of the block.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(at * stride for at, stride in zip(offset, strides, strict=True))
@@ -97,20 +97,20 @@ def stretch_of_block(
     outer = [dim for dim in range(last) if local[dim] > 1]
     if not outer:
         return WeightRange(name, start, length)
-    # rows are evenly spaced where all outer dimensions but the first are whole
+    # rows are evenly spaced if all outer dimensions except the first are whole
     if any(local[dim] != shape[dim] for dim in range(outer[0] + 1, last)):
         return None
     return WeightRange(name, start, length, numel // length, shape[last] * strides[last])
 
 
 def divide(held: Sequence[Sequence[WeightRange]], place: int) -> list[tuple[int, int, int]]:
-    """Divide stretches evenly among the ranks that hold the same; a value has one owner.
+    """Divide ranges evenly among the ranks that hold the same values; each value has one owner.
 
     Args:
-        held: the stretches of each rank.
-        place: which of these ranks asks.
+        held: the ranges of each rank.
+        place: index of this rank.
 
-    Returns what this rank owns: the place of a stretch in its list, and the borders in it.
+    Returns what this rank owns: indices of ranges in its list, and bounds inside them.
     """
     holders: dict[WeightRange, list[int]] = {}
     for rank, stretches in enumerate(held):

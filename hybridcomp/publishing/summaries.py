@@ -1,4 +1,4 @@
-"""Sum up a version: its sizes, its times, and the estimate by which its codec was chosen."""
+"""Summarize a version: its sizes, its times, and the estimate by which its codec was chosen."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from hybridcomp.publishing.choosing import CodecEstimate
 
 @dataclass(frozen=True)
 class VersionSummary:
-    """One published version, equal on all ranks but for ``wait_s``.
+    """One published version, equal on all ranks except for ``wait_s``.
 
     Attributes:
         version: its number, from 1 on.
-        full: whether it needs no version before it.
-        weights: weights of the model; ``changed``: those that differ from the version before, all
-            of them in a full version.
+        full: whether it can be applied without an earlier version.
+        weights: number of weights; ``changed``: number that differ from the previous version, all
+            in a full version.
         nbytes: bytes of all ranks' parts.
-        raw: whether changes were sent as they are, without a codec.
-        compare_s, encode_s, wire_s: seconds of the slowest rank in each.
-        apply_s: seconds in which the slowest receiver applied the version before; None without
-            an answer.
-        seconds: from its begin until it was readable; ``wait_s``: those of them in which training
-            waited on this rank.
+        raw: whether changes were sent without a codec.
+        compare_s, encode_s, wire_s: seconds of comparing, encoding and sending, each on its slowest
+            rank.
+        apply_s: seconds that the slowest receiver needed to apply the previous version; None
+            without an answer.
+        seconds: seconds from its begin until it was readable; ``wait_s``: the part of them in which
+            training waited on this rank.
         estimate: the seconds by which "auto" chose between coded and raw; None if it did not.
     """
 
@@ -56,11 +57,12 @@ class VersionSummary:
 
 @dataclass(frozen=True)
 class StartedVersion:
-    """A version that is being written beside the training, equal on all ranks but for ``wait_s``.
+    """A version that is being written beside the training, equal on all ranks except for
+    ``wait_s``.
 
     Attributes:
         version: its number.
-        full: whether it needs no version before it.
+        full: whether it can be applied without an earlier version.
         wait_s: seconds that training has waited for it on this rank.
     """
 
@@ -70,7 +72,7 @@ class StartedVersion:
 
 
 def check_all(said: Sequence[Mapping[str, Any]], ranks: tuple[int, ...], what: str) -> None:
-    """Raise PublishError, on every rank, where one has stated a problem."""
+    """Raise PublishError on every rank if any rank has stated a problem."""
     bad = [(ranks[place], one["problem"]) for place, one in enumerate(said) if one["problem"]]
     if bad:
         rank, problem = bad[0]

@@ -17,19 +17,19 @@ from hybridcomp.publishing.summaries import check_all
 from hybridcomp.publishing.weights import EngineWeights
 
 WHAT = "publishing weights"
-#: makes the manifest of what is said of all parts
+#: makes the manifest from the statements on all parts
 MakesManifest = Callable[[Sequence[Mapping[str, Any]]], Manifest]
 
 
 @dataclass(frozen=True)
 class VersionStart:
-    """Describe a version when it begins; equal on all ranks but for ``rank``.
+    """Start of a version; equal on all ranks except for ``rank``.
 
     Attributes:
-        version, full: its number, and whether it needs none before it.
-        head: what the index of a part says of it.
-        rank: place of this rank among ``ranks``, those of the job.
-        tokens: of the names of all ranks' parts, in order.
+        version, full: its number, and whether it can be applied without an earlier version.
+        head: description of the version in a part's index.
+        rank: index of this rank in ``ranks``, the job's ranks.
+        tokens: tokens in the names of all ranks' parts, in order.
     """
 
     version: int
@@ -40,12 +40,12 @@ class VersionStart:
     tokens: tuple[str, ...]
 
     def tell(self, **statement: Any) -> list[dict[str, Any]]:
-        """Exchange statements; a collective over the job's ranks, for the caller's thread alone."""
+        """Exchange statements; a collective over the job's ranks, only on the caller's thread."""
         return tell(statement, what=WHAT, ranks=self.ranks)
 
 
 def make_ready(weights: EngineWeights) -> str | None:
-    """Have gathers finished and blocks measured, which may be collectives: on all ranks."""
+    """Finish gathers and measure blocks, which may be collectives, so on all ranks."""
     _, problem = saved.attempt(weights.ready)
     if weights.quantizer is not None:
         _, unmeasured = saved.attempt(weights.quantizer.measure)
@@ -62,8 +62,8 @@ def write_version(
 ) -> tuple[Manifest, list[dict[str, Any]]]:
     """Write a version; a collective over the job's ranks.
 
-    Returns its manifest, and what the ranks say of their parts. Raises PublishError, on every rank,
-    where the version is not readable.
+    Returns its manifest and the ranks' statements on their parts. Raises PublishError on every rank
+    if the version is not readable.
     """
     part, file, problem = _part(begin, weights, encoder, destination)
     said = _all_well(begin, destination, problem, {"file": file, **vars(part)})
@@ -76,7 +76,7 @@ def write_version(
 def _part(
     begin: VersionStart, weights: EngineWeights, encoder: PartEncoder, destination: Destination
 ) -> tuple[PartSummary, str, str | None]:
-    """Write this rank's part; returns what it took, its file, and what went wrong."""
+    """Write this rank's part; return its summary, its file, and an error if there was one."""
     sink, problem = saved.attempt(lambda: destination.begin(begin.version, begin.rank))
     unready = make_ready(weights)
     problem, part = problem or unready, None
@@ -98,19 +98,19 @@ def _part(
 def _all_well(
     begin: VersionStart, destination: Destination, problem: str | None, statement: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Exchange what the ranks have done; take everything back where one has failed."""
+    """Exchange the ranks' results; withdraw everything if a rank has failed."""
     said = begin.tell(problem=problem, **statement)
     if any(one["problem"] for one in said):
-        # not where ``tell`` raises: rank 0 may have heard all, and have written the manifest
+        # but not if ``tell`` raises: rank 0 may have heard all ranks and written the manifest
         saved.attempt(destination.abandon)
     check_all(said, begin.ranks, f"version {begin.version}")
     return said
 
 
 def commit(destination: Destination, manifest: Manifest) -> str | None:
-    """Write the manifest, on rank 0; returns what went wrong.
+    """Write the manifest on rank 0; return an error if there was one.
 
-    A version that is there in spite of an error is told, and has none.
+    If the version exists despite an error, that error is logged but not returned.
     """
     _, problem = saved.attempt(lambda: destination.commit(manifest))
     if problem is None:

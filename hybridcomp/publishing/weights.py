@@ -16,30 +16,30 @@ from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import tell
 from hybridcomp.publishing.stretches import WeightRange, divide
 
-#: dtypes that are published, by their names in a block and in a manifest
+#: published dtypes, by their names in a block and in a manifest
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: further kinds of values, which are held as 16-bit patterns: of FP8 (E4M3), scales of E8M0, and
-#: fp32 scales, two patterns each
+#: further kinds of values, held as 16-bit patterns: FP8 (E4M3) values, E8M0 scales, and fp32 scales
+#: of two patterns each
 FP8, E8M0, FP32 = "fp8", "e8m0", "fp32"
-#: the dtype of the patterns, by all names that a manifest may have
+#: dtype of the patterns, by every kind that a manifest may name
 PATTERNS: dict[str, torch.dtype] = {**DTYPES, **dict.fromkeys((FP8, E8M0, FP32), torch.bfloat16)}
 #: entries of a table: name of a parameter -> its shape and the name of its dtype
 Table = dict[str, tuple[tuple[int, ...], str]]
 KEY = "publish"
-#: under whose names weights are published
+#: namings under which weights are published
 OWN, HUGGING_FACE = "own", "hf"
 NAMINGS = (OWN, HUGGING_FACE)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A stretch that this rank holds.
+    """A range that this rank holds.
 
     Attributes:
-        read: returns its values now, in any shape and dtype.
-        part: returns values ``low`` to ``high`` as they are published, 1-D; None: those of ``read``
-            in the published dtype.
+        read: returns its current values, in any shape and dtype.
+        part: returns values ``low`` to ``high`` as published, 1-D; None: use ``read``, cast to the
+            published dtype.
     """
 
     stretch: WeightRange
@@ -48,10 +48,10 @@ class Held:
 
 
 class Quantizes(Protocol):
-    """Scales of what is published in 8 bits; both are called on all ranks."""
+    """Scales of 8-bit published weights; all ranks call both methods."""
 
     def bind(self, owned: Sequence[Owned]) -> None:
-        """Take what this rank publishes."""
+        """Store the ranges that this rank publishes."""
 
     def measure(self) -> None:
         """Find the largest magnitudes before the values of a version are read."""
@@ -64,18 +64,18 @@ class EngineWeights:
     Attributes:
         shapes: whole shape of every parameter that this rank knows, by its Hugging Face name.
         dtypes: the dtype in which the model computes with each of them.
-        held: what this rank holds of them.
+        held: the ranges that this rank holds.
         aliases: further names of tied parameters, with the name under which each is published.
         ranks: global ranks of the job, in order; all of them call the publisher together.
-        ready: called before weights are read, on all ranks: finishes gathers that are under way.
-        unchanged: called then, before each version: raises PublishError where the engine computes
-            with other parameters than these by now.
-        hugging_face: returns the same weights under the names, shapes and cuts that Hugging Face
-            has; None where the module's own names are those, or nobody knows them.
-        module: returns the model whose parameters these are, while it lives; None where unknown.
-        kinds: the kind of values of parameters that are no 16-bit weights, one of PATTERNS.
-        quantizer: measures, before the values of a version are read, where ``kinds`` has any.
-        refused: why what this rank holds cannot be published; told to all ranks, which raise it.
+        ready: called on all ranks before weights are read; finishes pending gathers.
+        unchanged: called at the same time, before each version; raises PublishError if the engine
+            now uses other parameters.
+        hugging_face: returns the same weights with Hugging Face's names, shapes and cuts; None if
+            the module already has these, or if they are unknown.
+        module: returns the model that owns the parameters, while it lives; None if unknown.
+        kinds: kind of values, one of PATTERNS, of parameters that are not 16-bit weights.
+        quantizer: measures scales before a version's values are read, if ``kinds`` has any.
+        refused: why this rank's weights cannot be published; all ranks then raise it.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -93,12 +93,12 @@ class EngineWeights:
 
 
 def is_sixteen(kind: str) -> bool:
-    """Return whether values of a kind are 16-bit weights themselves."""
+    """Return whether values of ``kind`` are 16-bit weights themselves."""
     return kind in DTYPES
 
 
 def unless_refused(make: Callable[[], EngineWeights], ranks: tuple[int, ...]) -> EngineWeights:
-    """Return ``make()``; where it raises ConfigError, weights that have the error told to all."""
+    """Return ``make()``; if it raises ConfigError, return weights that refuse with that error."""
     try:
         return make()
     except ConfigError as error:
@@ -106,7 +106,7 @@ def unless_refused(make: Callable[[], EngineWeights], ranks: tuple[int, ...]) ->
 
 
 class _AsShown(str):
-    """Text about a value that another rank has found, which an error shows as it is."""
+    """Description of another rank's value, which an error shows unquoted."""
 
     __slots__ = ()
 
@@ -116,7 +116,7 @@ class _AsShown(str):
 
 @dataclass(frozen=True)
 class Owned:
-    """A part of a ``Held`` that this rank publishes: positions ``low`` to ``high`` of it."""
+    """A part of a ``Held`` that this rank publishes: positions ``low`` to ``high``."""
 
     held: Held
     low: int
@@ -124,13 +124,13 @@ class Owned:
 
     @property
     def stretch(self) -> WeightRange:
-        """Return where these values are in their parameter."""
+        """Return the range of these values in their parameter."""
         return self.held.stretch.cut(self.low, self.high)
 
 
 @dataclass(frozen=True)
 class DividedWeights:
-    """Weights of a job: one table for all ranks, and what this rank publishes of them."""
+    """Weights of a job: one table for all ranks, and the parts that this rank publishes."""
 
     table: Table
     aliases: dict[str, str]
@@ -143,9 +143,9 @@ class DividedWeights:
 
 
 def named(weights: EngineWeights, names: str) -> EngineWeights:
-    """Return ``weights`` under the names that ``names`` asks for, one of NAMINGS.
+    """Return ``weights`` under the naming ``names``, one of NAMINGS.
 
-    Raises ConfigError where the engine has no others, or the model is of no known family.
+    Raises ConfigError if the engine has no such names, or the model's family is unknown.
     """
     if names not in NAMINGS:
         raise ConfigError(f"{KEY}.names", names, f"expected one of {', '.join(NAMINGS)}")
@@ -160,8 +160,8 @@ def named(weights: EngineWeights, names: str) -> EngineWeights:
 def published_dtype(weights: EngineWeights, asked: str | None) -> dict[str, str]:
     """Return the name of the dtype in which each parameter is published.
 
-    Raises ConfigError where a parameter has no 16 bits and ``asked`` names no dtype, where it names
-    another one than the model computes with, and where values are no floating-point numbers.
+    Raises ConfigError if a parameter is not 16-bit and ``asked`` names no dtype, if it names
+    another 16-bit dtype than the model's, or if values are not floating-point.
     """
     if asked is not None and asked not in DTYPES:
         raise ConfigError(f"{KEY}.dtype", asked, f"expected one of {', '.join(DTYPES)}, or nothing")
@@ -187,18 +187,19 @@ def published_dtype(weights: EngineWeights, asked: str | None) -> dict[str, str]
 
 
 def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeights:
-    """Exchange what the ranks hold, and divide it among them; a collective.
+    """Exchange which weights the ranks hold, and divide them among the ranks; a collective.
 
-    Raises ConfigError as ``published_dtype`` and where a rank refuses its engine, PublishError
-    where ranks state different shapes for one name, or where values of a parameter are held by no
-    rank or by two in different cuts.
+    Raises ConfigError like ``published_dtype`` and if a rank refuses its engine; PublishError if
+    ranks state different shapes for a name, or if values of a parameter are held by no rank, or by
+    two ranks in different cuts.
     """
     problem, dtypes = None, dict.fromkeys(weights.shapes, "")
     try:
         if weights.refused is not None:
             raise weights.refused
         dtypes = published_dtype(weights, asked)
-    except ConfigError as error:  # told below, on all ranks: stages may have different layers
+    # raised below, on all ranks: pipeline stages may have different layers
+    except ConfigError as error:
         problem = (error.key, repr(error.found), error.todo)
     mine = {
         "problem": problem,
@@ -224,7 +225,7 @@ def _row(one: WeightRange) -> tuple[str, int, int, int, int]:
 
 
 def _exchange(mine: dict[str, Any], ranks: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the statements of all ranks, by place in ``ranks``."""
+    """Return the statements of all ranks, in the order of ``ranks``."""
     if len(ranks) < dist.get_world_size():
         return tell(mine, what="published weights", ranks=ranks)
     return small_messages.gather_objects(mine)
@@ -246,7 +247,7 @@ def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:
 
 
 def _check_cover(table: Table, stretches: Iterable[WeightRange]) -> None:
-    """Raise PublishError unless the stretches cover every value of the table exactly once."""
+    """Raise PublishError unless the ranges cover every value of the table exactly once."""
     for name, want, found in uncovered(table, stretches):
         what = "parts that overlap" if found < 0 else f"parts of {found} values together"
         raise PublishError(
@@ -256,9 +257,9 @@ def _check_cover(table: Table, stretches: Iterable[WeightRange]) -> None:
 
 
 def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str, int, int]]:
-    """Return parameters whose values are not in one stretch each: name, want, found.
+    """Return parameters whose values are not covered exactly once: name, want, found.
 
-    ``found`` is -1 where stretches overlap, end beyond the parameter, or are of an unknown one.
+    ``found`` is -1 if ranges overlap, end beyond the parameter, or belong to an unknown one.
     """
     held: dict[str, list[WeightRange]] = {name: [] for name in table}
     for one in stretches:
@@ -276,7 +277,7 @@ def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str,
 
 
 def _leave_none(parts: Sequence[WeightRange], numel: int) -> bool:
-    """Return whether stretches of ``numel`` values together are all values of a parameter."""
+    """Return whether disjoint ranges of ``numel`` values together are all values of a parameter."""
     if all(one.runs == 1 for one in parts):
         some = sorted(one for one in parts if one.numel)
         ends = [0, *(one.end for one in some)]

@@ -1,1 +1,1 @@
-"""Replace an upstream's functions, at once or when its module is imported."""
+"""Replace upstream functions, at once or when their module is imported."""

@@ -1,4 +1,4 @@
-"""Apply patches once their upstream module is imported, and say which of them are in place."""
+"""Apply patches once their upstream module is imported, and report which are in place."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hybridcomp.seams.patching import Patch, revert_all
 
 
 class ArmedPatches:
-    """Apply patches by upstream module: at once where it is imported, and else at its import.
+    """Apply patches by upstream module: at once if it is imported, otherwise on import.
 
-    ``apply`` returns the applied patches of a module, None where there are none to apply now.
-    ``in_place`` holds what is applied; ``armed`` tells whether imports are acted upon.
+    ``apply`` returns the applied patches of a module, None if there are none to apply now.
+    ``in_place`` holds the applied patches; ``armed`` says whether imports trigger patches.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class ArmedPatches:
         self._apply, self._hooked = apply, set[str]()
 
     def arm(self, modules: Iterable[str]) -> None:
-        """Apply the patches of every imported one of ``modules``, the others at their import."""
+        """Apply the patches of the imported ones of ``modules``, of others on their import."""
         self.armed = True
         for module in modules:
             if module in sys.modules:
@@ -35,7 +35,7 @@ class ArmedPatches:
                 register_post_import_hook(self._on_import, module)
 
     def disarm(self) -> None:
-        """Revert everything that is applied."""
+        """Revert all applied patches."""
         self.armed = False
         for module in list(self.in_place):
             revert_all(self.in_place.pop(module))
@@ -48,19 +48,19 @@ class ArmedPatches:
                 self.in_place[module] = applied
 
     def _on_import(self, module: types.ModuleType) -> None:
-        # the hook cannot be removed, so it checks whether patches are still armed
+        # the import hook cannot be removed, so it checks whether patches are still armed
         if self.armed:
             self.apply(module.__name__)
 
 
-#: upstream package -> its patches that are in place
+#: upstream package -> its applied patches
 IN_PLACE: dict[str, list[Patch]] = {}
-#: optional upstream package -> why its patches are not in place
+#: optional upstream package -> why its patches are not applied
 UNFIT: dict[str, str] = {}
 
 
 def missing(package: str) -> str | None:
-    """Return why the patches of an optional package are not in place; None where they are."""
+    """Return why the patches of an optional package are not applied; None if they are."""
     if package in IN_PLACE:
         return None
     return UNFIT.get(package, f"{package} is not imported, or hybridcomp not installed")

@@ -34,12 +34,12 @@ Maker = Callable[[Any], Any]
 
 @functools.cache
 def version(package: str) -> str:
-    """Return the installed version, read once: a hundred seams ask for the same few."""
+    """Return the installed version, which is cached: a hundred seams ask for the same few."""
     return read_version(package)
 
 
 def since(requirement: str, oldest: str) -> str:
-    """Return ``requirement`` with another oldest version, for seams that earlier releases lack."""
+    """Return ``requirement`` with a newer oldest version, for seams that older releases lack."""
     found, count = re.subn(r">= [\w.]+", f">= {oldest}", requirement)
     assert count == 1, requirement
     return found
@@ -56,9 +56,9 @@ class Seam:
         qualname: dotted path inside the module, private names already mangled.
         parameters: names of the parameters, or a tuple of alternatives where versions differ;
             ``None`` for classes, whose parameters say nothing.
-        source: for an upstream in a checkout without a version, or whose versions are judged by
-            more than a number: returns a description of a version that the seam fits, else raises
-            SeamError. The requirement is then for human readers only.
+        source: for upstreams in a checkout without a version, or with checks beyond a number:
+            returns a description of the version if the seam fits it, else raises SeamError. The
+            requirement then only informs human readers.
     """
 
     requirement: str
@@ -72,7 +72,7 @@ class Seam:
 
     @property
     def alternatives(self) -> tuple[tuple[str, ...], ...]:
-        """Accepted parameter lists."""
+        """Return the accepted parameter lists."""
         if not self.parameters:
             return ((),)
         if isinstance(self.parameters[0], str):
@@ -80,7 +80,7 @@ class Seam:
         return self.parameters
 
     def found_version(self) -> str:
-        """Return the installed version if it lies in the window; else raise SeamError."""
+        """Return the installed version if it is supported; else raise SeamError."""
         if self.source is not None:
             return self.source()
         requirement = Requirement(self.requirement)
@@ -119,11 +119,11 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        """Return whether the replacement is in place (as far as we know)."""
+        """Return whether the replacement is in place, as far as we know."""
         return self._mine is not None
 
     def check(self) -> Any:
-        """Find the original and check version, parameters and origin; returns the raw attribute.
+        """Find the original; check version, parameters and origin; return the raw attribute.
 
         Raises SeamError. Changes nothing.
         """
@@ -165,7 +165,7 @@ class Patch:
         return self
 
     def revert(self) -> None:
-        """Put the original back; raises SeamError if our replacement was replaced in turn."""
+        """Restore the original; raise SeamError if somebody has replaced our replacement."""
         if not self.applied:
             raise SeamError(f"{self.seam}: not applied")
         if inspect.getattr_static(self._owner, self._name) is not self._mine:
@@ -188,8 +188,8 @@ class Patch:
 def _decorated(function: Any) -> Any:
     """Return the function inside upstream's decorators.
 
-    Some of them (DeepSpeed's instrument_w_nvtx) keep no ``__wrapped__`` and have ``*args,
-    **kwargs``: the decorated function is then the one callable in their closure.
+    Some decorators (DeepSpeed's instrument_w_nvtx) set no ``__wrapped__`` and take ``*args,
+    **kwargs``: the decorated function is then the only callable in their closure.
     """
     while tuple(inspect.signature(function).parameters) == ("args", "kwargs"):
         cells = getattr(function, "__closure__", None) or ()
@@ -207,7 +207,7 @@ def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:
         return
     package = sys.modules.get(seam.module.partition(".")[0])
     if package is None or not hasattr(package, "__path__"):
-        return  # a single module, or a stub
+        return  # a single-file module, or a stub
     # decorators of torch and contextlib count as upstream code
     torch_home = list(getattr(sys.modules.get("torch"), "__path__", ()))
     homes = [os.path.realpath(home) + os.sep for home in [*package.__path__, *torch_home]]
@@ -223,12 +223,12 @@ def has_module(name: str) -> bool:
     """Return whether an upstream module exists; without upstream seams are only listed."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # raised if a parent package is missing
         return False
 
 
 def apply_all(patches: Iterable[Patch]) -> list[Patch]:
-    """Apply every patch, or none: a failure reverts what was set and raises."""
+    """Apply every patch, or none: after a failure revert the applied ones, and raise."""
     done: list[Patch] = []
     try:
         for patch in patches:
@@ -240,13 +240,13 @@ def apply_all(patches: Iterable[Patch]) -> list[Patch]:
 
 
 def revert_all(patches: Sequence[Patch]) -> None:
-    """Revert in the opposite order of application."""
+    """Revert in reverse order of application."""
     for patch in reversed(patches):
         patch.revert()
 
 
 def stale_bindings(obj: object) -> list[str]:
-    """Return modules that imported ``obj`` by name and would not see a patch at its home."""
+    """Return modules that imported ``obj`` by name and would miss a patch of its home module."""
     return sorted(
         f"{module_name}.{name}"
         for module_name, module in list(sys.modules.items())

@@ -1,7 +1,7 @@
 """Attach hybridcomp to a training loop: channels, steps, checkpoints, reports.
 
-``EngineSession`` does it for one engine; ``process`` holds the session of a process whose engine is
-not at hand, ``reporter`` prints and writes the ledger.
+``EngineSession`` does this for one engine; ``process`` holds the session of a process for code that
+has no engine, ``reporter`` prints and writes the ledger.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["EngineSession"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: names of metrics are read by commands that need no torch."""
+    """Import lazily: commands that need no torch read the names of metrics."""
     if name == "EngineSession":
         from hybridcomp.session.engine_session import EngineSession
 

@@ -1,4 +1,4 @@
-"""Compare the block of a job, and the versions of what it runs on, over all ranks."""
+"""Compare the block of a job, and the versions of its software, over all ranks."""
 
 from __future__ import annotations
 

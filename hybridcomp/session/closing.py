@@ -1,8 +1,8 @@
-"""Print the last line of a job: bytes sent, seconds saved as far as measured, worst error, report.
+"""Print a job's last line: bytes sent, seconds saved if measured, worst error, report.
 
 Each engine or model opens an ``Account`` on rank 0. Accounts hold numbers only, so a model that is
-dropped before the end still counts. The line is printed when the process ends, by ``sys.exit`` and
-by an exception too, and in ranks started by ``multiprocessing``, which run no ``atexit``.
+dropped before the end still counts. The line is printed when the process ends, also by ``sys.exit``
+or an exception, and in ranks started by ``multiprocessing``, which do not run ``atexit``.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.dimensions import Dimension
 from hybridcomp.log import say
 
-#: text where none of a run's seconds were measured
+#: text if no seconds of the run were measured
 UNTIMED = 'seconds were not measured ("when": "auto" measures them)'
 
 
 class Closable(Protocol):
-    """Object that a process closes before it ends."""
+    """Object that is closed before the process ends."""
 
     def close(self) -> None:
-        """Write and tell what is left; harmless when called twice."""
+        """Write and print what is left; harmless when called twice."""
 
 
 @dataclass
 class Account:
-    """Traffic of one engine or model, on all ranks as far as it was reported."""
+    """Traffic of one engine or model, on all ranks as far as reported."""
 
     gains: TimeSaved
-    report: str = ""  # the file with its records
+    report: str = ""  # file with the engine's records
     step: int = 0  # step of the last report
     raw_nbytes: float = 0.0
     wire_nbytes: float = 0.0
-    encoded: float = 0.0  # encoded messages
+    encoded: float = 0.0  # number of encoded messages
     error: float = 0.0
     worst: Dimension | None = None
     outside: float = 0.0
     rest: float = 0.0  # messages of this rank since the last report
-    idle: str = ""  # why nothing is compressed, where that is so
-    also: tuple[str, ...] = ()  # what followers have done, such as publishing
-    dimensions: set[Dimension] = field(default_factory=set)  # encoded ones
+    idle: str = ""  # why nothing is compressed, if so
+    also: tuple[str, ...] = ()  # what followers have done, such as publishing versions
+    dimensions: set[Dimension] = field(default_factory=set)  # encoded dimensions
 
     def add(self, entries: Mapping[Key, Entry]) -> None:
         """Add ledger entries: of all ranks in a report, of this rank where there was no report."""
@@ -56,13 +56,13 @@ class Account:
             self.wire_nbytes += entry.wire_nbytes
             self.outside += entry.outside
             if entry.messages > entry.native or (dimension == "sync" and entry.messages):
-                self.encoded += entry.messages  # islands send less by meeting seldom, too
+                self.encoded += entry.messages  # islands also send less by meeting seldom
                 self.dimensions.add(dimension)
             if entry.error is not None and entry.error > self.error:
                 self.error, self.worst = entry.error, dimension
 
     def close(self, entries: Mapping[Key, Entry], idle: str, also: Iterable[str] = ()) -> None:
-        """Take the entries since the last report.
+        """Add the entries since the last report.
 
         ``idle``: why nothing was compressed, if so; ``also``: what followers have done.
         """
@@ -74,13 +74,14 @@ class Account:
 
 
 _accounts: list[Account] = []
-#: held weakly: a dropped model takes its session and its ledger along
+#: open objects, held weakly: dropping a model drops its session and its ledger
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
-_registered_in: list[int] = []  # process with a registered end: forks inherit the list
+# ids of processes with a registered end, since forks inherit this list
+_registered_in: list[int] = []
 
 
 def open_account(gains: TimeSaved, report: str) -> Account:
-    """Open the account of a model on rank 0, which the job's last line includes."""
+    """Open the account of a model on rank 0; the job's last line will include it."""
     _register_end()
     account = Account(gains, report)
     _accounts.append(account)
@@ -88,18 +89,18 @@ def open_account(gains: TimeSaved, report: str) -> Account:
 
 
 def forget() -> None:
-    """Say no last line of the trainings so far: those of a measurement are nobody's job."""
+    """Print no last line for the trainings so far, which only measured something."""
     _accounts.clear()
 
 
 def close_at_the_end(one: Closable) -> None:
-    """Close ``one`` before the process ends, unless it was dropped: who waits for it is told."""
+    """Close ``one`` before the process ends unless it was dropped, so that others learn of it."""
     _register_end()
     _open.add(one)
 
 
 def _register_end() -> None:
-    """Have this process close what is open at its end; a fork inherits its parent's."""
+    """Register that this process closes open objects at its end; a fork drops its parent's."""
     if os.getpid() not in _registered_in:
         _registered_in[:] = [os.getpid()]
         _accounts.clear()
@@ -108,7 +109,7 @@ def _register_end() -> None:
 
 
 def _end() -> None:
-    """Close all that is open, one after another has failed, too; then say the last line."""
+    """Close all open objects, also after one fails; then print the last line."""
     with ExitStack() as ends:
         ends.callback(_say_last)
         for one in list(_open):
@@ -122,7 +123,7 @@ def _say_last() -> None:
 
 
 def last_line(accounts: list[Account]) -> str:
-    """Sum up the accounts in one sentence."""
+    """Summarize the accounts in one sentence."""
     raw, wire = sum(a.raw_nbytes for a in accounts), sum(a.wire_nbytes for a in accounts)
     files = dict.fromkeys(a.report for a in accounts if a.report)
     report = f"report {', '.join(files)}" if files else "no report file"

@@ -1,9 +1,9 @@
-"""Attach hybridcomp to an engine: the steps that all engines share.
+"""Attach hybridcomp to an engine: the steps common to all engines.
 
 DeepSpeed's engines (``patches/ds/attach.py``), Megatron's processes (``process`` and
 ``patches/mcore/attach.py``) and code without patches call the same methods at the same moments:
 
-1. ``begin``: the ranks agree on block and versions, channels are made, the user is told of them.
+1. ``begin``: the ranks agree on block and versions; channels are made and described to the user.
 2. ``name_parameters``, ``place``, ``measure``: facts of the caller's model and groups.
 3. ``begin_step`` and ``end_step`` around every optimizer step.
 4. ``save`` and ``load`` beside the caller's checkpoint; ``close`` at the end.
@@ -42,14 +42,14 @@ from hybridcomp.session.reporter import Event, Reporter, describe_run
 
 #: attribute of an engine with its session
 ATTRIBUTE = "_hybridcomp_session"
-#: upstream package -> calls of its seams for an attached engine, in order
+#: upstream package -> calls of its seams for each attached engine, in order
 WHEN_ATTACHED: dict[str, list[Callable[[Any, Channels], None]]] = {}
-#: added to a decision that a restart would forget
+#: appended to a message about a decision that a restart would lose
 ADVICE = "; only hybridcomp.save_state keeps this over a restart"
 
 
 def session_of(engine: Any) -> EngineSession | None:
-    """Return the session of an attached engine, None for any other object."""
+    """Return the session of an attached engine; None for any other object."""
     found: EngineSession | None = getattr(engine, ATTRIBUTE, None)
     return found
 
@@ -59,13 +59,13 @@ class EngineSession:
 
     Attributes:
         channels: one channel for the messages of each dimension.
-        loss_scale: the factor on the gradients, in whose units residuals are.
-        reporter: sums the ledgers of the ranks; None where other code reports.
+        loss_scale: factor on the gradients, and therefore on the residuals.
+        reporter: sums the ledgers of the ranks; None if other code reports.
         models: number of models whose parameters were named.
         restored: whether the engine has loaded its checkpoint since ``begin``.
-        loaded: whether ``load`` has run since.
+        loaded: whether ``load`` has run since ``begin``.
         layout: ranks in each group whose coordinates are in the names of parameters.
-        followers: what else is done around steps.
+        followers: objects called around steps, such as publishers.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class EngineSession:
         """Hold existing ``channels``; ``begin`` makes them.
 
         Args:
-            channels: those of this engine alone.
-            device: device of its messages; None: that on which the default group reduces.
+            channels: channels of this engine alone.
+            device: device of its messages; None: the device on which the default group reduces.
             interval: optimizer steps between two reports, 0: none; by default the ledger's.
-            write: takes the figures of a report and its step, on every rank.
+            write: receives the figures of a report and its step, on every rank.
             layout: ranks in each group whose coordinates are in the names of parameters.
-            kept_in: the engine's checkpoints, in words, where they include the session's state.
+            kept_in: words for the engine's checkpoints, if they include the session's state.
         """
         self.channels = channels
         self.loss_scale = 1.0
@@ -113,8 +113,8 @@ class EngineSession:
     ) -> EngineSession | None:
         """Agree on ``block`` over all ranks and make its channels; None: no rank has a block.
 
-        ``packages``: of upstream, whose versions have to agree, too; ``absent``: dimensions without
-        messages in such a job; ``options``: as for the constructor. Raises AgreementError.
+        ``packages``: upstream packages whose versions must agree too; ``absent``: dimensions
+        without messages in such a job; ``options``: as for the constructor. Raises AgreementError.
         """
         agree_on(block, *packages)
         if block is None:
@@ -128,7 +128,7 @@ class EngineSession:
 
     @property
     def device(self) -> torch.device:
-        """Device of the messages of this engine."""
+        """Return the device of this engine's messages."""
         if self._device is None:
             self._device = default_device()
         return self._device
@@ -136,11 +136,11 @@ class EngineSession:
     def open_reporter(self, jsonl: Path | None = None, ranks: Sequence[int] | None = None) -> None:
         """Report from now on, into ``jsonl`` and an existing W&B run; a collective.
 
-        Raises ConfigError on every rank where rank 0 cannot write the file.
+        Raises ConfigError on every rank if rank 0 cannot write the file.
 
         Args:
-            jsonl: None for the block's ``ledger.jsonl``, if it has one; that of rank 0 counts.
-            ranks: global ranks that open a reporter, those of one model; None: all.
+            jsonl: None for the block's ``ledger.jsonl``, if any; only rank 0's path is used.
+            ranks: global ranks, of one model, that open a reporter; None: all.
         """
         config, named = self.channels.config, self.channels.config.ledger.jsonl
         describe_run(config)
@@ -156,13 +156,14 @@ class EngineSession:
     ) -> None:
         """Store names: unique in the job, equal on all ranks that reduce a gradient together.
 
-        Residuals are saved under these names, and loaded by the ranks that state them if the number
-        of ranks changes. ``common``: names of vectors that tensor-parallel ranks share.
+        Residuals are saved under these names; if the number of ranks changes, a rank loads those of
+        its names. ``common``: names of vectors that tensor-parallel ranks share.
         """
         self.models += 1
         for name, parameter in named:
             setattr(parameter, NAME, name)
-            pair = (2,) if parameter.is_complex() else ()  # DDP sums complex numbers as pairs
+            # DDP sums complex numbers as pairs of reals
+            pair = (2,) if parameter.is_complex() else ()
             numel = int(getattr(parameter, "ds_numel", parameter.numel()))
             self.channels.numels[name] = 2 * numel if pair else numel
             self.channels.factors.learn(name, (*parameter.shape, *pair))
@@ -172,22 +173,22 @@ class EngineSession:
         self.channels.common |= frozenset(common)
 
     def pieces(self, parameters: Iterable[Tensor]) -> list[Piece]:
-        """Return the pieces of a flat buffer of these named parameters, whole and in order."""
+        """Return the pieces of a flat buffer that holds these named parameters whole, in order."""
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Tell the user what memory is taken, and where the block saves nothing on these dtypes."""
+        """Report memory use to the user, and where the block saves nothing on these dtypes."""
         config = self.channels.config
         saves_nothing = (note for dtype in dtypes for note in notes(config, dtype))
         self.say(*memory_lines(self.memory), *idle_notes(config), *saves_nothing)
 
     def place(self, groups: Iterable[Ranks | dist.ProcessGroup], *, of_user: bool = False) -> None:
-        """Find the nodes, and make the two levels of ``hierarchy``; a collective.
+        """Find the nodes, and set up the two levels of ``hierarchy``; a collective.
 
         Args:
             groups: groups of this rank that reduce gradients or gather parameters, or their ranks.
             of_user: whether the user made the groups of this job, whose time-outs then stay
-                unchanged; those of upstream's groups follow the default group's.
+                unchanged; upstream's groups get the default group's time-out.
         """
         ranks = {group if isinstance(group, tuple) else ranks_of(group) for group in groups}
         self.say(*self.channels.place(ranks))
@@ -206,7 +207,7 @@ class EngineSession:
 
         ``group``: replicas of this rank's ``numel`` parameters of ``dtype``; ``sent``: messages of
         a step, as far as they are known; ``only``: the dimensions to measure. Messages of a dtype
-        that no codec takes are native anyway, and are not measured.
+        that no codec accepts are native anyway and not measured.
         """
         if dtype not in VALUE_DTYPES:
             return
@@ -216,7 +217,7 @@ class EngineSession:
 
     @property
     def memory(self) -> list[MemoryItem]:
-        """Return what channels and the block's followers take on this rank, after ``measure``."""
+        """Return the memory that channels and followers use on this rank, after ``measure``."""
         return memory_of(self.channels)
 
     # steps
@@ -226,17 +227,17 @@ class EngineSession:
         self.followers.append(follower)
 
     def before_step(self) -> None:
-        """Call the followers while the weights are those before an optimizer step.
+        """Call the followers while the weights are still those before an optimizer step.
 
-        Where the engine's own step is about to begin, or at any moment before it at which all ranks
-        of the engine come by; calls after the first of a step are harmless.
+        Call it right before the engine's own step, or at any earlier moment that all ranks of the
+        engine reach; further calls in the same step are harmless.
         """
         self.followers.before_step()
 
     def begin_step(self) -> bool:
-        """Begin a step, unless it has begun: before its first forward pass, or before any of them.
+        """Begin a step, unless it has begun; call before its first, or every, forward pass.
 
-        Returns whether the next call matters: False once nothing is left to be timed.
+        Returns whether further steps need this call: False once nothing is left to be timed.
         """
         return self.channels.payoff.open_step(self.device)
 
@@ -258,7 +259,8 @@ class EngineSession:
         advice = "" if self.kept_in else ADVICE
         self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
         if overflow:
-            self.followers.overflowed(None if loss_scale == 1.0 else loss_scale)  # 1: scales none
+            # a loss scale of 1 means that there is no scaler
+            self.followers.overflowed(None if loss_scale == 1.0 else loss_scale)
         self.followers.after_step(channels.step)
         every = self._interval()
         if self.reporter is not None and every and channels.step % every == 0:
@@ -266,16 +268,16 @@ class EngineSession:
             self._write(events, channels.step)
 
     def skip_step(self) -> None:
-        """Tell the followers of a step that a loss scaler has skipped, which is not counted."""
+        """Tell the followers that a loss scaler skipped a step, which is not counted."""
         self.followers.after_skip()
 
     def take_events(self) -> list[Event]:
-        """Return the figures of the last report, once, for a trainer that logs at other moments."""
+        """Return the figures of the last report, once; for trainers that log at other times."""
         return [] if self.reporter is None else self.reporter.take()
 
     @property
     def forgetful(self) -> bool:
-        """Return whether the engine was restored from a checkpoint, and the session was not."""
+        """Return whether the engine was restored from a checkpoint, but the session was not."""
         return self.restored and not self.loaded
 
     # checkpoints
@@ -289,7 +291,7 @@ class EngineSession:
     def load(
         self, folder: str | Path, loss_scale: float | None = None, step: int | None = None
     ) -> None:
-        """Load the files of ``save`` (``saved_session.read`` and ``take_over``)."""
+        """Load the files of ``save``: ``saved_session.read``, then ``take_over``."""
         saved_session.take_over(self, saved_session.read(self, Path(folder)), loss_scale, step)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Followers: what else is done around the optimizer steps of a session, such as publishing."""
+"""Followers: objects called around the optimizer steps of a session, such as publishers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class StepFollower(Protocol):
         """The key of its row in a report."""
 
     def before_step(self) -> None:
-        """Prepare: the weights are those before the step."""
+        """Prepare for the step; the weights are still those before it."""
 
     def after_step(self, step: int) -> None:
-        """Do what is due after optimizer step ``step``."""
+        """Do the work due after optimizer step ``step``."""
 
     def after_skip(self) -> None:
-        """Do what is due although the optimizer step was skipped for an overflow."""
+        """Do the work due even if the optimizer step was skipped for an overflow."""
 
     def row(self) -> Mapping[str, float] | None:
-        """Return its figures since the last call, equal on all ranks; None: nothing was done."""
+        """Return its figures since the last call, equal on all ranks; None if it did nothing."""
 
     def close(self) -> None:
-        """Free what is held. No collective."""
+        """Free its resources. No collective."""
 
 
 @runtime_checkable
 class StatefulFollower(Protocol):
-    """A follower that a restart has to continue; all ranks call its methods together."""
+    """A follower with state that a restart continues; all ranks call its methods together."""
 
     @property
     def name(self) -> str:
@@ -50,36 +50,39 @@ class StatefulFollower(Protocol):
     def read(self, folder: Path) -> Sequence[Mapping[str, Any]]:
         """Return what ``save`` wrote, checked, for ``resume``; changes nothing. A collective.
 
-        Raises CheckpointError, on every rank, where the file of any is damaged.
+        Raises CheckpointError on every rank if any rank's file is damaged.
         """
 
     def check(self, entry: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless ``entry`` is what ``state`` returns. No collective."""
+        """Raise CheckpointError unless ``entry`` has the form that ``state`` returns.
+
+        No collective.
+        """
 
     def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Continue with the next step from checked states: this rank's, or its share of all.
 
-        None of them on any rank: begin anew. Raises nothing. No collective.
+        If no rank has one, begin anew. Raises nothing. No collective.
         """
 
 
 @runtime_checkable
 class OverflowFollower(Protocol):
-    """A follower that knows whose step an overflow has skipped."""
+    """A follower that can name the island whose step an overflow has skipped."""
 
     def overflowed(self, loss_scale: float | None) -> str | None:
-        """Return a sentence on a step that was skipped, on one of its ranks; else None.
+        """Return a sentence on a skipped step, on one rank of those that skipped it; else None.
 
-        No collective. ``loss_scale``: of the next step; None: not known.
+        No collective. ``loss_scale``: loss scale of the next step; None: unknown.
         """
 
 
 @runtime_checkable
 class ToldFollower(Protocol):
-    """Follower whose work the job's last line tells."""
+    """Follower whose work the job's last line mentions."""
 
     def told(self) -> str:
-        """Return what it has done since the run began, as "published 3 versions"; "": nothing."""
+        """Return its work since the run began, such as "published 3 versions"; "": none."""
 
 
 class Followers(list[StepFollower]):
@@ -87,18 +90,18 @@ class Followers(list[StepFollower]):
 
     @property
     def stateful(self) -> list[StatefulFollower]:
-        """Return those whose state belongs to a checkpoint."""
+        """Return the followers whose state belongs to a checkpoint."""
         return [one for one in self if isinstance(one, StatefulFollower)]
 
     def before_step(self) -> None:
-        """Call all of them while the weights are those before an optimizer step."""
+        """Call all followers while the weights are still those before an optimizer step."""
         for follower in self:
             follower.before_step()
 
     def after_step(self, step: int) -> None:
-        """Call all of them after optimizer step ``step``, the others where one fails.
+        """Call all followers after optimizer step ``step``, even if one of them fails.
 
-        Raises the first error: a version that failed is no reason to miss a meeting.
+        Raises the first error afterwards: a failed version is no reason to miss a meeting.
         """
         errors = []
         for follower in self:
@@ -110,13 +113,13 @@ class Followers(list[StepFollower]):
             raise errors[0]
 
     def after_skip(self) -> None:
-        """Tell all of them of a step that a loss scaler has skipped, which is not counted."""
+        """Tell all followers that a loss scaler skipped a step, which is not counted."""
         self.overflowed(None)
         for follower in self:
             follower.after_skip()
 
     def overflowed(self, loss_scale: float | None) -> None:
-        """Say whose step an overflow has skipped; ``loss_scale``: as in ``OverflowFollower``."""
+        """Report whose step an overflow has skipped; ``loss_scale``: as in ``OverflowFollower``."""
         for follower in self:
             if isinstance(follower, OverflowFollower):
                 told = follower.overflowed(loss_scale)
@@ -124,7 +127,7 @@ class Followers(list[StepFollower]):
                     log.say(told, anywhere=True)
 
     def close(self) -> None:
-        """Free what they hold, the last one first, and the others where one fails."""
+        """Free the followers' resources, the last one first, even if one of them fails."""
         with ExitStack() as ends:
             for follower in self:
                 ends.callback(follower.close)

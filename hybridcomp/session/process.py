@@ -1,9 +1,8 @@
-"""Hold the block and the session of this process, for seams without an engine.
+"""Hold the block and the session of this process, for seams that have no engine.
 
-Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine, so the process has one
-``EngineSession``: that of the first engine that attaches (``share_session``), or without an engine
-one that begins with the block of ``hybridcomp.install(config)`` or of the file named by
-``HYBRIDCOMP_CONFIG``.
+Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine. For them the process holds
+one ``EngineSession``: the first attached engine's (``share_session``), or without an engine a new
+one from the block of ``hybridcomp.install(config)`` or of the file in ``HYBRIDCOMP_CONFIG``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Its functions have the default group as default argument: imported after init_process_group, as
-# DistributedDataParallel does, they would hold that group forever (see _let_go).
+# This module's functions have the default group as a default argument: if it is first imported
+# after init_process_group, as by DistributedDataParallel, they hold that group forever (see
+# _let_go).
 import torch.distributed.nn.functional  # noqa: F401
 
 from hybridcomp.channels import Channels
@@ -33,7 +33,7 @@ from hybridcomp.job import drain_gloo, environment
 from hybridcomp.log import say_once
 from hybridcomp.session.engine_session import EngineSession
 
-#: environment variable with the block of a process without a file of upstream
+#: environment variable that names the block of a process without an upstream config file
 ENVIRONMENT = environment.CONFIG
 #: upstream package -> function that returns the size of each of its groups; set by its patches
 GROUP_SIZES: dict[str, Callable[[], Mapping[Any, int]]] = {}
@@ -44,10 +44,10 @@ class _Holder:
     """Block and session of this process."""
 
     config: CompressionConfig | None = None
-    explicit: bool = False  # configured by call: the environment is ignored
+    explicit: bool = False  # the block was set by a call, so the environment is ignored
     session: EngineSession | None = None
-    lender: weakref.ref[Any] | None = None  # the engine that lent the session
-    settled: bool = False  # the ranks agreed, with or without a block
+    lender: weakref.ref[Any] | None = None  # engine that lent the session
+    settled: bool = False  # the ranks have agreed, with or without a block
 
 
 _holder = _Holder()
@@ -55,7 +55,7 @@ _holder = _Holder()
 
 @atexit.register
 def _let_go() -> None:
-    """Drop the session, and with it the process groups, while the interpreter still runs.
+    """Drop the session, and with it its process groups, while the interpreter still runs.
 
     Groups that are still referenced keep their threads, which get time to release their last
     message.
@@ -73,7 +73,7 @@ def _hold(holder: _Holder) -> None:
 
 
 def put_back() -> Callable[[], None]:
-    """Return what gives this process the block and session that it has now; no collective."""
+    """Return an undo that restores this process's present block and session; no collective."""
     kept = replace(_holder)
 
     def back() -> None:
@@ -96,7 +96,7 @@ def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None)
 def parse(
     config: Mapping[str, Any] | str | Path | CompressionConfig | None,
 ) -> CompressionConfig | None:
-    """Parse the block from any of these forms; None where there is none. Raises ConfigError."""
+    """Parse the block from any of these forms; None if there is none. Raises ConfigError."""
     if config is None or isinstance(config, CompressionConfig):
         return config
     whole = read_source(config)
@@ -121,7 +121,7 @@ def configured() -> CompressionConfig | None:
 def say_native(what: str, looked: str = "") -> None:
     """Tell the user that nothing of ``what`` is compressed, and where no block was found.
 
-    ``looked``: what upstream's configuration has in the place of a block.
+    ``looked``: the place in upstream's configuration where a block would be.
     """
     path = os.environ.get(ENVIRONMENT)
     if _holder.explicit:
@@ -135,30 +135,32 @@ def say_native(what: str, looked: str = "") -> None:
 
 
 def use(channels: Channels | None) -> None:
-    """Use existing channels, on which the ranks agreed and whose maker reports."""
+    """Use existing channels, on which the ranks have agreed and whose creator reports."""
     session = None if channels is None else EngineSession(channels)
     _hold(_Holder(session=session, explicit=True, settled=True))
     say_once.forget()
 
 
 def share_session(engine: Any, session: EngineSession) -> None:
-    """Let the layers of this process send through ``engine``'s session, while it lives.
+    """Let the layers of this process send through ``engine``'s session while it lives.
 
-    The first living engine lends, as layers do not know their engine. Raises ConfigError when the
-    block of a second engine has other codecs in their dimensions.
+    The first living engine lends its session, since layers do not know their engine. Raises
+    ConfigError if a second engine's block has different codecs in these dimensions.
     """
     channels = session.channels
     if shared_channels() is not None:
-        gc.collect()  # engines hang in reference cycles: one that was deleted must not count
+        # engines hang in reference cycles: collect deleted ones so that they do not count
+        gc.collect()
     first = shared_channels()
     if first is None:
         if _holder.session is not None:
-            _holder.session.close()  # from now on the engine reports, maybe into the same file
+            _holder.session.close()  # the engine reports from now on, possibly into the same file
         _holder.session, _holder.lender = session, weakref.ref(engine)
         _holder.settled = True
         say_once.forget()
         return
-    asked = first.config.explicit | channels.config.explicit  # a preset names all dimensions
+    # a preset sets all dimensions, so only explicit ones are compared
+    asked = first.config.explicit | channels.config.explicit
     for name in (name for name, row in ROWS.items() if row.in_layers and name in asked):
         for way in ROWS[name].directions:
             mine = channels.policy.codecs.get((name, way))
@@ -173,16 +175,16 @@ def share_session(engine: Any, session: EngineSession) -> None:
 
 
 def mark_no_block() -> None:
-    """Record that the ranks agreed, at an engine's construction, on no block for its messages.
+    """Record that the ranks agreed, when an engine was built, on having no block.
 
-    So no layer has to ask: in a pipeline the first message of a stage comes only after those of
-    its neighbours, and a question to all ranks would wait forever.
+    Then no layer asks the other ranks: in a pipeline a stage sends its first message only after its
+    neighbours, so a question to all ranks would wait forever.
     """
     _holder.settled = True
 
 
 def release(engine: Any) -> None:
-    """Stop the lending of ``engine``, which is destroyed, even if it is still referenced."""
+    """Stop lending the session of ``engine``, which is destroyed even if still referenced."""
     if _holder.lender is not None and _holder.lender() is engine:
         configure(_holder.config)
 
@@ -195,26 +197,26 @@ def shared_channels() -> Channels | None:
 
 
 def session() -> EngineSession | None:
-    """Return the session that an engine lent, or that of the process; None without a block.
+    """Return the session that an engine lent, or the process's own; None without a block.
 
-    The first call after torch.distributed is up begins it: a collective through the rendezvous
-    store, which every rank reaches without waiting for a message of upstream.
+    The first call after torch.distributed is up begins the session: a collective through the
+    rendezvous store, which every rank reaches without waiting for an upstream message.
     """
     if _holder.lender is not None and _holder.lender() is None:
-        configure(_holder.config)  # the engine is gone, with its traffic
+        configure(_holder.config)  # the engine is gone and its traffic with it
     if not _holder.settled and dist.is_initialized():
         _settle()
     return _holder.session
 
 
 def own_session() -> EngineSession | None:
-    """Return the session of the process itself, None where an engine has lent one."""
+    """Return the process's own session, None if an engine has lent one."""
     found = session()
     return None if _holder.lender is not None else found
 
 
 def has_begun() -> bool:
-    """Return whether the session of a process without an engine exists; begins none."""
+    """Return whether a process without an engine already has a session; begins none."""
     return _holder.session is not None and _holder.lender is None
 
 
@@ -225,15 +227,15 @@ def current() -> Channels | None:
 
 
 def known() -> Channels | None:
-    """Return ``current`` where this rank may have a block; else None, without asking other ranks.
+    """Return ``current`` if this rank may have a block; else None, without asking other ranks.
 
-    For layers that work without hybridcomp's patches, as ranks without them do not answer.
+    For layers that work without hybridcomp's patches: ranks without patches do not answer.
     """
     return None if _holder.session is None and configured() is None else current()
 
 
 def _settle() -> None:
-    """Begin the session of a process without an engine: a job on megatron-core."""
+    """Begin the session of a process without an engine, as in a job on megatron-core."""
     _holder.settled = True
     config = configured()
     packages = ("megatron-core",)
@@ -255,7 +257,7 @@ def _settle() -> None:
 
 
 def _layout() -> Mapping[str, int]:
-    """Ranks in each group whose coordinates stand in the names of Megatron's parameters."""
+    """Return the ranks of each group whose coordinates are part of Megatron's parameter names."""
     found: dict[str, int] = {}
     for package, sizes in GROUP_SIZES.items():
         if package in sys.modules:

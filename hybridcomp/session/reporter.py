@@ -36,7 +36,7 @@ from hybridcomp.metric_names import (
 from hybridcomp.session.closing import Account, close_at_the_end, open_account
 from hybridcomp.session.followers import StepFollower, ToldFollower
 
-#: name and figure, in the form of DeepSpeed's monitors
+#: name and figure, as DeepSpeed's monitors take them
 Event = tuple[str, float]
 
 
@@ -57,7 +57,7 @@ class Reporter:
         device: torch.device,
         followers: Sequence[StepFollower] = (),
     ) -> None:
-        """Hold the channels; ``followers``: whose work the job's last line tells, too."""
+        """Hold the channels; ``followers``: their work is mentioned in the job's last line."""
         self._followers = followers
         self._channels = channels
         self._device = device
@@ -74,9 +74,9 @@ class Reporter:
     def report(self, step: int, followers: Iterable[StepFollower] = ()) -> list[Event]:
         """Sum the interval over the job; rank 0 prints and writes. ``followers``: further rows.
 
-        Returns the events on every rank, as any may have the reader. Raises CodecError where a GPU
-        has met a damaged payload or an unexpected header that was not reported yet: the device is
-        waited for here anyway.
+        Returns the events on every rank, since any may log them. Raises CodecError if a GPU has met
+        a damaged payload or an unexpected header that was not reported yet: the report waits for
+        the device anyway.
         """
         check_payloads()
         check_headers()
@@ -122,7 +122,7 @@ class Reporter:
         return self._untaken
 
     def _sums(self) -> dict[str, float]:
-        """Return the bytes sent and seconds saved since the run began, by name of the figure."""
+        """Return the bytes sent and seconds saved since the run began, by figure name."""
         entries = self._totals.values()
         raw, wire = sum(e.raw_nbytes for e in entries), sum(e.wire_nbytes for e in entries)
         found = dict(zip(TOTALS, (raw / 1e6, wire / 1e6), strict=True))
@@ -130,14 +130,14 @@ class Reporter:
         return {**found, SAVED_S: gains.net_s} if gains.by_dimension else found
 
     def take(self) -> list[Event]:
-        """Return the events of the last report, once; for a reader that logs at other moments."""
+        """Return the events of the last report, once; for readers that log at other times."""
         events, self._untaken = self._untaken, []
         return events
 
     def close(self) -> None:
         """Write the totals as the last record; harmless when called twice.
 
-        Messages since the last report are in no total, as no rank can ask the others now.
+        The totals lack messages since the last report, since ranks cannot ask each other any more.
         """
         if self._account is not None:
             step = self._channels.step
@@ -156,7 +156,7 @@ class Reporter:
                 "summary": True, "step": self._step, TIME: now, "dimensions": rows
             }  # fmt: skip
             missing = round(sum(entry.messages for entry in ledger.interval.values()))
-            if missing:  # an evaluation at the end, or steps after the last report
+            if missing:  # messages of an evaluation at the end, or of steps after the last report
                 record["unreported_messages"] = missing
             if missing and not self._step:
                 say(
@@ -173,11 +173,11 @@ class Reporter:
 
 
 def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
-    """Return the optimizer steps between two reports, at least 1.
+    """Return the number of optimizer steps between two reports, at least 1.
 
     Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
-    DeepSpeed's line, and without the key DeepSpeed prints none. Neither is meant for our report,
-    which a job would then never get.
+    DeepSpeed's line, and without the key DeepSpeed prints none. Neither is meant to turn off our
+    report.
     """
     if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
         return ledger.interval
@@ -187,7 +187,7 @@ def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
 def line(
     step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]], ranks: int | None = None
 ) -> str:
-    """Format the progress line of an interval; ``ranks``: those in its sums of seconds."""
+    """Format the progress line of an interval; ``ranks``: number of ranks in its sums."""
     parts = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
@@ -216,7 +216,7 @@ def line(
 
 
 def _times(row: Mapping[str, Any], ranks: int | None) -> str:
-    """Format the seconds of coding and waiting; "" where no step of the interval was timed."""
+    """Format the seconds of coding and waiting; "" if no step of the interval was timed."""
     if row["codec_ms"] is None:
         return ""
     whose = "device " if row["clock"] == "device" else ""
@@ -225,7 +225,7 @@ def _times(row: Mapping[str, Any], ranks: int | None) -> str:
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:
-    """Return the figures of one interval, where the rows have them; see ``metric_names``."""
+    """Return the figures of one interval that the rows have; see ``metric_names``."""
     events: list[Event] = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
@@ -257,5 +257,5 @@ def describe_run(config: CompressionConfig | None) -> None:
         }
         block = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         found = {CONFIG_BLOCK: block, CONFIG_CODECS: codecs}
-    # GPT-NeoX writes its parsed block under that name
+    # GPT-NeoX writes its parsed block under the same name
     run.config.update(found, allow_val_change=True)

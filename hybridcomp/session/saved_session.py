@@ -1,4 +1,4 @@
-"""Write a session beside a checkpoint of the caller's, and continue from one.
+"""Write a session beside the caller's checkpoint, and continue from one.
 
 All ranks make all calls together. ``read`` checks the files of every rank before anything changes;
 ``take_over`` then cannot fail on one rank alone.
@@ -25,7 +25,7 @@ from hybridcomp.session.followers import Followers
 
 
 class SavedParts(Protocol):
-    """Parts of an ``EngineSession``, which imports this module, that checkpoints are about."""
+    """The parts of an ``EngineSession`` (which imports this module) that checkpoints need."""
 
     channels: Channels
     loss_scale: float
@@ -44,10 +44,10 @@ class Saved:
     """Contents of a checkpoint, from ``read``.
 
     Attributes:
-        state: state of the job; None: the folder holds none.
-        kept: residuals of the ranks; None: the job has other groups.
-        lost: what this run begins anew, as the folder lacks files; on rank 0 alone.
-        followed: what each follower with a state has to continue from, in their order.
+        state: the job's state; None if the folder has none.
+        kept: residuals of the ranks; None if the job's groups have changed.
+        lost: what this run restarts because the folder lacks files; only on rank 0.
+        followed: the state from which each stateful follower continues, in their order.
     """
 
     folder: Path
@@ -57,9 +57,9 @@ class Saved:
     followed: Sequence[Sequence[Mapping[str, Any]]]
 
 
-#: what brings files that a folder lacks
+#: advice on how to get files that a folder lacks
 BRING = "To bring them: copy them from where they were saved; a run without hybridcomp saves none"
-#: where the file of the job is there
+#: explanation if the job's file exists but others are missing
 GONE = "They were removed, or the run that saved the others had none"
 
 
@@ -68,8 +68,8 @@ def save(
 ) -> None:
     """Write step and residuals of all ranks into ``folder``, which is complete afterwards.
 
-    ``loss_scale``: the factor on the gradients; None: that of the last step. ``references``:
-    whether the caller has written those of parameter deltas there. Raises CodecError for a damaged
+    ``loss_scale``: the factor on the gradients; None: the last step's. ``references``: whether the
+    caller has written the references of parameter deltas there. Raises CodecError for a damaged
     payload that was not reported yet, so that wrong state is not saved.
     """
     with files_together(checkpoint.WHAT):
@@ -84,7 +84,7 @@ def save(
 def read(session: SavedParts, folder: Path) -> Saved:
     """Read and check the files of ``save``, of this version or the one before, for ``take_over``.
 
-    Changes nothing. Raises CheckpointError, on every rank, where a file of any rank is damaged.
+    Changes nothing. Raises CheckpointError on every rank if any rank's file is damaged.
     """
     with together(checkpoint.WHAT, error=CheckpointError):
         state = checkpoint.read_state(folder)
@@ -96,7 +96,7 @@ def read(session: SavedParts, folder: Path) -> Saved:
 
 
 def _lost(session: SavedParts, folder: Path, kept: checkpoint.StoredState | None) -> list[str]:
-    """Return what begins anew for want of files in ``folder``; no collective."""
+    """Return what restarts because files are missing in ``folder``; no collective."""
     lost = [] if kept is None else list(kept.lost)
     channels = session.channels
     deltas = channels["zero"].delta and channels.lossy("zero")
@@ -113,12 +113,12 @@ def take_over(
     step: int | None = None,
     bring: str = BRING,
 ) -> None:
-    """Continue from the result of ``read``; one line says what begins anew for want of files.
+    """Continue from the result of ``read``; print one line on what restarts without its files.
 
     ``bring``: the end of that line. ``loss_scale``: the factor on the gradients from now on; None:
-    the saved one. ``step``: the count of the engine, which then restores the references of
-    parameter deltas, too; a state of another step is left behind, with a message. On another number
-    of ranks the sum of the residuals is kept.
+    the saved one. ``step``: the engine's step count, with which references of parameter deltas are
+    restored too; a state of another step is ignored, with a message. If the number of ranks has
+    changed, the sum of the residuals is kept.
     """
     undo = ExitStack()
     with together(checkpoint.WHAT, undo.close, error=CheckpointError):

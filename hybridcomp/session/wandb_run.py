@@ -1,7 +1,7 @@
-"""Write the ledger's figures into an existing W&B run: Hugging Face's Trainer's or Megatron's.
+"""Write the ledger's figures into an existing W&B run of Hugging Face's Trainer or Megatron.
 
-The maker of the run numbers its rows, and W&B refuses numbers that go back, so this module begins
-no row. The figures go into the open row, which the training completes, with the optimizer step as
+The run's creator numbers its rows, and W&B rejects decreasing numbers, so this module never starts
+a row. The figures go into the open row, which the training completes, with the optimizer step as
 their axis. Several reports in one row are added up: a sum over rows is a sum over reports.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from hybridcomp.metric_names import PREFIX, STEP
 
-#: figures that add up over reports; of others the last counts
+#: figures that are added up over reports; of others the last value counts
 SUMS = frozenset({"raw_MB", "wire_MB", "codec_ms", "wait_ms"})
 
 
 def ended_by(error: BaseException) -> str | None:
-    """Return what to do about an ``error`` of W&B's, such as a missing key; None for others."""
+    """Return what to do about W&B's ``error``, such as a missing key; None for other errors."""
     if not type(error).__module__.startswith("wandb"):
         return None
     said = " ".join(str(error).split()).rstrip(".")
@@ -29,7 +29,7 @@ def ended_by(error: BaseException) -> str | None:
 
 
 class OpenRow:
-    """Values that were put into the row that W&B has open."""
+    """Values that were put into the row that is open in W&B."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -37,7 +37,7 @@ class OpenRow:
         self._values: dict[str, float] = {}
 
     def log(self, events: Iterable[tuple[str, float]], step: int) -> bool:
-        """Put the figures of one report into this process's W&B run; returns whether there is one.
+        """Put the figures of one report into this process's W&B run; return whether there is one.
 
         ``events``: names and figures, ``step``: optimizer steps taken.
         """
@@ -56,7 +56,7 @@ class OpenRow:
 
 
 def added(before: dict[str, float], values: dict[str, float]) -> dict[str, float]:
-    """Add the ``values`` of a report to those of the reports ``before``, where they are sums."""
+    """Add the ``values`` of a report to earlier reports' where they are sums."""
     found = {
         name: value + before.get(name, 0.0) if name.rpartition("/")[2] in SUMS else value
         for name, value in values.items()
@@ -72,5 +72,5 @@ _row = OpenRow()
 
 
 def log(events: Iterable[tuple[str, float]], step: int) -> bool:
-    """Put the figures of one report into this process's W&B run; returns whether there is one."""
+    """Put the figures of one report into this process's W&B run; return whether there is one."""
     return _row.log(events, step)

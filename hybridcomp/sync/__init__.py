@@ -1,12 +1,12 @@
-"""Islands of ranks that train by themselves and meet every few optimizer steps.
+"""Islands: groups of ranks that train alone and meet every few optimizer steps.
 
-1. ``islands`` cuts the job into islands and makes the process groups inside and between them.
-2. An engine's adapter (``patches/``) says which weights this rank's optimizer changes: ``Masters``.
-3. ``IslandMeetings`` follows the optimizer steps: it sends what each fragment has moved, through
-   the channel of ``sync``, and takes the mean by the ``recurrence``.
+1. ``islands`` cuts the job into islands and makes the process groups inside and between them. 2. An
+engine's adapter (``patches/``) says which weights this rank's optimizer changes: ``Masters``. 3.
+``IslandMeetings`` follows the optimizer steps: it sends each fragment's weight change through the
+channel of ``sync``, and applies the mean by the ``recurrence``.
 
-Islands that are jobs of their own need no groups: ``JobMeetings`` sends through a store that
-outlives them (``rendezvous``), in which islands come and go.
+Islands that are separate jobs need no groups: ``JobMeetings`` sends through a store that outlives
+them (``rendezvous``), in which islands come and go.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Send this rank's messages to the rendezvous and fetch the others', in threads beside training.
 
-Two threads, each with a connection of its own: one posts what is to be sent, in order, the other
-takes what the others have sent as soon as they stand at a meeting. Neither decides anything: who is
-present at a meeting is asked in the foreground (``Rendezvous.decide``), so that time-outs, comings
-and goings are as without threads, and so are the bits.
+There are two threads, each with its own connection: one posts this rank's messages in order, the
+other fetches other islands' messages once these are complete. Neither decides anything: the
+foreground decides who is present at a meeting (``Rendezvous.decide``), so time-outs, joins,
+departures and results are the same as without threads.
 
-* **What is held**: at most as many messages as meetings may be under way, of each island one.
-* **A failure** in a thread ends it. The next call that waits raises it, ``check`` at the next step
-  at the latest, and so does every later one.
-* **The end**: ``close`` posts what is left, for as long as it is told, and ends both threads. At
-  the normal end of a process the session closes its meetings and so this, on every rank.
+* **Memory**: at most one message per island for each meeting that may be pending. * **A failure**
+in a thread ends the thread. The next waiting call, or ``check`` at the next step, raises its error,
+and so does every later call. * **The end**: ``close`` posts the remaining messages within the given
+time, and ends both threads. At the normal end of a process the session closes its meetings and
+thereby this object, on every rank.
 """
 
 from __future__ import annotations
@@ -25,47 +25,48 @@ from hybridcomp.job.waits import LOOK_S, NOTICE_S, SELDOM_S, Notices
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.store_line import KEY
 
-#: seconds for which the end waits for a request that a thread has just made
+#: seconds that closing waits for a request that a thread has just started
 REQUEST_ENDS_S = 5.0
-#: a message: the meeting, and whose it is
+#: a message's meeting and island
 Place = tuple[int, str]
 
 
 class BackgroundTransfer:
-    """Messages of one rank in transit; only the training thread calls the methods."""
+    """Messages of one rank in transit; only the training thread calls its methods."""
 
     def __init__(self, meet: Rendezvous, ranks: int) -> None:
         """Start both threads, with connections like that of ``meet``.
 
-        ``ranks``: of the island, which stands at a meeting once all of them have posted. Raises
-        PeerError where the rendezvous does not answer.
+        ``ranks``: number of ranks of the island, whose message is complete once all of them have
+        posted. Raises PeerError if the rendezvous does not answer.
         """
         self._meet, self._ranks = meet, ranks
         self._changed = threading.Condition()
         self._unsent: deque[tuple[Place, memoryview]] = deque()
-        #: what is to be taken; True: it was decided that it counts, and nobody asks if it stands
+        #: messages to fetch; True: a decision says that it counts, so it need not be checked for
+        #: completeness
         self._wanted: dict[Place, bool] = {}
         self._found: dict[Place, bytearray | None] = {}
         self.problem: Exception | None = None
         self._ended = False
         self._threads = [self._started(self._send, meet), self._started(self._fetch, meet)]
-        # a thread that is inside torch when the interpreter ends would abort the process: where
-        # nothing has closed this (priority 0), it loses what is unsent
+        # a thread that is inside torch when the interpreter ends would abort the process: if
+        # nothing has closed this object (priority 0), unsent messages are dropped
         self._net = util.Finalize(None, self.close, (0.0,), exitpriority=-1)
 
     def send(self, own: str, number: int, message: memoryview) -> None:
-        """Queue this rank's message for a meeting, without a copy, behind earlier messages.
+        """Queue this rank's message for a meeting behind earlier messages, without copying it.
 
-        Raises nothing: other ranks of the island may have posted theirs.
+        It never raises, since other ranks of the island may already have posted theirs.
         """
         with self._changed:
             self._unsent.append(((number, own), message))
             self._changed.notify_all()
 
     def expect(self, number: int, islands: Iterable[str]) -> None:
-        """Fetch the messages of ``islands`` to a meeting as they arrive; some may never come.
+        """Fetch ``islands``' messages for a meeting as they arrive; some may never come.
 
-        Raises nothing, as ``send``.
+        It never raises, like ``send``.
         """
         with self._changed:
             for island in islands:
@@ -87,7 +88,7 @@ class BackgroundTransfer:
             )
 
     def take(self, number: int, island: str) -> bytearray | None:
-        """Return a present island's message to a meeting; None: the store lost it."""
+        """Return a present island's message for a meeting; None: the store lost it."""
         place = (number, island)
         with self._changed:
             if place not in self._found:
@@ -134,9 +135,9 @@ class BackgroundTransfer:
             raise self.problem
 
     def _await(self, there: Callable[[], bool], what: str) -> None:
-        """Wait, with the lock, until something is there; raise what goes wrong.
+        """Wait, holding the lock, until ``there()``; raise a thread's error.
 
-        Not without a limit: each request of the threads has one. ``what``: is waited for, in words.
+        The wait is limited, because each request of the threads is. ``what``: words for the wait.
         """
         self._changed.notify_all()
         self._told(lambda: there() or self.problem, what)
@@ -144,7 +145,7 @@ class BackgroundTransfer:
             self._raise()
 
     def _told(self, there: Callable[[], object], what: str, seconds: float = math.inf) -> None:
-        """Wait, with the lock, until ``there``, and tell the user what for where it takes long."""
+        """Wait, holding the lock, until ``there()``; report a long wait to the user."""
         notices = Notices()
         while (left := seconds - notices.seconds) > 0:
             if self._changed.wait_for(there, min(left, NOTICE_S)):
@@ -165,7 +166,7 @@ class BackgroundTransfer:
         return thread
 
     def _guarded(self, work: Callable[[Rendezvous], None], meet: Rendezvous) -> None:
-        """Run the body of a thread, and keep the exception that ends it."""
+        """Run the body of a thread, and store the exception that ends it."""
         try:
             work(meet)
         except Exception as error:
@@ -177,7 +178,7 @@ class BackgroundTransfer:
                 self._changed.notify_all()
 
     def _send(self, meet: Rendezvous) -> None:
-        """Post messages until the end; the last rank of the island says that it stands."""
+        """Post messages until the end; the island's last rank announces that all have posted."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsent or self._ended)
@@ -191,7 +192,7 @@ class BackgroundTransfer:
                 self._changed.notify_all()
 
     def _fetch(self, meet: Rendezvous) -> None:
-        """Take messages until the end, of the earliest meeting first; look again and again."""
+        """Poll for messages until the end, those of the earliest meeting first."""
         pause = LOOK_S
         while True:
             with self._changed:
@@ -208,7 +209,7 @@ class BackgroundTransfer:
             number, island = place
             data, pause = meet.message_of(island, number), LOOK_S
             with self._changed:
-                if self._wanted.pop(place, None) is not None:  # not forgotten meanwhile
+                if self._wanted.pop(place, None) is not None:  # unless it was dropped meanwhile
                     self._found[place] = data
                 self._changed.notify_all()
 

@@ -1,10 +1,10 @@
-"""State of meetings in a checkpoint: start copies, outer momentum, residuals and clocks.
+"""Save and load the state of meetings: start copies, outer momentum, residuals and clocks.
 
-Each rank saves an entry. In a job of the same islands each rank loads its own, bit for bit, with
-the meetings that are under way. Another number of islands, each as wide as before, takes over what
-all islands agree on from whoever has read it; residuals are averaged, so that the mean of what the
-islands still have to send stays as it was, and meetings under way are given up: what they carried
-is sent again. Islands of another width begin anew.
+Each rank saves an entry. If the islands are the same, each rank loads its own entry bit for bit,
+including pending meetings. If the number of islands has changed but not their width, each rank
+takes the common state from a rank that has read it; residuals are averaged, which keeps the mean of
+unsent changes, and pending meetings are given up, so that their content is sent again. Islands of
+another width start over.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridcomp.sync.recurrence import PendingRound
 
 FILES = "hybridcomp_sync_rank_*.pt"
 WHAT = "the state of islands"
-#: keys of an entry, and what each has to be
+#: keys of an entry, and a check of each value
 _KEYS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("world_size", "rank", "islands", "index", "clock"), saved.is_count),
     "weights": lambda value: isinstance(value, str),
@@ -35,7 +35,7 @@ _KEYS: dict[str, Callable[[Any], bool]] = {
 }
 _TENSORS = ("start", "momentum", "residual", "base")
 _PART = (*_TENSORS, "under_way", "cut")
-#: tensors of a part that have to be finite, in words
+#: tensors of a part that must be finite, with words for each
 _FINITE = {
     "start": "a start copy of the weights",
     "momentum": "outer momentum",
@@ -44,9 +44,10 @@ _FINITE = {
 
 
 def state_of(progress: Progress, weights: str, islands: int, index: int) -> dict[str, Any]:
-    """Return this rank's checkpoint entry; all messages of pending meetings have arrived.
+    """Return this rank's checkpoint entry; call it after all pending messages have arrived.
 
-    ``weights``: digest of what it holds; ``islands``: of the job; ``index``: of this rank's.
+    ``weights``: digest of the rank's weights; ``islands``: number of islands; ``index``: index of
+    this rank's island.
     """
     return {
         "format": saved.FORMAT,
@@ -74,7 +75,7 @@ def _cpu(tensor: Tensor | None) -> Tensor | None:
 
 
 def checked(name: Path | str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``entry``. Raises CheckpointError where it is not what ``state_of`` makes."""
+    """Return ``entry``. Raises CheckpointError unless it has the form of ``state_of``."""
     for key, right in _KEYS.items():
         saved.expect(name, entry, key, right)
     for part in entry["parts"]:
@@ -92,10 +93,10 @@ def checked(name: Path | str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _odd_part(part: Any) -> str | None:
-    """Return what is wrong with a state of ``_part_state``, None where nothing is.
+    """Return what is wrong with a state of ``_part_state``; None if nothing is.
 
-    Messages may be of a diverged island, which all others skip; what goes into the next meeting of
-    all has to be finite.
+    Messages may come from a diverged island and are then skipped by all, but values that enter the
+    next meeting must be finite.
     """
     if not isinstance(part, dict) or not set(_PART) <= set(part):
         return f"a part has not all of {', '.join(_PART)}"
@@ -121,20 +122,20 @@ def _is_sent(value: Any) -> bool:
 
 
 def _is_like(tensor: Any, start: Tensor) -> bool:
-    """Return whether ``tensor`` is a vector like a start copy."""
+    """Return whether ``tensor`` is a vector of the same form as a start copy."""
     if not isinstance(tensor, Tensor) or tensor.dim() != 1 or not tensor.is_floating_point():
         return False
     return bool(tensor.shape == start.shape and tensor.dtype is start.dtype)
 
 
 def _is_meeting(value: Any, entry: Mapping[str, Any]) -> bool:
-    """Return whether ``value`` is ``[fragment, step, rows]`` of a meeting under way."""
+    """Return whether ``value`` is ``[fragment, step, rows]`` of a pending meeting."""
     if not _is_sent(value) or not all(map(saved.is_count, value[:2])):
         return False
     index, _, rows = value
     if index >= len(entry["parts"]) or not isinstance(rows, Tensor) or rows.dim() != 1:
         return False
-    if rows.dtype == torch.uint8:  # the message of an island that is a job
+    if rows.dtype == torch.uint8:  # a message of an island that is a separate job
         return True
     start = entry["parts"][index]["start"]
     return bool(rows.dtype == start.dtype and rows.numel() == entry["islands"] * start.numel())
@@ -163,9 +164,9 @@ def _write(folder: Path, entry: Mapping[str, Any] | None) -> None:
 
 
 def read(folder: Path) -> list[Mapping[str, Any]]:
-    """Read this rank's share of the entries in ``folder``; there may be none. A collective.
+    """Read this rank's share of the entries in ``folder``, maybe none; a collective.
 
-    Raises CheckpointError, on every rank, where a file of any is damaged or missing.
+    Raises CheckpointError on every rank if any rank's file is damaged or missing.
     """
     found, problem = saved.attempt(lambda: _read(folder))
     saved.all_well(problem, WHAT, f"Restore it, or delete every {FILES} to begin anew")
@@ -189,10 +190,10 @@ def _read(folder: Path) -> list[Mapping[str, Any]]:
 def taken_over(
     entries: Sequence[Mapping[str, Any]], progress: Progress, islands: Islands, weights: str
 ) -> str | None:
-    """Put ``entries`` into ``progress``, whose parts hold the weights as they are; a collective.
+    """Load ``entries`` into ``progress``, whose parts hold the current weights; a collective.
 
-    Returns why it does not, where islands have to begin anew: there are no entries, or they are of
-    islands of another width, other fragments or other weights. The same on all ranks.
+    If islands must start over, it returns why: there are no entries, or their islands have another
+    width, other fragments or other weights. The result is the same on all ranks.
     """
     here = [[part.low, part.high, part.numel] for part in progress.parts]
     own = (dist.get_world_size(), dist.get_rank(), len(islands.rows))
@@ -222,10 +223,10 @@ def taken_over(
 def entry_of_island(
     entries: Sequence[Mapping[str, Any]], progress: Progress, weights: str, late: int
 ) -> Mapping[str, Any] | None:
-    """Return this rank's own entry of an island that was a job; a collective of the job.
+    """Return this rank's own entry of an island that was a separate job; a collective of the job.
 
-    None on all ranks where the entries are of as many other ranks, other weights, of islands that
-    were parts of a job, or hold meetings whose means are not taken ``late`` steps after they begin.
+    Returns None on all ranks if the number of ranks or the weights differ, if the islands were
+    parts of a job, or if means of pending meetings are not due ``late`` steps after their begin.
     """
     own = (dist.get_world_size(), dist.get_rank(), 1)
     here = [[part.low, part.high, part.numel] for part in progress.parts]
@@ -243,7 +244,7 @@ def entry_of_island(
 
 
 def load_entry(entry: Mapping[str, Any], progress: Progress) -> None:
-    """Put a rank's own entry into ``progress``, bit for bit."""
+    """Load a rank's own entry into ``progress``, bit for bit."""
     progress.clock = int(entry["clock"])
     for part, state in zip(progress.parts, entry["parts"], strict=True):
         fragment, like = part.fragment, part.fragment.start
@@ -268,7 +269,7 @@ def _load_shared(
     peers, rows = islands.peers, islands.rows
     clocks = small_messages.gather_objects(
         entries[0]["clock"] if entries else None, peers
-    )  # of one checkpoint, so all alike
+    )  # from one checkpoint, so equal in all entries
     first = next(index for index, clock in enumerate(clocks) if clock is not None)
     source = rows[first][islands.place]
     progress.clock = int(clocks[first] or 0)

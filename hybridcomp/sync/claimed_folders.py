@@ -1,4 +1,4 @@
-"""Keep two islands from writing checkpoints or versions of the same name into one folder."""
+"""Keep two islands from writing checkpoints or versions under the same names in one folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from hybridcomp.job import saved
 from hybridcomp.job.waits import awaited
 from hybridcomp.sync.store_line import StoreLine
 
-#: with the run in the place of ``*``: each run claims for itself, so that one of two at once does
+#: pattern with the run in place of ``*``: each run has its own claim, so that two concurrent runs
+#: cannot take each other's
 FILES = "hybridcomp_sync_island_*.json"
-#: seconds that whoever has just claimed a folder takes to say who it is
+#: seconds in which a rank that has just claimed a folder must write its island's name
 WRITING_S = 5.0
 
 
 def claim(folder: Path, run: str, island: str) -> None:
-    """Say in ``folder`` that ``island`` of ``run`` writes there; every rank may, and alone.
+    """Claim ``folder`` for ``island`` of ``run``; every rank may call it alone.
 
-    Raises CheckpointError where another island of the run has: each would overwrite what the other
-    has saved; and where nothing can be written. An earlier run's folder is taken, and one whose
-    claim is empty: who made that ended before saying who it was.
+    Raises CheckpointError if another island of the run has claimed it, since they would overwrite
+    each other's files, and if nothing can be written. A folder of an earlier run may be claimed,
+    and so may one with an empty claim, whose creator died before naming itself.
     """
     path = folder / FILES.replace("*", run)
     try:
@@ -33,10 +34,10 @@ def claim(folder: Path, run: str, island: str) -> None:
 
 
 def first_in(folder: Path, files: str, run: str, island: str) -> str:
-    """Return the first island of ``run`` that has claimed ``folder``, which may be ``island`` now.
+    """Return the first island of ``run`` that has claimed ``folder``, which may now be ``island``.
 
-    ``files``: names of what claims, with ``*`` for the run. Raises OSError, and CheckpointError
-    where such a file is damaged.
+    ``files``: name pattern of claims, with ``*`` for the run. Raises OSError, and CheckpointError
+    if a claim is damaged.
     """
     path, holder = folder / files.replace("*", run), island
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ def first_in(folder: Path, files: str, run: str, island: str) -> str:
 
 
 def _create(path: Path, text: str) -> bool:
-    """Create a file; return False, and write nothing, if it exists."""
+    """Create a file; if it exists, return False and write nothing."""
     try:
         descriptor = os.open(path, saved.NEW_FILE, 0o666)
     except FileExistsError:
@@ -73,9 +74,9 @@ def _nbytes(path: Path) -> int:
 
 
 def claim_url(url: str, line: StoreLine, island: str) -> None:
-    """Say at the rendezvous that ``island`` writes to ``url``, which is one for all islands.
+    """Claim ``url`` for ``island`` at the rendezvous; a URL is the same place for all islands.
 
-    Raises CheckpointError as ``claim``, PeerError where the rendezvous does not answer.
+    Raises CheckpointError like ``claim``, PeerError if the rendezvous does not answer.
     """
     _check(url, line.first(f"saves/{url}", island).decode(), island)
 

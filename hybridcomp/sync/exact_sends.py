@@ -1,4 +1,4 @@
-"""Send weights of islands unencoded: from the first island to all, and parts inside an island."""
+"""Send islands' weights unencoded: from the first island to all, and between ranks of an island."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def broadcast(values: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def start_gather(out: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to gather ``values``, of equal length on all ranks, into ``out`` by group rank.
+    """Start gathering ``values``, equally long on all ranks, into ``out`` by group rank.
 
     ``group``: None for all ranks of the job.
     """

@@ -1,4 +1,4 @@
-"""State that an island hands to a joining one: the common state and the pending meetings."""
+"""Transfer state from an island to a joining one: the common state and pending meetings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridcomp.sync.recurrence import Fragment
 
 
 def arrived() -> None:
-    """Return: the message of an island that is a job lies at the rendezvous."""
+    """Do nothing: a separate job's message is already at the rendezvous."""
 
 
 def state_for_others(progress: Progress) -> dict[str, Any]:
-    """Return start copies, momentum, the clock and the schedule of what is under way."""
+    """Return start copies, momentum, the clock, and the schedule of pending meetings."""
     momenta = [part.fragment.momentum for part in progress.parts]
     return {
         "start": [part.fragment.start.cpu() for part in progress.parts],
@@ -31,10 +31,10 @@ def state_for_others(progress: Progress) -> dict[str, Any]:
 
 
 def take_state(state: Mapping[str, Any], progress: Progress, write: Callable[..., None]) -> None:
-    """Put another island's state into ``progress``, without messages in what is under way.
+    """Load another island's state into ``progress``, with pending meetings but without messages.
 
-    ``write``: puts a fragment's values, by its index, into this rank's weights. Raises CodecError,
-    with nothing changed, where it is no state of such an island.
+    ``write``: writes a fragment's values, by its index, into this rank's weights. Raises
+    CodecError, with nothing changed, unless it is the state of a matching island.
     """
     if problem := _problem(state, progress):
         raise CodecError(
@@ -64,7 +64,7 @@ def take_state(state: Mapping[str, Any], progress: Progress, write: Callable[...
 
 
 def _problem(state: Mapping[str, Any], progress: Progress) -> str | None:
-    """Return what is wrong with the ``state`` of a peer, None where nothing is."""
+    """Return what is wrong with a peer's ``state``; None if nothing is."""
     lacking = {"start", "momentum", "clock", "unsent", "meetings"} - set(state)
     if lacking:
         return f"it lacks {', '.join(sorted(lacking))}"

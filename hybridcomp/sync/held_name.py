@@ -1,15 +1,15 @@
 """Hold an island's name in a run, so that no second living island takes it.
 
-At the rendezvous stands by each name which process has it, and a counter that grows while it lives.
-Whoever wants a name that is taken finds out whether that process still lives:
+The rendezvous stores for each name the process that holds it, and a counter that grows while that
+process lives. An island that wants a taken name finds out whether the process still lives:
 
-* On the same machine it looks for the process. One that does not end, be it stopped, lives, and so
-  does one of another user of which the machine tells nothing but that it is there (``hidepid``).
-* Elsewhere it watches the counter for ``WATCH_S``. A process whose machine is cut off for as long
-  counts as ended.
+* On the same machine it looks for the process. A process that exists counts as alive, even if it is
+  stopped, or belongs to another user and cannot be inspected (``hidepid``).
+* For another machine it watches the counter for ``WATCH_S``. A process whose machine is cut off for
+  that long counts as ended.
 
 A name is released when its island leaves, and is free again once its process has ended. A stopped
-island whose name was taken meanwhile finds that out when it joins again.
+island whose name was taken meanwhile learns that when it joins again.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from hybridcomp.job.waits import awaited, unsaid
 from hybridcomp.sync.store_line import StoreLine
 
 KEY = "compression.sync.islands.name"
-#: seconds between two signs of life, and for which others look for one
+#: seconds between two signs of life, and seconds for which others wait for one
 BEAT_S, WATCH_S = 2.0, 20.0
 PROC = Path("/proc")
-#: when a process was started that cannot be looked at
+#: start time of a process that cannot be inspected
 HIDDEN = "hidden"
-#: places in /proc/<pid>/stat behind the name: state, and when the process was started
+#: indices of fields in /proc/<pid>/stat after the name: state, and start time
 _STATE, _BEGAN = 0, 19
 
 
 class HeldName:
-    """Name of this process's island; only its first rank holds one."""
+    """The name of this process's island; only its first rank holds one."""
 
     def __init__(self, line: StoreLine, name: str, say: Callable[..., object] = unsaid) -> None:
-        """Hold nothing yet; ``line`` is used by the caller's thread alone, ``say`` by ``take``."""
+        """Hold no name yet; only the caller's thread uses ``line``, and only ``take`` uses
+        ``say``.
+        """
         pid = os.getpid()
         self.name, self._say = name, say
         self._line, self._place = line, f"holders/{name}"
@@ -61,8 +63,8 @@ class HeldName:
     def take(self) -> None:
         """Claim the name, unless already held, and start to signal that the island lives.
 
-        Raises AgreementError where another living island has it, which is found out in ``BEAT_S``,
-        and in ``WATCH_S`` where it was stopped; PeerError where the rendezvous does not answer.
+        Raises AgreementError if another living island has it, which takes up to ``BEAT_S`` to find
+        out, or ``WATCH_S`` if that island was stopped; PeerError if the rendezvous does not answer.
         """
         while (held := self._line.first(self._place, self._text)) != self._text.encode():
             other = json.loads(held)
@@ -79,7 +81,7 @@ class HeldName:
                 target=self._beat, name="hybridcomp island lives", daemon=True
             )
             self._beating.start()
-            # as for the threads of the transfer
+            # for the same reason as in the threads of the transfer
             self._net = util.Finalize(None, self._stop, exitpriority=-1)
 
     def release(self) -> None:
@@ -89,13 +91,13 @@ class HeldName:
         self._net.cancel()
         self._stop()
         self._beating = None
-        with contextlib.suppress(PeerError):  # gone with the store
+        with contextlib.suppress(PeerError):  # the name is gone with the store
             if self._line.get(self._place) == self._text.encode():
                 self._line.drop(self._place)
             self._line.drop(_beats(self._own))
 
     def _lives(self, other: Mapping[str, Any]) -> bool:
-        """Return whether the process ``other`` lives; see the module."""
+        """Return whether the process ``other`` lives, by the rules at the top of this module."""
         here = bool(other["machine"]) and other["machine"] == _machine()
         before = self._line.get(_beats(other))
 
@@ -116,7 +118,8 @@ class HeldName:
     def _beat(self) -> None:
         """Signal that the island lives, until it ends or another island holds its name."""
         while not self._ended.is_set():
-            with contextlib.suppress(PeerError):  # whoever carries messages says so
+            # the code that sends messages reports a lost rendezvous
+            with contextlib.suppress(PeerError):
                 line = self._line.again()
                 while not self._ended.wait(BEAT_S):
                     if line.get(self._place) != self._text.encode():
@@ -151,14 +154,14 @@ def _machine() -> str:
 def _began(pid: int) -> str | None:
     """Return when a process of this machine started, in ticks; None: it has ended.
 
-    HIDDEN where it is there and cannot be looked at.
+    HIDDEN if it exists but cannot be inspected.
     """
     try:
         rest = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return None if rest[_STATE] in "ZX" else rest[_BEGAN]
     except OSError:
         pass
-    with contextlib.suppress(PermissionError):  # what the kernel says of another user's process
+    with contextlib.suppress(PermissionError):  # the kernel's answer for another user's process
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -1,8 +1,9 @@
-"""Serialize the messages of islands that are jobs: values and state, as self-describing bytes.
+"""Serialize messages between separate jobs: values and state, as self-describing bytes.
 
-In front of the values stands a line that says how they are encoded, and with ``outlier`` the sum of
-their squares: islands on other hardware would add them up to other bits. An island that has just
-begun may send natively where others encode (``start_step``), and a guard gives up in one alone.
+A line before the values states their encoding, and with ``outlier`` the sum of their squares,
+because islands on other hardware would compute other bits. Encodings may differ between islands:
+one that has just started may still send natively (``start_step``), and a guard trips in a single
+island.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import CodecError
 
-#: the ends of a message, by which a codec is chosen: there may be any number of islands
+#: number of ranks passed where a codec is chosen; any number of islands may receive the message
 ENDS = 2
 NATIVE = "none"
 
 
 def pack(channel: Channel, values: Tensor) -> bytes:
-    """Return ``values``, 1-D contiguous, as bytes, encoded as the block says; counts them."""
+    """Encode ``values``, 1-D contiguous, to bytes as the block says, and count them."""
     codec = channel.choose(values.numel(), values.dtype, ENDS, "forward")
     if codec is None:
         channel.count_native(values.nbytes)
@@ -45,9 +46,9 @@ def pack(channel: Channel, values: Tensor) -> bytes:
 
 
 def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> float:
-    """Decode ``data`` into ``out``; return the sum of squares of what was sent, 0 without.
+    """Decode ``data`` into ``out``; return the sender's sum of squares, or 0 if there is none.
 
-    Raises CodecError where it is of other values.
+    Raises CodecError if it does not fit ``out``.
     """
     line, _, rest = bytes(data).partition(b"\n")
     try:
@@ -83,7 +84,7 @@ def pack_state(state: Mapping[str, Any]) -> memoryview:
 
 
 def unpack_state(data: bytes | bytearray) -> dict[str, Any]:
-    """Return what was packed; ``take_state`` checks it. Raises CodecError for damaged bytes."""
+    """Return the packed state, to be checked by ``take_state``. Raises CodecError if damaged."""
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:

@@ -1,4 +1,4 @@
-"""Cut a job into islands, and make the process groups inside of them and between them."""
+"""Split a job into islands, and make the process groups inside and between them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KEY = "compression.sync.islands"
 
 @dataclass(frozen=True, eq=False)
 class Islands:
-    """The islands of a job, and the place of this rank.
+    """The islands of a job, and the position of this rank.
 
     Attributes:
         rows: global ranks of each island, equally many.
         index: the island of this rank.
-        place: its index in the island.
+        place: index of this rank in its island.
         inside: process group of the island.
-        peers: process group of the ranks with this place, by island.
+        peers: process group of the ranks with this index, ordered by island.
     """
 
     rows: tuple[Ranks, ...]
@@ -45,7 +45,7 @@ class Islands:
         return self.rows[self.index]
 
 
-#: the islands that were made in the default group ``_made_in``, by their rows
+#: islands that were made in the default group ``_made_in``, by their rows
 _made: dict[tuple[Ranks, ...], Islands] = {}
 _made_in: list[Callable[[], dist.ProcessGroup | None]] = [lambda: None]
 
@@ -54,8 +54,8 @@ def islands_of(size: int | str) -> Islands:
     """Return the islands of this job; a collective of all ranks, the first time.
 
     ``size``: consecutive ranks of each, or "node". Engines of one process share the groups, which
-    end with torch.distributed. Raises ConfigError where islands cannot be equally large, or where
-    there is one only.
+    end with torch.distributed. Raises ConfigError if islands cannot be equally large, or if there
+    is only one.
     """
     world = dist.group.WORLD
     if world is None:
@@ -79,7 +79,7 @@ def islands_of(size: int | str) -> Islands:
             todo = f'to try islands here write "islands": {half}, the ranks of each'
             raise ConfigError(KEY, size, f"{why}, so that one island has nobody to meet; {todo}")
         raise _alone(lengths[0])
-    if _made_in[0]() is not world:  # torch.distributed was started again
+    if _made_in[0]() is not world:  # torch.distributed was restarted
         _made.clear()
         _made_in[0] = weakref.ref(world)
     if rows not in _made:
@@ -93,7 +93,7 @@ def is_island(ranks: Ranks) -> bool:
 
 
 def check_size(size: int, ranks: int) -> None:
-    """Raise ConfigError where a job of ``ranks`` cannot be cut into islands of ``size`` ranks."""
+    """Raise ConfigError if ``ranks`` ranks cannot be split into islands of ``size`` ranks."""
     if ranks % size:
         raise ConfigError(KEY, size, f"the job has {ranks} ranks, no multiple of it")
     if ranks == size:
@@ -106,7 +106,7 @@ def _alone(ranks: int) -> ConfigError:
 
 
 def _make(rows: tuple[Ranks, ...]) -> Islands:
-    """Make all groups on all ranks, in one order."""
+    """Make all groups, on all ranks in the same order."""
     limit = peer_liveness.time_limit()
     me = dist.get_rank()
     inside = [dist.new_group(list(row), timeout=limit) for row in rows]

@@ -1,16 +1,15 @@
-"""Hold meetings with islands that are jobs of their own, which come and go.
+"""Hold meetings with islands that are separate jobs, which come and go.
 
-Every ``every`` steps this job, one island, sends what its weights have moved, and takes the mean of
-those islands that are there (``rendezvous``). Everybody who is present reads the same messages in
-one order, so that start copies and momentum stay alike bit for bit. Nobody can stop a meeting:
+Every ``every`` steps this job, which is one island, sends its weight change and applies the mean of
+all present islands (``rendezvous``). Every present island reads the same messages in the same
+order, so that start copies and momentum stay equal bit for bit. No island can block a meeting:
 
-* An island that has ended or hangs is left out after ``timeout_s``. If it comes back it finds
-  itself left out; its work since the meeting before is lost.
-* An island that comes takes start copies, momentum and the clock from a peer at a meeting, and
-  meets with the others from the next one on. Where all come from checkpoints of one meeting, each
-  goes on from its own, bit for bit.
-* An island that sent NaN or Inf, or an outlier, does not count, and goes back to the weights of the
-  others.
+* An island that has ended or hangs is left out after ``timeout_s``. If it comes back, it learns
+  that it was left out; its work since the previous meeting is lost.
+* A joining island takes start copies, momentum and the clock from a peer at a meeting, and takes
+  part from the next one on. If all islands come from checkpoints of the same meeting, each
+  continues from its own, bit for bit.
+* An island that sent NaN, Inf or an outlier does not count, and returns to the others' weights.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class JobMeetings(SyncFollower):
     def __init__(
         self, channel: Channel, make: Callable[[], Masters], say: Callable[..., object]
     ) -> None:
-        """Hold what meetings need; see ``SyncFollower``."""
+        """Prepare for meetings; see ``SyncFollower``."""
         super().__init__(channel, make, say)
         assert self.config.jobs is not None, "the block was asked"
         self.jobs = self.config.jobs
@@ -66,9 +65,11 @@ class JobMeetings(SyncFollower):
     # followers
 
     def after_step(self, step: int) -> None:
-        """Hold the meetings that are due, or raise what has failed in a message since."""
+        """Hold the meetings that are due, or raise an error of message transfer since the last
+        step.
+        """
         if self._membership is not None and not self._is_due(self.clock + 1):
-            self._membership.transfer.check()  # where one is due all ranks check together
+            self._membership.transfer.check()  # if a meeting is due, all ranks check together
         super().after_step(step)
 
     def _is_due(self, clock: int) -> bool:
@@ -77,7 +78,7 @@ class JobMeetings(SyncFollower):
         return takes or self.config.fragment_at(clock) is not None
 
     def row(self) -> dict[str, float] | None:
-        """Return figures and present islands since the last call; None without a meeting."""
+        """Return figures and present islands since the last call; None if there was no meeting."""
         found, of = super().row(), self.membership
         if found is None:
             return None
@@ -90,14 +91,14 @@ class JobMeetings(SyncFollower):
         }
 
     def close(self) -> None:
-        """Leave the run, so that nobody waits for this island, and free what is held."""
+        """Leave the run, so that nobody waits for this island, and free its state."""
         if self._membership is not None:
             self._membership.leave()
         self._membership = None
         super().close()
 
     def __del__(self) -> None:
-        """Leave the run if the model was dropped without a call of ``close``."""
+        """Leave the run if the model was dropped without calling ``close``."""
         if getattr(self, "_membership", None) is not None:
             self.close()
 
@@ -116,18 +117,18 @@ class JobMeetings(SyncFollower):
         self._post_under_way()
 
     def _count_islands(self) -> None:
-        """Tell the ledger how many islands the job would be one data-parallel group of."""
+        """Tell the ledger the number of islands that would form one data-parallel group."""
         self._channel.state.islands = len(self.membership.last.members)
 
     def _post_under_way(self) -> None:
-        """Post the messages of pending meetings to the rendezvous again, under this run's names."""
+        """Post the messages of pending meetings again, under this run's names."""
         self._count_islands()
         first = self.membership.last.number + 1
         for number, meeting in enumerate(self.under_way, first):
             self.membership.post(number, bytes_of(meeting.rows))
 
     def _load(self) -> Reached:
-        """Load this island's state from a checkpoint; return the meeting it had reached."""
+        """Load this island's state from a checkpoint; return the meeting that it had reached."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return None
@@ -143,7 +144,9 @@ class JobMeetings(SyncFollower):
         return str(entry["run"]), int(entry["meeting"])
 
     def _has_state(self, roster: Roster) -> bool:
-        """Get the state after the meeting at which this island joins; False where none comes."""
+        """Get the state after the meeting at which this island joins; return False if none
+        comes.
+        """
         own, giver = self.membership.own, roster.giver
         reached = roster.joining[own]
         alike = all(one is not None and one == reached for one in roster.joining.values())
@@ -152,7 +155,7 @@ class JobMeetings(SyncFollower):
                 self.progress.give_up()
                 self._give(roster)
             return True
-        # of one meeting: each goes on from its own state
+        # all come from one meeting: each continues from its own state
         ours = reached is not None and roster.joining.get(giver) == reached
         if ours and (alike or not self.config.late):
             return True
@@ -160,7 +163,7 @@ class JobMeetings(SyncFollower):
         there = self.parts[0].fragment.start.new_tensor([data is not None], dtype=torch.int32)
         if not int(small_messages.least(there)) or data is None:
             return False
-        self._to_write.clear()  # of an earlier giver
+        self._to_write.clear()  # values from an earlier giver
         take_state(island_payloads.unpack_state(data), self.progress, self._write)
         return True
 
@@ -182,16 +185,16 @@ class JobMeetings(SyncFollower):
         self.under_way.append(Meeting(index, self.clock + self.config.late, message, arrived))
         number, sent = of.last.number + len(self.under_way), bytes_of(message)
         gate()
-        of.post(number, sent)  # once it is at the rendezvous it counts
+        of.post(number, sent)  # the message counts once it is at the rendezvous
         self._figures.wait_s += time.perf_counter() - began
         return None
 
     def _take(self) -> None:
         """End the first pending meeting; join again if it was held without this island.
 
-        1. Take the decision: who is present.
-        2. Take the messages of those, and the mean.
-        3. Give the state to who joins.
+        1. Read the decision on who is present.
+        2. Fetch the messages of present islands, and apply their mean.
+        3. Give the state to joining islands.
         """
         of, began, meeting = self.membership, time.perf_counter(), self.under_way[0]
         # 1
@@ -214,7 +217,9 @@ class JobMeetings(SyncFollower):
             self._give(roster)
 
     def _kept(self) -> Callable[[], object]:
-        """Return what puts back how far this island has got in the run: it tries again."""
+        """Return an undo that restores this island's position in the run, so that it tries
+        again.
+        """
         of = self.membership
         before = of.last, of.own, of.left_out, of.joined
 
@@ -224,10 +229,10 @@ class JobMeetings(SyncFollower):
         return put_back
 
     def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | str] | None:
-        """Return messages by island, or the reason one does not count; the same in all islands.
+        """Return the messages by island, or why one does not count; the same in all islands.
 
-        Islands that have come since the meeting began have sent none. None where a rank of this
-        island came too late for one of them: it is left out then.
+        Islands that joined after the meeting began have sent none. Returns None if a rank of this
+        island was too late for one of the messages; then this island is left out.
         """
         like, found, squares = self.parts[index].fragment.start, {}, {}
         for island in roster.present:
@@ -252,15 +257,15 @@ class JobMeetings(SyncFollower):
         return {one: bad.get(one, found[one]) for one in squares}
 
     def _message_of(self, island: str, number: int) -> bytes | bytearray | None:
-        """Return an island's message to the first pending meeting; None: the store lost it."""
+        """Return an island's message for the first pending meeting; None: the store lost it."""
         if island == self.membership.own:
             return self.under_way[0].rows.cpu().numpy().tobytes()
         return self.membership.transfer.take(number, island)
 
     def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> None:
-        """Take the mean of ``rows``.
+        """Apply the mean of ``rows``.
 
-        ``bad``: this island's message does not count, and it goes back to the others' weights.
+        ``bad``: this island's message does not count, and it returns to the others' weights.
         """
         part, own = self.parts[index], self.membership.own
         fragment = part.fragment
@@ -296,9 +301,9 @@ class JobMeetings(SyncFollower):
         super().save(folder)
 
     def claim(self, where: Path | str) -> None:
-        """Say at ``where``, a folder or a URL, that this island saves there. No collective.
+        """Claim ``where``, a folder or a URL, for this island's checkpoints. No collective.
 
-        Raises CheckpointError where another island of the run has.
+        Raises CheckpointError if another island of the run has claimed it.
         """
         if self._membership is None:
             return

@@ -1,8 +1,8 @@
-"""Detect gradients kept over a meeting: gradients of the new weights would be added to them.
+"""Detect gradients kept across a meeting, to which those of the new weights would be added.
 
-A meeting comes after an optimizer step, when scripts are about to clear the gradients. Whether they
-do is seen when the next backward pass begins: until then gradients may be cleared at any time, as
-between the forward and the backward pass. DeepSpeed clears them in its step.
+A meeting follows an optimizer step, when scripts are about to clear gradients. Whether they do so
+shows only when the next backward pass begins, since gradients may be cleared until then, even after
+the forward pass. DeepSpeed clears them in its step.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class KeptGradients:
         gradients: Callable[[], Iterable[Tensor | None]],
         before: Callable[[Look], list[Hook]],
     ) -> None:
-        """Watch nothing yet.
+        """Set up without watching yet.
 
         Args:
-            gradients: returns what a backward pass adds to, as it is now.
-            before: has a function called at the beginning of each backward pass, before any
-                gradient is added, until the hooks that it returns are removed.
+            gradients: returns the present gradients, to which a backward pass would add.
+            before: registers a function that is called at the beginning of each backward pass,
+                before any gradient is added, until the returned hooks are removed.
         """
         self._gradients, self._before = gradients, before
         self._hooks: list[Hook] = []
@@ -47,7 +47,8 @@ class KeptGradients:
         """Call ``found`` if the next backward pass begins with gradients that are not zero."""
         self.stop()
         self._found = found
-        known = weakref.WeakMethod(self._look)  # of a model that is dropped the hooks are, too
+        # a weak method, so that hooks of a dropped model do nothing
+        known = weakref.WeakMethod(self._look)
 
         def look() -> None:
             if (method := known()) is not None:
@@ -56,7 +57,7 @@ class KeptGradients:
         self._hooks = self._before(look)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -68,14 +69,14 @@ class KeptGradients:
 
 
 def before_leaves(leaves: Callable[[], Iterable[Tensor]], look: Look) -> list[Hook]:
-    """Call ``look`` before the gradient of any of ``leaves`` is added: before all others', too."""
+    """Call ``look`` before any gradient of ``leaves`` is accumulated."""
     return [_of(leaf, look) for leaf in leaves() if leaf.requires_grad]
 
 
 def before_output(module: nn.Module, look: Look) -> list[Hook]:
-    """Call ``look`` when the gradient of an output of ``module`` is there.
+    """Call ``look`` when the gradient of an output of ``module`` is available.
 
-    For engines whose kernels add gradients of weights before autograd calls hooks of these.
+    For engines whose kernels add weight gradients before autograd calls the weights' hooks.
     """
 
     def passed(_: nn.Module, __: object, output: Any) -> None:
@@ -87,7 +88,7 @@ def before_output(module: nn.Module, look: Look) -> list[Hook]:
 
 
 def _any(gradients: Iterable[Tensor | None]) -> bool:
-    """Return whether any value is not zero; waits for the device where there is one."""
+    """Return whether any value is nonzero; waits for the device, if there are any gradients."""
     local = [getattr(one, "_local_tensor", one) for one in gradients if one is not None]
     dense = [one._values() if one.is_sparse else one for one in local]
     return bool(dense) and bool(torch.stack([one.detach().any() for one in dense]).any())

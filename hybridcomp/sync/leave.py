@@ -1,8 +1,8 @@
 """Leave the run when an island job ends normally; warn if its last messages do not count.
 
-* Each rank waits until its own messages are at the rendezvous, at most ``timeout_s``.
-* The first rank then waits for those of its other ranks, which are as long, at most ``OTHERS_S``,
-  and says from which meeting on the island takes no part, so that nobody waits for it.
+* Each rank waits until its own messages are at the rendezvous, at most ``timeout_s``. * The first
+rank then waits at most ``OTHERS_S`` for the equally long messages of its other ranks, and announces
+the meeting from which the island is absent, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridcomp.job.waits import awaited
 from hybridcomp.sync.background_transfer import BackgroundTransfer
 from hybridcomp.sync.rendezvous import Rendezvous
 
-#: seconds for which the first rank waits at the end for what its other ranks still send
+#: seconds that the first rank waits at the end for messages of its other ranks
 OTHERS_S = 30.0
 
 
@@ -29,9 +29,9 @@ def depart(
     """Post the remaining messages and leave the run on the first rank; never raises. No collective.
 
     Args:
-        meet, transfer: of this rank; the transfer ends.
-        own: the island as it is called; "": it is in no run.
-        under_way: meetings to which this rank has sent its message, or is sending it.
+        meet, transfer: rendezvous and transfer of this rank; the transfer is ended.
+        own: the island's name in the run; "": it is in none.
+        under_way: pending meetings to which this rank has sent or is sending its message.
         limit_s: seconds for this rank's own messages.
         say: tells the user a sentence.
     """
@@ -54,14 +54,14 @@ def depart(
                 "others hold without it: another rank of it has not sent its message"
             )
         meet.leave(own, under_way.start + there)
-    except PeerError as error:  # the others wait once, or have gone with the store
+    except PeerError as error:  # the others wait once for this island, or are gone with the store
         say(f"sync: island {own} ends without a word: {error}")
 
 
 def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) -> int:
-    """Wait until all ranks of ``own`` have sent to these meetings, or they are decided.
+    """Wait until all ranks of ``own`` have sent to these meetings, or the meetings are decided.
 
-    Returns in how many they count, one after the other, after ``seconds`` at most.
+    Returns in how many consecutive meetings the messages count, after at most ``seconds``.
     """
 
     def is_counted(number: int) -> bool | None:

@@ -21,17 +21,17 @@ from hybridcomp.sync.progress import Part
 
 @dataclass(frozen=True)
 class Masters:
-    """The weights that the optimizer of one rank changes.
+    """The weights that one rank's optimizer changes.
 
     Attributes:
-        pieces: names and elements of what the vector consists of, in order.
-        tensors: returns the tensors that hold them, one for each piece, whose flat order counts.
-        written: to be called once some of them were changed: an engine with 16-bit copies makes
-            these from them. A collective of the island where they are cut over its ranks.
-        replicated: whether ranks of the island hold the same vector, so that each sends a part.
-        replicas: the ranks that do; None: all of the island.
-        kept: watches for gradients that are kept over a meeting; None: the engine clears them.
-        trained: returns by name which parameters are trained now; None: they stay the same.
+        pieces: names and lengths of the vector's pieces, in order.
+        tensors: returns the tensors that hold the pieces, one each, in flat order.
+        written: called after tensors were changed, so that an engine updates its 16-bit copies. A
+            collective of the island if the tensors are sharded over its ranks.
+        replicated: whether ranks of the island hold equal vectors, so that each sends a part.
+        replicas: group of the ranks with equal vectors; None: the whole island.
+        kept: watches for gradients kept across a meeting; None: the engine clears them.
+        trained: returns by name which parameters are currently trained; None: this never changes.
     """
 
     pieces: Sequence[tuple[str, int]]
@@ -48,10 +48,10 @@ class Masters:
         object.__setattr__(self, "_trained_at_first", found)
 
     def check(self) -> None:
-        """Raise ConfigError where parameters were frozen or unfrozen since the beginning.
+        """Raise ConfigError if parameters were frozen or unfrozen since the beginning.
 
-        Islands would not share those that are trained since then, and outer momentum would go on
-        moving those that are not.
+        Islands would not exchange newly trained parameters, and outer momentum would keep moving
+        newly frozen ones.
         """
         now = {} if self.trained is None else self.trained()
         odd = next((n for n, is_now in now.items() if self._trained_at_first[n] != is_now), None)
@@ -69,17 +69,17 @@ class Masters:
 
     @property
     def digest(self) -> str:
-        """Return a digest of names and lengths, equal where two ranks have the same place."""
+        """Return a digest of names and lengths, equal on ranks with the same piece of the model."""
         return hashlib.sha256(repr(list(self.pieces)).encode()).hexdigest()[:16]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype in which meetings compute: fp64 for such weights, else fp32."""
+        """Return the dtype of meetings: fp64 if any weights are fp64, else fp32."""
         dtypes = {tensor.dtype for tensor in self.tensors()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def shares(self, inside: dist.ProcessGroup | None) -> tuple[int, int]:
-        """Return how many ranks hold this vector, and the place of this one among them.
+        """Return how many ranks hold this vector, and the index of this rank among them.
 
         ``inside``: the ranks of the island; None: all of the job.
         """
@@ -89,7 +89,7 @@ class Masters:
         return dist.get_world_size(group), dist.get_rank(group)
 
     def read(self, low: int, high: int, numel: int | None = None) -> Tensor:
-        """Return a copy of elements ``low`` to ``high``, with zeros behind up to ``numel``."""
+        """Return a copy of elements ``low`` to ``high``, zero-padded to ``numel``."""
         first = self.tensors()[0] if self.pieces else torch.empty(0)
         size = high - low if numel is None else numel
         found = torch.zeros(size, dtype=self.dtype, device=first.device)
@@ -100,9 +100,9 @@ class Masters:
     def exchange(
         self, low: int, high: int, values: Tensor, before: list[tuple[Tensor, int, Tensor]]
     ) -> None:
-        """Exchange elements ``low`` to ``high`` with the first ``high - low`` of ``values``.
+        """Swap elements ``low`` to ``high`` with the first ``high - low`` of ``values``.
 
-        ``before``: gets what ``put_back`` takes, after a failure in the middle as well.
+        ``before`` receives the arguments of ``put_back``, even if this fails in the middle.
         """
         for tensor, start, stop, at in self._overlaps(low, high):
             new = values[at : at + stop - start]
@@ -110,24 +110,25 @@ class Masters:
             before.append((tensor, start, old))
             _put(tensor, start, new)
             new.copy_(old)
-            before[-1] = tensor, start, new  # where no more memory is taken
+            before[-1] = tensor, start, new  # from here on no more memory is allocated
 
     def gathered(
         self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
     ) -> tuple[int, int, Tensor]:
-        """Return the arguments of ``write`` for this rank's ``part`` and for the others' parts.
+        """Return the arguments of ``write`` for this rank's ``part`` and the other ranks' parts.
 
-        Others have parts where they hold the same vector; then this is a collective of those.
-        A gate of the operation either way.
+        Other ranks have parts if they hold the same vector; then this is a collective of them. In
+        either case it passes a gate of the operation.
 
         Args:
-            whole: beginning and end of the fragment that the parts make up.
+            whole: start and end of the fragment that the parts make up.
             inside: the ranks of the island; None: all of the job.
         """
         width, _ = self.shares(inside)
         if width == 1:
             gate()
-            return part.low, part.high, values.clone()  # which ``exchange`` changes
+            # a copy, because ``exchange`` changes the values
+            return part.low, part.high, values.clone()
         found, group = values.new_empty(width * part.numel), self.replicas or inside
         values = values.contiguous()
         gate()
@@ -135,7 +136,7 @@ class Masters:
         return *whole, found
 
     def _overlaps(self, low: int, high: int) -> list[tuple[Tensor, int, int, int]]:
-        """Return the tensors in the range, with the stretch of each and its place in the range."""
+        """Return the tensors in the range, each with its slice and its position in the range."""
         found = []
         ends = list(accumulate(numel for _, numel in self.pieces))
         for tensor, (_, numel), end in zip(self.tensors(), self.pieces, ends, strict=True):
@@ -154,19 +155,19 @@ def put_back(before: list[tuple[Tensor, int, Tensor]]) -> None:
 
 def _put(tensor: Tensor, start: int, values: Tensor) -> None:
     """Copy ``values`` into the elements of ``tensor`` from ``start`` on."""
-    flat = tensor.reshape(-1)  # a copy, where it is a slice of a larger tensor
+    flat = tensor.reshape(-1)  # a copy if the tensor is a slice of a larger one
     flat[start : start + values.numel()].copy_(values)
     if not _is_view(flat, tensor):
         tensor.copy_(flat.view(tensor.shape))
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:
-    """Return whether ``flat``, made of ``tensor``, has its memory."""
+    """Return whether ``flat``, made from ``tensor``, shares its memory."""
     return flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """Return the values of ``tensor`` in the order of its memory, a view; complex ones as pairs.
+    """Return a view of ``tensor`` in memory order; complex values as pairs.
 
     Weights in ``torch.channels_last`` are contiguous in no other order.
     """
@@ -175,7 +176,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def piece_of(name: str, tensor: Tensor) -> tuple[str, int]:
-    """Return a name that includes the memory order, unless it is plain, and the elements."""
+    """Return the name, extended by the memory order unless that is plain, and the elements."""
     found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     order = _order(found)
     how = "" if order == list(range(found.dim())) else f" by dimensions {order}"
@@ -183,7 +184,7 @@ def piece_of(name: str, tensor: Tensor) -> tuple[str, int]:
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of ``tensor`` as they lie in memory, the slowest first."""
+    """Return the dimensions of ``tensor`` in memory order, the slowest first."""
     dimensions = range(tensor.dim())
     if tensor.is_contiguous():
         return list(dimensions)
@@ -191,16 +192,16 @@ def _order(tensor: Tensor) -> list[int]:
 
 
 def bounds(numel: int, fragments: int, index: int) -> tuple[int, int]:
-    """Return beginning and end of a fragment in a vector of ``numel`` elements."""
+    """Return start and end of a fragment in a vector of ``numel`` elements."""
     return numel * index // fragments, numel * (index + 1) // fragments
 
 
 def cut(numel: int, fragments: int, ranks: int, rank: int) -> list[tuple[int, int, int]]:
     """Cut a vector into fragments and return this rank's part of each.
 
-    Every element lies in one fragment and there in the part of one of ``ranks`` ranks, which are
-    equally long but for padding behind the last. Returns for each fragment the part's beginning,
-    its end, and its length with padding.
+    Every element belongs to one fragment, and in it to the part of one of ``ranks`` ranks. Parts
+    are equally long, with padding after the last. Returns for each fragment the part's start, its
+    end, and its length with padding.
     """
     found = []
     for index in range(fragments):

@@ -1,20 +1,21 @@
-"""Follow optimizer steps, and hold the meetings of the islands that are due.
+"""Follow optimizer steps, and hold the islands' meetings that are due.
 
-Every fragment meets each ``every`` steps, fragments one after the other. A meeting has two halves:
+Every fragment has a meeting each ``every`` steps, fragments one after the other. A meeting has two
+halves:
 
-1. ``_send``: each rank sends what its part of the fragment has moved to the ranks with its place
-   in the other islands, an all-gather through the channel of ``sync``.
-2. ``_take``, at once, ``delay`` steps or ``staleness`` meetings later: if all values are finite,
-   and no island an outlier, the outer optimizer takes the mean, and the engine's weights are set.
+1. ``_send``: each rank sends the weight change of its part of the fragment to the ranks with its
+   index in other islands, by an all-gather through the channel of ``sync``.
+2. ``_take``, at once, ``delay`` steps or ``staleness`` meetings later: if all values are finite and
+   no island is an outlier, the outer optimizer applies the mean, and the engine's weights are set.
 
-Whether values are finite, all ranks tell each other beside a message that is taken later, so that
-nobody waits for another rank's last step when it is: no codec makes Inf of finite values. A rank
-that fails to make such a message sends zeros and says so there: all skip the meeting. At once
-the ranks of an island agree on what they have got: everybody reads the same messages, so all
-islands decide alike.
+If a mean is taken later, all ranks state beside the message whether its values are finite, so that
+nobody waits for another rank's last step when taking the mean (no codec turns finite values into
+Inf). A rank that fails to make such a message sends zeros and states that: all skip the meeting. If
+the mean is taken at once, the ranks of an island compare what they have received: all islands read
+the same messages, so they decide alike.
 
-Both halves come in one order on all ranks. The clock counts every step that the optimizer was
-asked for, skipped ones as well, so that an overflow in one island moves no meeting.
+Both halves run in the same order on all ranks. The clock counts every requested optimizer step,
+even skipped ones, so that an overflow in one island shifts no meeting.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hybridcomp.sync.outliers import unfit
 from hybridcomp.sync.progress import Meeting, Part
 from hybridcomp.sync.sync_follower import SyncFollower, drift_of
 
-#: flag of a message that rank 0 could not make; of the others their ranks below it
+#: flag of a message that rank 0 could not make; for rank r the flag is this minus r
 FAILED = -1
 GOES_BACK = ", and whoever did goes back to the weights that all agreed on last"
 
@@ -48,8 +49,8 @@ GOES_BACK = ", and whoever did goes back to the weights that all agreed on last"
 class IslandMeetings(SyncFollower):
     """Meetings of the islands of one job; all ranks of the job call it at the same steps.
 
-    It begins before the first step, when a checkpoint has been loaded: all islands then take the
-    weights of the first, unless its state was loaded, too.
+    It begins before the first step, after a checkpoint was loaded: all islands then take the first
+    island's weights, unless the state of meetings was loaded too.
     """
 
     def __init__(
@@ -59,13 +60,14 @@ class IslandMeetings(SyncFollower):
         make: Callable[[], Masters],
         say: Callable[..., object],
     ) -> None:
-        """Hold what meetings need.
+        """Prepare for meetings.
 
         Args:
-            channel: of dimension ``sync``.
-            islands: those of the job.
-            make: returns what this rank's optimizer changes; called before the first step.
-            say: tells the user a sentence, on rank 0.
+            channel: the channel of ``sync``.
+            islands: the islands of the job.
+            make: returns the weights that this rank's optimizer changes; called before the first
+                step.
+            say: prints a sentence for the user, on rank 0.
         """
         super().__init__(channel, make, say)
         self.islands, self._inside = islands, islands.inside
@@ -86,7 +88,7 @@ class IslandMeetings(SyncFollower):
         self._level()
 
     def _level(self) -> None:
-        """Give all islands the weights of the first."""
+        """Copy the first island's weights to all islands."""
         source = self.islands.rows[0][self.islands.place]
         for index, part in enumerate(self.parts):
             fragment = part.fragment
@@ -96,7 +98,7 @@ class IslandMeetings(SyncFollower):
             self._write(index, fragment.start)
 
     def _agree(self) -> None:
-        """Compare islands, block and weights over all ranks, those of one place with each other."""
+        """Compare islands and block over all ranks, and weights over ranks with the same index."""
         islands = self.islands
         facts: dict[str, Any] = {
             f"compression.sync.{name}": value for name, value in self.config.agreed().items()
@@ -148,7 +150,7 @@ class IslandMeetings(SyncFollower):
     def _message_or_nothing(self, part: Part) -> tuple[Tensor, Exception | None]:
         """Return this rank's message, without communication: zeros and the error if it fails.
 
-        Its flag has all islands skip the meeting, in which the others would miss this rank.
+        The error's flag makes all islands skip the meeting, since this rank's values are missing.
         """
         before = replace(part.fragment, under_way=part.fragment.under_way.copy())
         try:
@@ -195,17 +197,17 @@ class IslandMeetings(SyncFollower):
 
     @property
     def _gates(self) -> bool:
-        """Return whether ranks may wait for each other: not where means are taken later."""
+        """Return whether ranks may wait for each other: not if means are taken later."""
         return not self.config.late
 
     def _kept(self) -> Callable[[], object]:
-        """Return what gives up the meeting: nobody can take its messages again."""
+        """Return an undo that gives up the meeting, since its messages cannot be received again."""
         return (lambda: self.progress.give_up()) if self._gates else super()._kept()
 
     def _flags(self, meeting: Meeting, rows: Tensor) -> list[int]:
-        """Return by island 1 where what it has sent, to ranks of any place, is finite, else 0.
+        """Return per island 1 if all its ranks' messages are finite, else 0.
 
-        Below that, FAILED less a rank of it that has failed and sent nothing.
+        A lower value is FAILED minus the rank of the island that failed and sent nothing.
         """
         if meeting.finite is not None:
             found = meeting.finite()
@@ -218,7 +220,7 @@ class IslandMeetings(SyncFollower):
     def state(self) -> dict[str, Any] | None:
         """Return this rank's state, of plain types and CPU tensors; None before the first step.
 
-        Waits for the messages that are under way, in their order; a collective.
+        Waits for pending messages in order; a collective.
         """
         if self._masters is None:
             return None
@@ -229,7 +231,7 @@ class IslandMeetings(SyncFollower):
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """Return by row whether all values are finite, a boolean tensor; no host waits for a device.
+    """Return per row whether all values are finite, as a boolean tensor; does not wait.
 
     Inf and NaN times 0 are NaN: a tenth of the time of ``isfinite`` and ``all``.
     """

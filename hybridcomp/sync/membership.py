@@ -1,7 +1,7 @@
 """Membership of one island job in a run: it joins, is dropped, and leaves.
 
-All ranks of the island hold the same: what its first rank does alone at the rendezvous is told to
-the others, errors as well.
+All ranks of the island hold the same state: its first rank acts at the rendezvous alone and sends
+results, and errors, to the others.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine
 
-#: times that an island tries to join where its givers end
+#: most attempts of an island to join if its givers end
 TRIES = 10
 
 
 def bytes_of(message: Tensor) -> memoryview:
-    """Return the bytes of ``message``, which are not copied where it is on the CPU."""
+    """Return the bytes of ``message``, without a copy if it is on the CPU."""
     found: memoryview = message.cpu().numpy().data
     return found
 
 
 class Membership:
-    """An island's place in a run, on one rank.
+    """An island's membership in a run, on one rank.
 
     Attributes:
         meet: the rendezvous.
-        transfer: carries messages to it and from it.
-        name: of the island, always the same.
-        own: what it is called since it joined; where it comes again, the name with a number.
+        transfer: carries messages to and from the rendezvous.
+        name: permanent name of the island.
+        own: name under which it joined: the permanent name, with a number if it has joined before.
         run: identifier of the run.
-        last: what was decided of the last meeting.
-        left_out, joined: islands that were left out, and that have joined, since they were read.
+        last: decision on the last meeting.
+        left_out, joined: islands that were left out, and that joined, since these counts were last
+            read.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class Membership:
         """Connect, and compare ``facts`` with the run's; a collective of the island.
 
         Args:
-            jobs: the block's.
-            facts: what all islands have alike.
-            under_way: meetings that may be under way when a further one begins.
-            say: tells the user a sentence, on the first rank.
+            jobs: the block's rendezvous settings.
+            facts: facts that must be equal in all islands.
+            under_way: most meetings that may be pending when another begins.
+            say: prints a sentence for the user, on the first rank.
 
         Raises AgreementError, PeerError.
         """
@@ -71,7 +72,7 @@ class Membership:
         )  # fmt: skip
         self.own, self.last = "", Roster(-1, [])
         self.left_out = self.joined = 0
-        self._posted = -1  # the latest meeting to which this rank has sent, or is sending
+        self._posted = -1  # latest meeting to which this rank has sent or is sending
         self._held: HeldName | None = None
 
         def introduced() -> tuple[str, str]:
@@ -89,14 +90,15 @@ class Membership:
             raise
 
     def join(self, reached: Reached, has_state: Callable[[Roster], bool]) -> None:
-        """Announce this island and wait until it is in; a collective of the island.
+        """Announce this island and wait until it is admitted; a collective of the island.
 
         Args:
-            reached: how far its own state had got.
-            has_state: gets start copies and momentum as a decision says; False where none come.
+            reached: the run and meeting that its own state has reached.
+            has_state: fetches start copies and momentum from the decision's giver; returns False if
+                none come.
 
-        Raises AgreementError where another living island has its name, PeerError where it is not
-        let in or gets no weights.
+        Raises AgreementError if another living island has its name, PeerError if it is not admitted
+        or gets no weights.
         """
         for _ in range(TRIES):
             since, self.own = self._of_first(functools.partial(self._announced, reached))
@@ -113,7 +115,9 @@ class Membership:
         )
 
     def come_back(self, has_state: Callable[[Roster], bool]) -> None:
-        """Join again, as this island came too late for a meeting; a collective of the island."""
+        """Join again, because this island was too late for a meeting; a collective of the
+        island.
+        """
         number = self.last.number + 1
         self.transfer.flush()
         self.meet.withdraw(self.own, number)
@@ -126,9 +130,9 @@ class Membership:
         self.join(None, has_state)
 
     def post(self, number: int, message: memoryview) -> None:
-        """Send this rank's message for a meeting, and take those of the others when they come.
+        """Queue this rank's message for a meeting, and start fetching the others'.
 
-        Raises nothing; what goes wrong later the transfer's ``check`` raises.
+        It never raises; the transfer's ``check`` raises later errors.
         """
         self._posted = number
         self.transfer.send(self.own, number, message)
@@ -137,7 +141,8 @@ class Membership:
     def decide(self) -> Roster:
         """Return the decision on the next meeting; a collective of the island.
 
-        Waits until all its ranks have posted, and only then for others, as long as ``timeout_s``.
+        It first waits until all ranks of the island have posted, then for others, up to
+        ``timeout_s``.
         """
         self.transfer.wait_sent(self.last.number + 1)
         small_messages.wait_for_all()
@@ -146,7 +151,7 @@ class Membership:
     def held(self, now: Roster, bad: Mapping[str, str]) -> None:
         """Advance to the next meeting; report absent, departed and joining islands.
 
-        ``bad``: islands whose messages did not count, with what they did.
+        ``bad``: islands whose messages did not count, with the reasons.
         """
         before, self.last = self.last, now
         self.transfer.forget(now.number)
@@ -165,7 +170,7 @@ class Membership:
             self._say(f"sync: meeting {now.number} of {count} island(s): {'; '.join(words)}")
 
     def leave(self) -> None:
-        """Leave the run, so that nobody waits for this island (``departure``). No collective."""
+        """Leave the run, so that nobody waits for this island (``leave``). No collective."""
         numbers = range(self.last.number + 1, self._posted + 1)
         depart(self.meet, self.transfer, self.own, numbers, self._limit_s, self._say)
         self._release()
@@ -173,7 +178,7 @@ class Membership:
     def _announced(self, reached: Reached) -> tuple[int, str]:
         """Return the number of decisions so far, and this island's name from now on."""
         assert self._held is not None, "the first rank"
-        self._held.take()  # another may have it where this was stopped
+        self._held.take()  # while this island was stopped another may have taken the name
         return self.meet.decisions(), self.meet.announce(self.name, reached)
 
     def _release(self) -> None:
@@ -181,14 +186,14 @@ class Membership:
             self._held.release()
 
     def _of_first(self, work: Callable[[], Any]) -> Any:
-        """Return on all ranks what ``work`` gives on the first; raise on all what it raises."""
+        """Return ``work``'s result on the first rank to all ranks; raise its error on all."""
         found: tuple[Any, HybridcompError | None] = None, None
         if not self.meet.place:
             try:
                 found = work(), None
             except HybridcompError as error:
-                error.__cause__ = None  # torch's errors cannot be sent
-                error.names_rank = True  # all raise it alike
+                error.__cause__ = None  # torch's errors cannot be pickled
+                error.names_rank = True  # all ranks raise the same error
                 found = None, error
         result, problem = small_messages.from_first(found)
         if problem is not None:

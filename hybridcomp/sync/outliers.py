@@ -1,4 +1,4 @@
-"""Detect islands whose weight changes are outliers; they are treated as if they had sent NaN."""
+"""Detect islands whose weight changes are outliers; they are treated like islands that sent NaN."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def unfit(
     above: float | None,
     inside: ProcessGroup | None,
 ) -> dict[T, str]:
-    """Return the islands whose messages do not count, with what they did.
+    """Return the islands whose messages do not count, with the reasons.
 
-    With ``above`` a collective of the island ``inside``.
+    With ``above`` it is a collective of the island ``inside``.
 
     Args:
-        islands: those that sent a message; ``finite``: by island whether it is without NaN and Inf.
-            Both the same on all ranks.
-        squares: returns, as fp64, by island the sum of squares of what it has sent to this rank.
-        above: of the block; None: nobody is far off.
+        islands: islands that sent a message; ``finite``: per island whether it has no NaN or Inf.
+            Both are the same on all ranks.
+        squares: returns per island, in fp64, the sum of squares of its message to this rank.
+        above: the block's limit; None: there are no outliers.
     """
     bad = {one: NOT_FINITE for one, well in zip(islands, finite, strict=True) if not well}
     if islands and above is not None:
@@ -43,15 +43,15 @@ def unfit(
 def far_off(
     squares: Tensor, finite: Sequence[bool], above: float, inside: ProcessGroup | None
 ) -> list[bool]:
-    """Return by island whether its norm is more than ``above`` times the median of all finite ones.
+    """Return per island whether its norm exceeds ``above`` times the median of finite ones.
 
-    A collective of the island ``inside``, whose ranks add up in one order: all islands find the
-    same.
+    A collective of the island ``inside``, whose ranks add up in a fixed order, so that all islands
+    get the same result.
 
     Args:
-        squares: fp64, by island the sum of squares of what it has sent to this rank.
-        finite: by island whether it sent no NaN or Inf; the same on all ranks.
-        above: of the block.
+        squares: per island the sum of squares of its message to this rank, fp64.
+        finite: per island whether it sent no NaN or Inf; the same on all ranks.
+        above: the block's limit.
     """
     parts = small_messages.gather(squares, inside)
     total = parts[0].clone()
@@ -59,7 +59,7 @@ def far_off(
         total.add_(part)
     norms = total.sqrt().tolist()
     known = [norm for norm, well in zip(norms, finite, strict=True) if well]
-    if len(known) < 3:  # of two islands either may be the outlier
+    if len(known) < 3:  # with two islands either could be the outlier
         return [False] * len(norms)
     most = above * statistics.median(known)
     return [well and norm > most for norm, well in zip(norms, finite, strict=True)]

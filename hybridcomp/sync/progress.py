@@ -23,16 +23,16 @@ class Part:
 
 @dataclass(eq=False)
 class Meeting:
-    """A meeting whose mean is still to be taken.
+    """A meeting whose mean was not taken yet.
 
     Attributes:
         index: the fragment.
         due: the step at which its mean is taken.
-        rows: what all islands sent, one after the other; complete after ``wait``. Of an island that
-            is a job: its own message, as bytes; none where it has sent nothing.
-        wait: returns once the rows are there.
-        finite: waits for the word of all islands, and returns by island whether what it has sent is
-            finite; None: whoever takes the mean finds out.
+        rows: the messages of all islands, one per row, complete after ``wait``. If islands are
+            separate jobs: only its own message, as bytes, empty if it has sent nothing.
+        wait: returns once the rows are complete.
+        finite: waits for all islands' statements, and returns per island whether its message is
+            finite; None: this is checked when the mean is taken.
     """
 
     index: int
@@ -47,10 +47,10 @@ class Progress:
     """State of one rank's meetings.
 
     Attributes:
-        clock: steps that the optimizer was asked for.
-        parts: by fragment.
+        clock: requested optimizer steps.
+        parts: this rank's part of each fragment.
         under_way: meetings in the order in which their means are taken.
-        unsent: whether a message that is due at ``clock`` is still to be sent.
+        unsent: whether the message due at ``clock`` still has to be sent.
     """
 
     clock: int = 0
@@ -59,7 +59,7 @@ class Progress:
     unsent: bool = False
 
     def copy(self) -> Progress:
-        """Return the same with the same tensors, which are never changed."""
+        """Return a copy with the same tensors, which are never modified."""
         parts = []
         for part in self.parts:
             kept = replace(part.fragment, under_way=part.fragment.under_way.copy())
@@ -67,7 +67,9 @@ class Progress:
         return Progress(self.clock, parts, list(self.under_way), self.unsent)
 
     def give_up(self, count: int | None = None) -> None:
-        """Give up the first meetings under way, all by default: their messages go out once more."""
+        """Give up the first ``count`` pending meetings (default all); their content is sent
+        again.
+        """
         for meeting in self.under_way[:count]:
             self.parts[meeting.index].fragment.skip()
         self.under_way = [] if count is None else self.under_way[count:]

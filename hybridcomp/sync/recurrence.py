@@ -1,22 +1,22 @@
-"""The arithmetic of meetings on plain tensors: what an island sends, and what it makes of a mean.
+"""Compute on plain tensors what an island sends to a meeting, and how it applies the mean.
 
-One ``Fragment`` is one stretch of the weights, on one rank. It knows no process group: who drives
-it sends ``send``'s tensor to the peers and gives ``arrive`` the tensors of all islands.
+A ``Fragment`` is one slice of the weights, on one rank. It knows no process group: its caller sends
+the tensor of ``send`` to the peers and passes all islands' tensors to ``arrive``.
 
-With G the weights that all islands agreed on last, w this island's own and R islands:
+With G the weights on which all islands last agreed, and w this island's own weights:
 
-1. ``send``: the message is what w has moved since this island's last message, as ``base - w``,
-   plus what error feedback kept: ``m = (base - w) + decay * e``.
-2. ``arrive``: ``e = m - sent``, where ``sent`` is what the others decode of m. Momentum is
-   ``b = momentum * b + mean(sent)``, and ``G -= lr * (mean + momentum * b)`` with Nesterov, else
-   ``G -= lr * b``.
-3. w becomes ``mix * w + (1 - mix) * G``; with ``keeps_progress`` instead G plus all that this
-   island has moved and not yet shared.
+1. ``send``: the message is the change of w since this island's last message, ``base - w``, plus the
+   residual of error feedback: ``m = (base - w) + decay * e``.
+2. ``arrive``: ``e = m - sent``, where ``sent`` is m as the others decode it. Momentum is ``b =
+   momentum * b + mean(sent)``, and ``G -= lr * (mean + momentum * b)`` with Nesterov, else ``G -=
+   lr * b``.
+3. w becomes ``mix * w + (1 - mix) * G``; with ``keeps_progress`` instead G plus this island's
+   changes that are not shared yet.
 
 Local SGD is ``lr`` 1 without momentum, DiLoCo (Douillard et al. 2023, algorithm 1) Nesterov at 0.7,
 Streaming DiLoCo (Douillard et al. 2025, algorithm 2) takes a mean ``delay`` steps late and mixes,
-SparseLoCo (Sarfi et al. 2025, algorithm 1) decays e and has no b, and WSP of HetPipe (Park et al.
-2020) keeps its progress for as many meetings as an island may be ahead.
+SparseLoCo (Sarfi et al. 2025, algorithm 1) decays e and has no b, and HetPipe's WSP (Park et al.
+2020) keeps progress for as many meetings as an island may be ahead.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OuterRule:
-    """Arithmetic that a block asks for; see the module.
+    """The arithmetic that a block selects; see the module.
 
     Attributes:
-        lr, momentum, nesterov: of the outer SGD.
-        error_feedback: whether what a message left out goes into a later one.
-        decay: factor on what was left out.
-        mix: share of the own weights that is kept when a mean arrives.
-        keeps_progress: whether an island keeps what it has moved since it sent.
+        lr, momentum, nesterov: settings of the outer SGD.
+        error_feedback: whether the error of a message is added to a later one.
+        decay: factor on that error.
+        mix: share of its own weights that an island keeps when a mean arrives.
+        keeps_progress: whether an island keeps its changes since it sent.
     """
 
     lr: float = 0.7
@@ -52,13 +52,13 @@ class OuterRule:
 
 @dataclass
 class PendingRound:
-    """A message that was sent and whose mean has not arrived.
+    """A message that was sent and whose mean has not arrived yet.
 
     Attributes:
-        message: what was sent, before encoding; None: nothing, the island has come since then or
-            gone back to the weights of the others.
-        kept: the residual that went into it; None: none.
-        moved: what the island had moved since its message before; None unless progress is kept.
+        message: the message before encoding; None: there is none, since the island joined later or
+            returned to the others' weights.
+        kept: the residual included in it; None: there is none.
+        moved: the island's change since its previous message; None unless progress is kept.
     """
 
     message: Tensor | None
@@ -68,16 +68,16 @@ class PendingRound:
 
 @dataclass(eq=False)
 class Fragment:
-    """A stretch of the weights between meetings, on one rank; 1-D tensors of one dtype.
+    """A slice of the weights between meetings, on one rank; 1-D tensors of one dtype.
 
-    Tensors are replaced, never changed, so that what a meeting has changed can be put back.
+    Tensors are replaced, never modified, so that a meeting can be undone.
 
     Attributes:
         rule: the arithmetic.
-        start: the weights that all islands agreed on last; equal in all islands.
-        momentum: of the outer SGD, equal in all islands; None: none yet.
-        residual: what messages left out; None: nothing.
-        base: where this island's next message counts from; None: ``start``.
+        start: the weights on which all islands last agreed; equal in all islands.
+        momentum: momentum of the outer SGD, equal in all islands; None: none yet.
+        residual: accumulated error of messages; None: zero.
+        base: weights from which this island's next message is computed; None: ``start``.
         under_way: messages that were sent, oldest first.
     """
 
@@ -89,7 +89,7 @@ class Fragment:
     under_way: deque[PendingRound] = field(default_factory=deque)
 
     def send(self, now: Tensor) -> Tensor:
-        """Return the message of the own weights ``now``; they are not kept, nor changed."""
+        """Return the message for the own weights ``now``, which are neither kept nor changed."""
         rule, kept = self.rule, self.residual
         moved = (self.start if self.base is None else self.base) - now
         message = moved
@@ -102,16 +102,16 @@ class Fragment:
         return message
 
     def listen(self) -> None:
-        """Take part in a meeting that has begun, and to which this island has sent nothing."""
+        """Take part in a meeting that has begun, without having sent a message."""
         self.under_way.append(PendingRound(None, None, None))
 
     def arrive(self, sent: Sequence[Tensor], own: int, now: Tensor) -> Tensor:
-        """Take what the islands sent, in their order; return this island's weights from now on.
+        """Apply the islands' messages, in their order; return this island's new weights.
 
         Args:
             sent: the decoded messages, one per island that took part; all finite.
-            own: this island's place among them; -1: its message is not there.
-            now: the own weights.
+            own: index of this island's message; -1: it has none.
+            now: this island's own weights.
         """
         rule, message = self.rule, self.under_way.popleft()
         if rule.error_feedback and message.message is not None:
@@ -122,7 +122,7 @@ class Fragment:
         if not rule.keeps_progress:
             return torch.lerp(self.start, now, rule.mix) if rule.mix else self.start.clone()
         assert self.base is not None, "sent"
-        if not self.under_way and torch.equal(self.base, now):  # nothing is left to keep
+        if not self.under_way and torch.equal(self.base, now):  # no change is left to keep
             self.base = self.start.clone()
             return self.start.clone()
         shift = -change if message.moved is None else message.moved - change
@@ -130,7 +130,7 @@ class Fragment:
         return now + shift
 
     def skip(self) -> None:
-        """Cancel the oldest meeting: add the weight change that it sent to the next message."""
+        """Cancel the oldest pending meeting; its weight change is added to the next message."""
         message = self.under_way.popleft()
         if message.kept is not None:
             self._keep(message.kept)
@@ -140,7 +140,7 @@ class Fragment:
     def fall_back(self) -> Tensor:
         """Return the weights that all islands last agreed on, for an island that lost its copy.
 
-        Of what it has sent nothing is made up for.
+        Changes that it has already sent are not made up for.
         """
         self.residual, self.base = None, None
         self.under_way = deque(PendingRound(None, None, None) for _ in self.under_way)
@@ -152,7 +152,7 @@ class Fragment:
         self.residual = left if self.residual is None else self.residual + left
 
     def _outer(self, mean: Tensor) -> Tensor:
-        """Return what outer SGD subtracts from the weights for the pseudo-gradient ``mean``."""
+        """Return the update that outer SGD subtracts for the pseudo-gradient ``mean``."""
         rule = self.rule
         if not rule.momentum:
             return mean.mul_(rule.lr)
@@ -163,7 +163,7 @@ class Fragment:
 
 
 def _mean(sent: Sequence[Tensor]) -> Tensor:
-    """Return the mean, summed in the order of the islands so that all have the same bits."""
+    """Return the mean, summed in island order so that all have the same bits."""
     total = sent[0].clone()
     for one in sent[1:]:
         total.add_(one)

@@ -1,21 +1,21 @@
-"""Meetings of islands that are jobs of their own, through a store that outlives them all.
+"""Let islands that are separate jobs meet through a store that outlives them all.
 
-The store keeps two lists that only grow. In the list of announcements stands every start of an
-island. In the list of decisions, number n says who is in after meeting n: ``present``, whose
-messages count, ``joining``, who take weights from ``giver`` and meet with the others from n + 1 on,
-and who was ``silent``. Whoever appends number n first has decided it, and all read the same.
+The store keeps two lists that only grow. The list of announcements has every start of an island. In
+the list of decisions, entry n gives the members after meeting n: ``present`` islands, whose
+messages count, ``joining`` islands, which take weights from ``giver`` and take part from n + 1 on,
+and ``silent`` ones. The first to append entry n decides it, and all read the same.
 
-1. Each rank puts its message for meeting n into the store (``post``), and the last rank of the
-   island that has says so (``stand``).
-2. The first rank of each island waits until all members of the last decision stand, at most
-   ``timeout_s``, and appends decision n: everybody else reads it (``decide``).
-3. A rank of a present island takes the messages of all present ones with its place
-   (``message_of``). They lie in the store, so that the end of an island breaks no meeting.
-4. An island that stood too late finds itself left out, and announces itself again.
+1. Each rank puts its message for meeting n into the store (``post``); the island's last rank to do
+   so marks the island as standing (``stand``).
+2. The first rank of each island waits, at most ``timeout_s``, until all members of the last
+   decision stand, and appends decision n; all others read it (``decide``).
+3. Each rank of a present island reads the messages of the ranks with its index in all present
+   islands (``message_of``). They are in the store, so an island's end breaks no meeting.
+4. An island that stood too late sees that it was left out, and announces itself again.
 
-With ``delay`` or ``staleness`` islands begin up to U further meetings before they take the decision
-on meeting n. Whoever stands at meeting n has read all messages up to n - U - 1, so that a message
-is overwritten by that of 2 U + 2 meetings later.
+With ``delay`` or ``staleness`` islands begin up to U further meetings before they read decision n.
+An island that stands at meeting n has read all messages up to n - U - 1, so a message may be
+overwritten by that of 2 U + 2 meetings later.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from hybridcomp.job.waits import Notices, awaited, unsaid
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine
 
-#: what an island says of a meeting: it stands, or it has left for good
+#: an island's state at a meeting: it stands, or it has left for good
 HERE, BYE = b"here", b"bye"
-#: seconds that ranks of an island wait for its first rank longer than that waits for others
+#: extra seconds that ranks wait for their island's first rank, beyond that rank's own wait
 SLACK_S = 60.0
 
 
 class Rendezvous:
-    """Requests of one rank of an island to the store.
+    """One rank's requests to the store.
 
     Args:
-        line: to the store.
-        place: of the rank in its island; the first decides for the island.
-        at_start: islands with which a run begins.
+        line: connection to the store.
+        place: index of the rank in its island; the first rank decides for the island.
+        at_start: number of islands with which a run begins.
         timeout_s: seconds for which an island waits for the others at a meeting.
         join_timeout_s: seconds for which an island waits until it may join.
-        under_way: U, meetings that may be under way when a further one begins.
-        say: tells the user, on the first rank, what a long wait is for.
+        under_way: U, the most meetings that may be pending when another begins.
+        say: prints, on the first rank, what a long wait is for.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Rendezvous:
     # who takes part; of the first rank of an island, where nothing else is said
 
     def compare(self, facts: Mapping[str, Any], name: str) -> str:
-        """Compare ``facts`` (JSON-like) with those of the run; return the identifier of the run.
+        """Compare ``facts`` (JSON-like) with the run's; return the run's identifier.
 
-        The first island of a run states them. Raises AgreementError on another, which names the
-        first fact that differs: the others of the run do not notice.
+        The first island of a run states them. Raises AgreementError on any other island whose facts
+        differ, naming the first difference; other islands are not affected.
         """
         mine = json.dumps({"of": name, "run": f"{time.time_ns():x}", "facts": facts})
         theirs = json.loads(self.line.first("facts", mine))
@@ -94,7 +94,7 @@ class Rendezvous:
         return str(theirs["run"])
 
     def named(self, name: str | None) -> str:
-        """Return ``name``, or else a number that no island of this run has used."""
+        """Return ``name``, or a number that no island of this run has used."""
         while not name:
             found = str(self.line.add("names", 1) - 1)
             taken = self.line.get(f"holders/{found}") or self.line.get(f"starts/{found}")
@@ -102,9 +102,10 @@ class Rendezvous:
         return name
 
     def announce(self, name: str, reached: Reached) -> str:
-        """Say that an island wants to join; return what it is called: the name, how often it came.
+        """Announce that an island wants to join; return its name in the run, numbered if it
+        rejoins.
 
-        ``reached``: how far the state that it has loaded had got.
+        ``reached``: the run and meeting that its loaded state has reached.
         """
         times = self.line.add(f"starts/{name}", 1)
         own = name if times == 1 else f"{name}#{times}"
@@ -112,11 +113,11 @@ class Rendezvous:
         return own
 
     def admitted(self, own: str, since: int) -> Roster:
-        """Wait until ``own`` is joining, and return the decision; all ranks call it.
+        """Wait until ``own`` is joining, and return that decision; all ranks call it.
 
-        ``since``: decisions that were there before it was announced. Where there is no run yet, or
-        all have left it, the first rank begins one as soon as ``at_start`` islands are there.
-        Raises PeerError after ``join_timeout_s``.
+        ``since``: number of decisions before the announcement. If there is no run yet, or all
+        islands have left it, the first rank begins one once ``at_start`` islands have announced
+        themselves. Raises PeerError after ``join_timeout_s``.
         """
         number, notices = since, Notices()
         limit = self.join_timeout_s + (SLACK_S if self.place else 0.0)
@@ -138,16 +139,18 @@ class Rendezvous:
         )
 
     def decisions(self) -> int:
-        """Return how many decisions there are."""
+        """Return the number of decisions."""
         return self.line.length("decided")
 
     def decision(self, number: int) -> Roster | None:
-        """Return a decision; None: there is none yet."""
+        """Return a decision, None if there is none yet."""
         found = self.line.get(f"decided/{number}")
         return None if found is None else Roster(**json.loads(found))
 
     def leave(self, own: str, number: int) -> None:
-        """Say that the island takes part in no meeting from ``number`` on; nobody waits for it."""
+        """Announce that the island is absent from meeting ``number`` on, so that nobody waits for
+        it.
+        """
         self.line.set(f"stands/{number}/{own}", BYE)
 
     # a meeting
@@ -157,7 +160,9 @@ class Rendezvous:
         self.line.put(self._message(own, number), number, message)
 
     def stand(self, own: str, number: int, ranks: int = 1) -> None:
-        """Say that this rank has posted; where all ``ranks`` of the island have, it stands."""
+        """Mark that this rank has posted; once all ``ranks`` of the island have, the island
+        stands.
+        """
         if ranks > 1:
             posted = f"posted/{number}/{own}"
             if self.line.add(posted, 1) < ranks:
@@ -167,14 +172,14 @@ class Rendezvous:
         self.line.drop(f"stands/{number - self.slots}/{own}")
 
     def stands(self, number: int, island: str) -> bool:
-        """Return whether an island stands at a meeting, or has left before."""
+        """Return whether an island stands at a meeting, or left earlier."""
         return self.line.has(f"stands/{number}/{island}")
 
     def decide(self, last: Roster, own: str) -> Roster:
         """Return the decision on the meeting after ``last``; all ranks of the island call it.
 
-        The first waits for the members of ``last``, as long as ``timeout_s``, and decides, unless
-        somebody else has; the others wait for what is decided.
+        The first rank waits up to ``timeout_s`` for the members of ``last``, and decides unless
+        another island has; the other ranks wait for the decision.
         """
         number = last.number + 1
         if self.place:
@@ -207,22 +212,25 @@ class Rendezvous:
         present = [member for member, word in stands.items() if word == HERE]
         silent = [member for member, word in stands.items() if word is None]
         joining, heard = self._announced(last.heard)
-        giver = own if joining else ""  # which gives at once: others may come to this later
+        # the giver gives immediately: other islands may reach this point later
+        giver = own if joining else ""
         return self._append(Roster(number, present, joining, giver, silent, heard))
 
     def message_of(self, island: str, number: int) -> bytearray | None:
-        """Return the message of the rank of ``island`` with this place; None: it is gone."""
+        """Return the message of the rank with this index in ``island``; None: it is gone."""
         return self.line.take(self._message(island, number), number)
 
     def withdraw(self, own: str, number: int) -> None:
-        """Delete what this rank of an island has posted that is left out from ``number`` on."""
+        """Delete messages that this rank posted for meetings from ``number`` on, which left it
+        out.
+        """
         for one in range(number, number + self.under_way + 1):
             self._withdraw_one(own, one)
 
     def forget(self, last: Roster, now: Roster, own: str) -> None:
         """Delete keys that no island reads after ``now``; all ranks of a present island call it.
 
-        That is what islands posted that ended U meetings ago, and what was given to those that have
+        These are messages of islands that ended U meetings ago, and state given to islands that
         joined since.
         """
         if own != now.present[0]:
@@ -239,11 +247,11 @@ class Rendezvous:
     # weights for those that join
 
     def give(self, number: int, state: bytes | memoryview) -> None:
-        """Put the state of this rank's place after meeting ``number`` into the store."""
+        """Store the state of ranks with this index after meeting ``number``."""
         self.line.put(self._state(number), number, state)
 
     def take(self, number: int) -> bytearray | None:
-        """Wait up to ``timeout_s`` for the state of the sending island; None: nothing came."""
+        """Wait up to ``timeout_s`` for the giving island's state; None: nothing came."""
 
         def notice(waited: float) -> None:
             if not self.place:
@@ -258,10 +266,10 @@ class Rendezvous:
         return awaited(look, self.timeout_s, notice)
 
     def give_up(self, own: str, decision: Roster) -> None:
-        """Leave before the first meeting, as nothing came from the giver.
+        """Leave before the first meeting, because nothing came from the giver.
 
-        At the beginning of a run nobody else would notice that this has ended, so it is taken to
-        have left, too; where it is alive after all, it finds itself left out.
+        At the beginning of a run nobody else would notice that the giver has ended, so it is also
+        marked as having left; if it is alive after all, it sees that it was left out.
         """
         self.leave(own, decision.number + 1)
         if not decision.present:
@@ -270,7 +278,7 @@ class Rendezvous:
     # inside
 
     def _found(self, number: int) -> Roster | None:
-        """Return decision ``number``; where it is on the beginning of a run, maybe make it."""
+        """Return decision ``number``; if that is the beginning of a run, possibly make it."""
         found = self.decision(number)
         if found is not None or self.place:
             return found
@@ -286,7 +294,7 @@ class Rendezvous:
     def _has_left(self, member: str, number: int) -> bool:
         """Return whether a member has left; it may have messages pending from ``number`` on.
 
-        One whose name has been announced again has ended without a word, as on SIGTERM.
+        A member whose name was announced again has ended without notice, as on SIGTERM.
         """
         name, _, times = member.partition("#")
         if int(self.line.get(f"starts/{name}") or 0) > int(times or 1):
@@ -295,7 +303,9 @@ class Rendezvous:
         return any(self.line.get(f"stands/{one}/{member}") == BYE for one in numbers)
 
     def _announced(self, heard: int) -> tuple[dict[str, list[Any] | None], int]:
-        """Return islands announced after the first ``heard``, and the total number announced."""
+        """Return the islands announced after the first ``heard``, and the number of
+        announcements.
+        """
         found = {}
         while (text := self.line.get(f"joins/{heard}")) is not None:
             one = json.loads(text)
@@ -313,7 +323,7 @@ class Rendezvous:
         return Roster(**json.loads(text))
 
     def _awaited(self, number: int) -> str:
-        """Tell the user what a joining island waits for."""
+        """Tell the user what a joining island is waiting for."""
         last = self.decision(number - 1) if number else None
         if last is None or not last.members:
             there = len(self._announced(0 if last is None else last.heard)[0])

@@ -1,11 +1,11 @@
-"""Record a decision on a meeting of islands that are jobs of their own."""
+"""Record a decision on a meeting of islands that are separate jobs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-#: how far an island has got, in a run: the run, and its meetings; None: nowhere
+#: progress of an island: the run, and its number of meetings; None: it has none
 Reached = tuple[str, int] | None
 
 
@@ -14,12 +14,12 @@ class Roster:
     """Decision on a meeting.
 
     Attributes:
-        number: of the meeting; 0 is none, but the beginning of a run.
-        present: islands whose messages count, in one order on all.
-        joining: islands that take part from the next one on, with how far they had got.
-        giver: the island from which these take weights; "" where none joins.
+        number: number of the meeting; 0 is the beginning of a run.
+        present: islands whose messages count, in the same order everywhere.
+        joining: islands that take part from the next meeting on, with their progress.
+        giver: the island from which joining ones take weights; "" if none joins.
         silent: members that did not stand in time.
-        heard: announcements that were looked at.
+        heard: number of announcements considered so far.
     """
 
     number: int

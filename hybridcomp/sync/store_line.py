@@ -1,9 +1,10 @@
 """One rank's connection to the islands' rendezvous, torch's TCPStore; every call has a time-out.
 
 A store whose process was stopped, or whose host is cut off, answers nothing, and torch waits for
-some of its answers without a limit. So requests run in a thread of the line, and one that takes too
-long is an error that names the rendezvous; its thread is left behind. The thread is there before
-the process ends, when Python 3.12 starts none. Values of any size are cut into pieces.
+some of its answers without a limit. So requests run in a thread of the line. A request that takes
+too long raises an error that names the rendezvous, and its thread is abandoned. The thread is
+started early, since Python 3.12 starts none while the process ends. Large values are cut into
+pieces.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from hybridcomp.job.waits import NOTICE_S, awaited, unsaid
 
 T = TypeVar("T")
 KEY = "compression.sync.islands.rendezvous"
-#: seconds that one request may take, a piece of PIECE_NBYTES over a slow link among them
+#: seconds that one request may take, even for a piece of PIECE_NBYTES over a slow link
 REQUEST_S = 60.0
-#: of a piece: what it belongs to, its index, how many there are
+#: head of a piece: the value's mark, the piece's index, the number of pieces
 _HEAD = struct.Struct("<qII")
 TODO = "start it again with `hybridcomp rendezvous`, and the islands from their checkpoints"
 
@@ -40,13 +41,13 @@ class StoreLine:
     """A connection to the store at ``host`` and ``port``.
 
     Args:
-        connect_s: seconds in which the rendezvous has to answer for the first time.
+        connect_s: seconds within which the rendezvous must first answer.
         request_s: seconds that a request may take.
-        say: tells the user what a long wait for that is for.
+        say: reports a long wait for that to the user.
         known: whether the rendezvous has answered this process before.
 
-    All methods raise PeerError, one line that names the rendezvous, where it does not answer.
-    Making the first line of a process raises ConfigError there: the run has not begun yet.
+    All methods raise PeerError, in one line that names the rendezvous, if it does not answer.
+    Creating a process's first line raises ConfigError instead, since the run has not begun.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class StoreLine:
             known,
         )
         self._start = f"start `hybridcomp rendezvous --port {port}` on that host first"
-        self._requests: SimpleQueue[Callable[[], None] | None] | None = None  # of the thread
+        # requests for the thread
+        self._requests: SimpleQueue[Callable[[], None] | None] | None = None
         began = time.monotonic()
         self._await_listener(host, port, connect_s, say)
         left_s = max(1.0, connect_s - time.monotonic() + began)
@@ -85,11 +87,11 @@ class StoreLine:
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes | None:
-        """Return the value of ``key``; None where there is none."""
+        """Return the value of ``key``; None if it is not set."""
         return self._ask(lambda: self._get(key))
 
     def has(self, *keys: str) -> bool:
-        """Return whether all ``keys`` are there."""
+        """Return whether all ``keys`` are set."""
         return self._ask(lambda: bool(self._store.check(list(keys))))
 
     def first(self, key: str, value: str) -> bytes:
@@ -105,24 +107,25 @@ class StoreLine:
         return self._ask(lambda: int(self._store.add(key, amount)))
 
     def drop(self, key: str) -> bool:
-        """Delete ``key``; return whether it was there."""
+        """Delete ``key``; return whether it existed."""
         return self._ask(lambda: bool(self._store.delete_key(key)))
 
     # values of any size
 
     def put(self, key: str, mark: int, data: bytes | memoryview) -> None:
-        """Set ``key`` to ``data`` in pieces that carry ``mark``; they are there on return."""
+        """Set ``key`` to ``data`` in pieces that carry ``mark``; on return the store has them."""
         view = memoryview(data)
         count = max(1, -(-len(view) // PIECE_NBYTES))
         for index in range(count):
             piece = view[index * PIECE_NBYTES : (index + 1) * PIECE_NBYTES]
             self.set(f"{key}/{index}", _HEAD.pack(mark, index, count) + bytes(piece))
-        self.has(f"{key}/{count - 1}")  # the store has then taken what this line sent before
+        # by its answer the store has processed this line's earlier requests
+        self.has(f"{key}/{count - 1}")
 
     def take(self, key: str, mark: int) -> bytearray | None:
-        """Return what was ``put`` with ``mark``; None: it is not there, or no longer.
+        """Return the data ``put`` with ``mark``; None if it is missing or was overwritten.
 
-        Takes a round trip for each piece, and two more.
+        Takes one round trip per piece, plus two.
         """
         piece, found, index, count = self.get(f"{key}/0"), bytearray(), 0, 1
         while piece is not None and len(piece) >= _HEAD.size:
@@ -140,7 +143,7 @@ class StoreLine:
         return None
 
     def drop_pieces(self, key: str) -> None:
-        """Delete what was ``put``."""
+        """Delete all pieces of a ``put``."""
         index = 0
         while self.drop(f"{key}/{index}"):
             index += 1
@@ -148,14 +151,14 @@ class StoreLine:
     # a list to which everybody may append
 
     def append(self, name: str, value: str) -> int:
-        """Append ``value``, unlike all others, to the list ``name``; return its index."""
+        """Append ``value``, which must be unique, to the list ``name``; return its index."""
         index = self.length(name)
         while self.first(f"{name}/{index}", value) != value.encode():
             index += 1
         return index
 
     def length(self, name: str) -> int:
-        """Return the entries of a list, by halving: it has no gaps."""
+        """Return the length of a list by bisection, since it has no gaps."""
         low, high = 0, 1
         while self.has(f"{name}/{high - 1}"):
             low, high = high, 2 * high
@@ -170,12 +173,12 @@ class StoreLine:
         return self._get_present(key) if self._store.check([key]) else None
 
     def _get_present(self, key: str) -> bytes | None:
-        """Return the value of a key that was there."""
+        """Return the value of a key that existed; None if it was deleted meanwhile."""
         try:
             return bytes(self._store.get(key))
         except dist.DistNetworkError:
             raise
-        except dist.DistStoreError:  # deleted in between
+        except dist.DistStoreError:  # deleted meanwhile
             return None
 
     def _ask(self, work: Callable[[], T]) -> T:
@@ -200,13 +203,14 @@ class StoreLine:
             return result[0]
         if problem:
             words = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0][:200]
-            raise self._gone(f"does not answer ({words})") from None  # torch's text is pages long
-        self._end()  # once the request has ended, if ever
+            # torch's text would be pages long
+            raise self._gone(f"does not answer ({words})") from None
+        self._end()  # the thread ends once the request does, if ever
         self._requests = None
         raise self._gone(f"has not answered for {seconds:g} s")
 
     def _thread(self) -> SimpleQueue[Callable[[], None] | None]:
-        """Return what the line's thread takes its requests from; it ends with the line."""
+        """Return the queue from which the line's thread takes requests; it ends with the line."""
         if self._requests is None:
             requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             thread = threading.Thread(
@@ -223,7 +227,7 @@ class StoreLine:
     def _await_listener(
         self, host: str, port: int, seconds: float, say: Callable[[str], object]
     ) -> None:
-        """Return once the address accepts connections: torch logs a screenful otherwise."""
+        """Return once the address accepts connections; else torch would log a screenful."""
         problem: OSError | None = None
 
         def look() -> bool | None:
@@ -253,7 +257,7 @@ class StoreLine:
 
 
 def _do(requests: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Serve requests until None comes; keep none, as it would keep the connection open."""
+    """Serve requests until None comes; hold none, since that would keep the connection open."""
     while (request := requests.get()) is not None:
         request()
         del request

@@ -1,4 +1,4 @@
-"""Shared part of all meetings: the weights, the clock, state and figures."""
+"""Shared part of both kinds of meetings: the weights, the clock, state and figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Figures:
 
 
 def rule_of(config: IslandConfig) -> OuterRule:
-    """Return the arithmetic that a block asks for."""
+    """Return the arithmetic that a block selects."""
     outer = config.outer
     return OuterRule(
         outer.lr,
@@ -50,9 +50,9 @@ def rule_of(config: IslandConfig) -> OuterRule:
 
 
 def drift_of(rows: Tensor, weights: Tensor) -> float:
-    """Return how far islands lie apart: the norm of what is not common, over that of the weights.
+    """Return how far islands are apart: the norm of their differences over that of the weights.
 
-    ``rows``: what each has moved.
+    ``rows``: weight change of each island.
     """
     apart = (rows - rows.mean(dim=0)).square().sum() / len(rows)
     return float((apart / weights.square().sum().clamp(min=1e-30)).sqrt())
@@ -63,7 +63,7 @@ class SyncFollower(ABC):
 
     Attributes:
         config: the block's ``sync``.
-        progress: clock, parts and what is under way.
+        progress: clock, parts and pending meetings.
     """
 
     name = "sync"
@@ -71,12 +71,13 @@ class SyncFollower(ABC):
     def __init__(
         self, channel: Channel, make: Callable[[], Masters], say: Callable[..., object]
     ) -> None:
-        """Hold what meetings need.
+        """Prepare for meetings.
 
         Args:
-            channel: of dimension ``sync``.
-            make: returns what this rank's optimizer changes; called before the first step.
-            say: tells the user a sentence, on rank 0.
+            channel: the channel of ``sync``.
+            make: returns the weights that this rank's optimizer changes; called before the first
+                step.
+            say: prints a sentence for the user, on rank 0.
         """
         self.config: IslandConfig = channel.state.config.sync
         self.progress = Progress()
@@ -86,7 +87,7 @@ class SyncFollower(ABC):
         self._figures = Figures()
         self._inside: dist.ProcessGroup | None = None
         self._to_write: list[tuple[int, int, Tensor]] = []  # values to write into the weights
-        self._before: list[tuple[Tensor, int, Tensor]] = []  # the values that it replaced
+        self._before: list[tuple[Tensor, int, Tensor]] = []  # the old values that these replaced
         self._engine_took = False
         self._told_kept = False
 
@@ -98,21 +99,21 @@ class SyncFollower(ABC):
 
     @property
     def clock(self) -> int:
-        """Return the steps that the optimizer was asked for, skipped ones as well."""
+        """Return the number of requested optimizer steps, including skipped ones."""
         return self.progress.clock
 
     @property
     def parts(self) -> list[Part]:
-        """Return this rank's parts, by fragment."""
+        """Return this rank's part of each fragment."""
         return self.progress.parts
 
     @property
     def under_way(self) -> list[Meeting]:
-        """Return the meetings whose means are still to be taken, in order."""
+        """Return the meetings whose means were not taken yet, in order."""
         return self.progress.under_way
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures since the last call; None where no meeting was held."""
+        """Return the figures since the last call; None if no meeting was held."""
         found, self._figures = self._figures, Figures()
         if not found.meetings + found.skipped:
             return None
@@ -125,7 +126,7 @@ class SyncFollower(ABC):
         }
 
     def before_step(self) -> None:
-        """Begin, before the first step; a collective of the job then, which may wait for others."""
+        """Begin before the first step; then a collective of the job, which may wait for others."""
         if self._masters is not None:
             return
         undo, loaded = contextlib.ExitStack(), self._loaded
@@ -141,16 +142,16 @@ class SyncFollower(ABC):
         self._catch_up()
 
     def after_step(self, step: int) -> None:
-        """Hold the meetings that are due after a step; ``step`` is not used, see the clock."""
+        """Hold the meetings that are due after a step; the clock counts instead of ``step``."""
         self.progress.clock += 1
         self.progress.unsent = True
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Take the means that are due by the clock, then send the fragment that is.
+        """Take the means that are due by the clock, then send the fragment that is due.
 
-        Each is done by all ranks or by none. Where one fails all go on: with the weights as they
-        are, and what was to be sent goes into the next message.
+        Each is done by all ranks or by none. If one fails, all continue with unchanged weights, and
+        unsent changes go into the next message.
         """
         while True:
             if self.under_way and self.under_way[0].due <= self.clock:
@@ -176,7 +177,7 @@ class SyncFollower(ABC):
 
     @contextlib.contextmanager
     def _as_one(self, what: str) -> Iterator[None]:
-        """Have the body end on all ranks that meet, or change nothing on any of them."""
+        """Complete the body on all ranks that meet, or change nothing on any of them."""
         undo = contextlib.ExitStack()
         with together(self._said(what), undo.close, votes=True, alone=not self._gates):
             undo.callback(self._kept())
@@ -191,13 +192,13 @@ class SyncFollower(ABC):
         return True
 
     def _kept(self) -> Callable[[], object]:
-        """Return what else puts things back after a failure, on all ranks; no collective."""
+        """Return a further undo for after a failure, on all ranks; no collective."""
         return bool
 
     def _write_out(self) -> None:
-        """Put what was computed into the weights, and have the engine take them.
+        """Write the computed values into the weights, and have the engine copy them.
 
-        Islands without anything to write come along: their gates are those of all.
+        Islands without values to write also call it, since all must pass the same gates.
         """
         for low, high, values in self._to_write:
             self.masters.exchange(low, high, values, self._before)
@@ -207,16 +208,17 @@ class SyncFollower(ABC):
 
     def _engine_takes(self) -> None:
         state = self._channel.state
-        before, state.islands = state.islands, 1  # no job without islands gathers here
+        # during this gather the job counts as having no islands
+        before, state.islands = state.islands, 1
         try:
             self.masters.written()
         finally:
             state.islands = before
 
     def _put_back(self) -> None:
-        """Restore the old values of the weights and of the engine's copies of them."""
+        """Restore the old values of the weights and of the engine's copies."""
         put_back(self._before)
-        if self._engine_took:  # on all ranks: a gate stands in front of it
+        if self._engine_took:  # on all ranks, because a gate precedes it
             self._engine_takes()
         self._written()
 
@@ -226,7 +228,7 @@ class SyncFollower(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Split the weights, and fetch the common state; writes nothing into the weights."""
+        """Split the weights, and fetch the common state; does not write the weights."""
 
     def _keeps_gradients(self, met: int) -> None:
         """Warn once, on the island's first rank, that accumulated gradients predate a meeting."""
@@ -243,15 +245,15 @@ class SyncFollower(ABC):
     def _send(self, index: int) -> Exception | None:
         """Begin a meeting of fragment ``index``, which becomes the last pending one.
 
-        Returns what has failed where this rank takes part all the same, with nothing.
+        Returns an error if this rank takes part without a message because it failed.
         """
 
     @abstractmethod
     def _take(self) -> None:
-        """End the first pending meeting; writes nothing into the weights."""
+        """End the first pending meeting; does not write the weights."""
 
     def _cut(self, inside: dist.ProcessGroup | None) -> None:
-        """Cut this rank's vector into the parts that it sends, with the weights as they are.
+        """Cut this rank's vector into the parts that it sends, starting from the current weights.
 
         ``inside``: the ranks of the island; None: all of the job.
         """
@@ -263,7 +265,9 @@ class SyncFollower(ABC):
             self.parts.append(Part(low, high, numel, fragment))
 
     def _write(self, index: int, values: Tensor) -> None:
-        """Have this rank's part written out; where all ranks hold all, also the others'."""
+        """Queue this rank's part for writing; if all ranks hold the vector, also the others'
+        parts.
+        """
         whole = bounds(self.masters.numel, len(self.parts), index)
         found = self.masters.gathered(self.parts[index], values, whole, self._inside)
         self._to_write.append(found)
@@ -271,8 +275,8 @@ class SyncFollower(ABC):
     def _fall_back(self, is_own: bool) -> None:
         """Restore every fragment to the weights that all islands last agreed on.
 
-        One fragment alone would be spoiled again by the others in the next step. ``is_own``:
-        whether this rank's island does; the others come by the same gates.
+        A single restored fragment would be spoiled by the others in the next step. ``is_own``:
+        whether this rank's island falls back; the other islands only pass the same gates.
         """
         for index in range(len(self.parts)):
             if is_own:
@@ -281,9 +285,9 @@ class SyncFollower(ABC):
                 gate()
 
     def overflowed(self, loss_scale: float | None) -> str | None:
-        """Return whose step was skipped for an overflow, on the first rank of the island.
+        """Return whose step was skipped for an overflow, on the island's first rank.
 
-        ``loss_scale``: of the next step; None: not known.
+        ``loss_scale``: loss scale of the next step; None: unknown.
         """
         island = self._island()
         if island is None:
@@ -296,7 +300,7 @@ class SyncFollower(ABC):
 
     @abstractmethod
     def _island(self) -> str | None:
-        """Return the name of this rank's island, on its first rank; None on the others."""
+        """Return the name of this rank's island on its first rank; None on the others."""
 
     def after_skip(self) -> None:
         """Count a step that was skipped for an overflow."""
@@ -323,10 +327,10 @@ class SyncFollower(ABC):
         return read(folder)
 
     def check(self, entry: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where ``entry`` is not what ``state`` returns."""
+        """Raise CheckpointError unless ``entry`` has the form that ``state`` returns."""
         checked("the state of sync", entry)
 
     def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the next step from ``entries``, which were checked."""
+        """Continue with the next step from ``entries``, which were already checked."""
         self.close()
         self._loaded = list(entries)

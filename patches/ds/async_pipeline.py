@@ -1,19 +1,17 @@
 """Run DeepSpeed's pipeline without a flush after every batch (``pipeline`` of the block).
 
-``train_batch`` keeps its contract: it reads as many micro-batches, returns the mean loss of the
-same ones and makes one optimizer step of their gradients, on every stage. Only before it returns,
-earlier stages have made the first passes forward of the next batch (``pipelines/passes.py``), so
+``train_batch`` keeps its contract: on every stage it processes the same micro-batches, returns
+their mean loss and makes one optimizer step from their gradients. But before it returns, earlier
+stages have run the first forward passes of the next batch (``nn/async_pipeline/passes.py``), so
 stage s has read (S - 1 - s) (1 + slack) micro-batches ahead. Upstream's instructions do the work,
-in an order of this module's; messages are posted (``posted_messages``), and so is the loss, from
-the last stage to each.
+in this module's order; messages are posted (``posted_messages``), including the loss from the last
+stage to all others.
 
 Between two calls all stages have made the same number of steps. An evaluation, a checkpoint and a
-changed number of micro-batches *drain* the pipeline: what has been computed ahead is dropped, and
-the first stage passes the same micro-batches forward again in the next call. So nothing of a
-pipeline is in a checkpoint, and a run that goes on after one is equal to a run that begins with it.
-
-What other stages would be waited for in the optimizer step is left to the stage: the norm of the
-gradients, and so clipping, is that of the stage.
+changed number of micro-batches *drain* the pipeline: passes computed ahead are dropped, and the
+first stage runs the same micro-batches again in the next call. So checkpoints hold no pipeline
+state, and a run that continues after a checkpoint equals a run resumed from it. The optimizer step
+does not wait for other stages: the gradient norm, and so clipping, is per stage.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class AsyncPipeline:
     """The asynchronous pipeline of one engine on this rank, with its pending passes and messages.
 
     Attributes:
-        order: passes of this stage. versions: weights that it holds.
+        order: order of this stage's passes. versions: weight versions that it holds.
         engaged: whether the last batch ran without a flush.
         drains: how often the pipeline was emptied.
     """
@@ -62,18 +60,18 @@ class AsyncPipeline:
 
     @property
     def first(self) -> int:
-        """First optimizer step that does not wait."""
+        """Return the first optimizer step that does not wait."""
         return self.settings.warmup
 
     @property
     def ahead(self) -> int:
-        """Micro-batches that passes forward of this stage are ahead."""
+        """Return by how many micro-batches this stage's forward passes are ahead."""
         module = self.engine.module  # the engine itself may be half built
         return int(module.num_stages - 1 - module.stage_id) * self.posts.depth
 
     @property
     def _delay(self) -> float:
-        """Average delay of this stage's gradients, in optimizer steps."""
+        """Return the average delay of this stage's gradients, in optimizer steps."""
         return self.ahead / int(self.engine.gradient_accumulation_steps())
 
     def _new_order(self) -> PassOrder:
@@ -82,7 +80,7 @@ class AsyncPipeline:
         )
 
     def waits(self, asked: Any) -> bool:
-        """Return whether upstream's schedule ``asked`` runs as it is."""
+        """Return whether upstream's schedule ``asked`` runs unchanged."""
         is_training = isinstance(asked, schedule.TrainSchedule)
         self.engaged = is_training and self.engine.global_steps >= self.first
         return not self.engaged
@@ -101,9 +99,9 @@ class AsyncPipeline:
         return begins
 
     def drain(self, why: str) -> None:
-        """Drop what was computed ahead; the first stage passes it forward again. On all stages.
+        """Drop passes computed ahead; the first stage runs them again. Called on all stages.
 
-        ``why``: said on rank 0, unless the pipeline has not started.
+        ``why``: printed on rank 0, unless the pipeline has not started.
         """
         if not self._is_running:
             return
@@ -119,7 +117,7 @@ class AsyncPipeline:
             slots[:] = [None] * len(slots)
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures of a report: the most so far; None where no batch ran since."""
+        """Return a report's figures, maxima so far; None if no batch ran since the last report."""
         if self.order.backwarded == self._reported:
             return None
         self._reported = self.order.backwarded
@@ -127,7 +125,7 @@ class AsyncPipeline:
         return {"staleness": float(late), "held": float(held), "drains": float(self.drains)}
 
     def close(self) -> None:
-        """Free weights and hooks. No message."""
+        """Free weights and hooks. Sends no message."""
         if self.correction is not None:
             self.correction.close()
         self.versions.drop()
@@ -135,7 +133,7 @@ class AsyncPipeline:
     # one batch
 
     def instructions(self) -> Iterator[Instructions]:
-        """Yield upstream's instructions for one batch, each inside what it has to run in."""
+        """Yield upstream's instructions for one batch, each inside the context that it needs."""
         engine, order = self.engine, self.order
         last = order.backwarded + order.micro_batches
         if not engine.is_first_stage():
@@ -154,7 +152,7 @@ class AsyncPipeline:
         self.versions.after_step()
 
     def _forward(self, buffer: int, is_ahead: bool) -> Iterator[Instructions]:
-        """Receive, load, pass forward and send the next micro-batch."""
+        """Receive, load, run and send the next micro-batch's forward pass."""
         engine = self.engine
         if not engine.is_first_stage():
             yield [schedule.RecvActivation(buffer)]
@@ -172,7 +170,7 @@ class AsyncPipeline:
             self.posts.end_send("forward", self.ahead + 2 * self.posts.depth)
 
     def _backward(self, buffer: int) -> Iterator[Instructions]:
-        """Receive the gradient of the oldest micro-batch, pass it backward and send it on."""
+        """Receive the gradient of the oldest micro-batch, run its backward pass and send on."""
         engine = self.engine
         if not engine.is_last_stage():
             yield [schedule.RecvGrad(buffer)]
@@ -189,12 +187,12 @@ class AsyncPipeline:
 
     @property
     def buffers(self) -> int:
-        """Micro-batches that are held at once."""
+        """Return the number of micro-batches held at once."""
         return max(2, self.ahead + 1)
 
     @contextmanager
     def _own_step(self) -> Iterator[None]:
-        """Correct the step, and have it ask no other stage for norms (mutates and restores)."""
+        """Correct the step, and make it ask no other stage for norms; restores both afterwards."""
         engine, grid = self.engine, StageGrid(self.engine.mpu)
         with ExitStack() as stack:
             if self.correction is not None:
@@ -210,7 +208,7 @@ class AsyncPipeline:
     # the loss
 
     def loss(self, original: Callable[[Any], Tensor]) -> Tensor:
-        """Return the mean loss of the batch, posted by the last stage, which does not wait.
+        """Return the batch's mean loss, which the last stage posts without waiting.
 
         ``original``: upstream's ``_aggregate_total_loss``, which broadcasts and waits.
         """
@@ -218,7 +216,7 @@ class AsyncPipeline:
         extra, last = engine.module.get_additional_losses(), engine.num_stages - 1
         names = [] if extra is None else list(extra)
         if engine.is_last_stage():
-            with replaced(engine, "is_pipe_parallel", False):  # nothing is broadcast
+            with replaced(engine, "is_pipe_parallel", False):  # so that nothing is broadcast
                 found = original(engine)
             more = engine.agg_additional_losses or {}
             values = torch.stack([engine.dp_group_loss, found, *more.values()]).float()
@@ -261,7 +259,7 @@ def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> Async
 
 
 class BatchSchedule(schedule.PipeSchedule):  # type: ignore[misc]
-    """One batch of a pipeline that does not wait, as upstream executes schedules."""
+    """One batch of a pipeline that does not wait, in the form of upstream's schedules."""
 
     def __init__(self, pipeline: AsyncPipeline) -> None:
         engine = pipeline.engine
@@ -273,5 +271,5 @@ class BatchSchedule(schedule.PipeSchedule):  # type: ignore[misc]
         return self._pipeline.instructions()
 
     def num_pipe_buffers(self) -> int:
-        """Return the micro-batches that are held at once."""
+        """Return the number of micro-batches held at once."""
         return self._pipeline.buffers

@@ -1,4 +1,4 @@
-"""Check whether an engine of DeepSpeed can run its pipeline without a flush."""
+"""Check whether a DeepSpeed engine can run its pipeline without a flush."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(engine: Any, settings: AsyncPipelineConfig) -> None:
 
 
 def check_micro_batches(engine: Any, settings: AsyncPipelineConfig) -> None:
-    """Raise ConfigError where two versions are not enough for the engine's stages."""
+    """Raise ConfigError if two versions are not enough for the engine's stages."""
     ds_pipeline.check_micro_batches(settings, _stages(engine))
 
 

@@ -1,9 +1,9 @@
-"""The engine and its optimizer steps: channels are attached, and islands meet.
+"""Attach channels to the engine, and handle its optimizer steps, at which islands meet.
 
-``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``: scripts import ``initialize`` by
-name, and PipelineEngine, HybridEngine and DualPipeV all call this constructor, which gets the
-parsed config before any gradient hook exists. ``_take_model_step`` and not ``step``: the pipeline
-engine calls only the former.
+The seam is ``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``, because scripts import
+``initialize`` by name, and PipelineEngine, HybridEngine and DualPipeV all call this constructor,
+which gets the parsed config before any gradient hook exists. It is ``_take_model_step`` and not
+``step``, because the pipeline engine calls only the former.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ DESTROY = Seam(
 )
 
 COVERS = ("sync",)
-#: the operation, for messages
+#: name of the operation in messages
 WHAT = "the start of DeepSpeed's engine"
-#: where residuals are saved, for messages
+#: where residuals are saved, in messages
 CHECKPOINTS = "DeepSpeed's checkpoints"
 
 
 def make_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Read, check and agree on the block before the engine is built; attach after."""
+    """Read, check and agree on the block before the engine is built; attach it afterwards."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -99,7 +99,8 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             ds_json = settings.of_config(bound.arguments["config_class"])
             block = load_config(ds_json)
             if BLOCK not in ds_json:
-                # if the file has no block, the process's block applies: no setting is ignored
+                # without a block in the file, the process's block applies, so that no setting is
+                # ignored
                 block = process.configured()
             agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
             if block is not None:
@@ -112,7 +113,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
                 original(*bound.args, **bound.kwargs)
         except Exception as error:
             if advice := wandb_run.ended_by(error):
-                say(advice)  # before the tracebacks of all ranks
+                say(advice)  # printed before the tracebacks of all ranks
             raise
         island_unit.finish(self, given)
         if block is None:
@@ -140,7 +141,7 @@ def _lacking(ds_json: Mapping[str, Any]) -> str:
 def _plan(
     block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]
 ) -> tuple[list[str], frozenset[Dimension]]:
-    """Check the block against the job; return messages for the user, dimensions without traffic.
+    """Check the block against the job; return messages, and the dimensions without traffic.
 
     Raises ConfigError when a key cannot act.
     """
@@ -160,14 +161,14 @@ def _attach(
 ) -> None:
     """Begin the engine's session; tag engine, optimizer and parameters with its channels.
 
-    ``undo``: gets what takes the model's tags away again, and closes the session.
+    ``undo`` receives calls that remove the model's tags and close the session.
     """
     hold_to_plan(block, job_facts.layout(engine))
     hold_to_machines(block, lambda: machines(device_name(engine.device)))
     session = EngineSession(
         Channels(block),
         engine.device,
-        # a proxy: the process keeps the session, which must not keep the engine alive
+        # a weak proxy, since the process keeps the session, which must not keep the engine alive
         interval=functools.partial(_interval, weakref.proxy(engine), block.ledger),
         write=functools.partial(_write, weakref.proxy(engine)),
         kept_in=CHECKPOINTS,
@@ -207,7 +208,7 @@ def _attach(
     if block.sync.acts:
         _meet(engine, session, undo)
     if block.publish is not None:
-        # a proxy: the session must not keep the engine alive
+        # a weak proxy, since the session must not keep the engine alive
         publishing_steps.start(
             session, functools.partial(weights.weights_of, weakref.proxy(engine))
         )
@@ -226,7 +227,7 @@ def _report_pipeline(engine: Any, session: EngineSession) -> None:
 
 
 def _tag(tagged: Any, channels: Channels | None) -> None:
-    """Have ``tagged`` send through ``channels``; None: natively."""
+    """Make ``tagged`` send through ``channels``; None: natively."""
     if channels is not None:
         setattr(tagged, ATTRIBUTE, channels)
     elif hasattr(tagged, ATTRIBUTE):
@@ -234,13 +235,13 @@ def _tag(tagged: Any, channels: Channels | None) -> None:
 
 
 def _meet(engine: Any, session: EngineSession, undo: ExitStack) -> None:
-    """Have the engine's islands meet; they begin before the first pass with gradients."""
+    """Make the engine's islands meet, starting before the first pass with gradients."""
     ranks = ranks_of(engine.data_parallel_group)
     make = functools.partial(island_unit.masters_of, weakref.proxy(engine))
     island_steps.start(session, make, ranks, "leave mpu and mesh_device out")
 
     def begins(module: Any, *_: Any) -> None:
-        if torch.is_grad_enabled():  # in eval mode, too
+        if torch.is_grad_enabled():  # also in eval mode
             hook.remove()
             session.before_step()
 
@@ -271,7 +272,8 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
         node_sums.cross(self.optimizer)
         original(self, *args, **kwargs)
         overflow, scale = bool(getattr(self.optimizer, "overflow", False)), loss_scale(self)
-        if getattr(self, Z0_SCALER, None) is not None:  # it says by its scale what it has skipped
+        # this scaler shows by its scale whether it skipped the step
+        if getattr(self, Z0_SCALER, None) is not None:
             overflow = scale < session.loss_scale
         end = functools.partial(session.end_step, overflow=overflow, loss_scale=scale)
         at_the_end(self, functools.partial(end, step=self.global_steps))
@@ -284,7 +286,7 @@ def _interval(engine: Any, ledger: LedgerConfig) -> int:
 
 
 def _write(engine: Any, events: list[Event], step: int) -> None:
-    """Write the figures of a report to DeepSpeed's monitors, on rank 0, or to W&B."""
+    """Write a report's figures to DeepSpeed's monitors on rank 0, or to W&B."""
     if dist.get_rank() or not events:
         return
     if engine.monitor.enabled:
@@ -292,13 +294,13 @@ def _write(engine: Any, events: list[Event], step: int) -> None:
             [(name, value, engine.global_samples) for name, value in events]
         )
     if engine.monitor.wandb_monitor is None and "megatron.training" not in IN_PLACE:
-        wandb_run.log(events, step)  # the run of Hugging Face's Trainer, or of a script
+        wandb_run.log(events, step)  # the W&B run of Hugging Face's Trainer, or of a script
 
 
 def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
     """Close a destroyed engine's session, stop sharing its channels, and free its residuals.
 
-    Until then DeepSpeed's hooks keep an engine alive, and at stage 3 afterwards, too.
+    Until then DeepSpeed's hooks keep an engine alive, at stage 3 even afterwards.
     """
 
     @functools.wraps(original)

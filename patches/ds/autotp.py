@@ -1,4 +1,4 @@
-"""Tensor-parallel layers of DeepSpeed AutoTP in training, dimension ``tp``.
+"""Encode messages of DeepSpeed AutoTP's tensor-parallel layers in training, dimension ``tp``.
 
 Seams: the autograd functions of ``module_inject.layers`` and the global ``dist`` through which they
 communicate; replacements for the layers would copy upstream code that every release changes.
@@ -40,7 +40,7 @@ from hybridcomp.seams.patching import Seam
 
 LAYERS = "deepspeed.module_inject.layers"
 
-#: autograd function -> parameters of its ``forward`` after ``ctx``; True if ``backward`` sends
+#: autograd function -> parameters of its ``forward`` after ``ctx``; True if its ``backward`` sends
 FUNCTIONS: dict[str, tuple[tuple[str, ...], bool]] = {
     "RowParallel": (("group", "input", "is_inference_mode"), False),
     "ColumnParallel": (("group", "input"), True),
@@ -54,13 +54,13 @@ LATER: dict[str, tuple[tuple[str, ...], bool]] = {
     ),
     "GatherFromTensorParallelRegion": (("group", "input", "partition_sizes"), False),
 }
-#: function -> parameters of its ``forward`` in older releases. Up to 0.19.5 this one gathers lists
-#: of tensors, which stay native
+#: function -> parameters of its ``forward`` in older releases. Up to 0.19.5 this function gathers
+#: lists of tensors, which stay native
 OLDER = {"GatherFromTensorParallelRegion": ("ctx", "group", "input")}
 
 
 def _in_training() -> Channels | None:
-    """Return the channels of the running layer's engine, None if layers run for inference."""
+    """Return the channels of the running layer's engine; None if layers run for inference."""
     training: bool = sys.modules[LAYERS].is_autotp_training_mode()
     return whose() if training else None
 
@@ -76,7 +76,7 @@ def _forward(name: str, parameters: tuple[str, ...]) -> Seam:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Tag the layers of an engine. Raises ConfigError where Domino would bypass ``tp``."""
+    """Tag the layers of an engine. Raises ConfigError if Domino would bypass ``tp``."""
     tag(engine, channels)
     domino = {
         type(module).__name__
@@ -97,7 +97,7 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
             make_stand_in(
                 {
                     "all_reduce": make_all_reduce(TENSOR),
-                    # a row-parallel LM head of 0.19.0 reduces with it, in training too
+                    # a row-parallel LM head of 0.19.0 reduces with this function, even in training
                     "inference_all_reduce": make_all_reduce(replace(TENSOR, whose=_in_training)),
                     "all_gather_into_tensor": make_all_gather_into_tensor(TENSOR),
                 }

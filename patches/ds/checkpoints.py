@@ -1,9 +1,9 @@
 """Save and load residuals beside DeepSpeed's checkpoints, and save exact weights in them.
 
-``DeepSpeedEngine.save_checkpoint`` and not ``_save_checkpoint``: it is public, the pipeline engine
-does not override it, and on its return the ``latest`` file points to the checkpoint, so residuals
-have to be on disk before. ``save_16bit_model`` saves weights without a checkpoint; gathered ones
-may be inexact unless it is wrapped, too.
+The seam is ``DeepSpeedEngine.save_checkpoint`` and not ``_save_checkpoint``: it is public, the
+pipeline engine does not override it, and on its return the ``latest`` file points to the
+checkpoint, so residuals must be on disk before. ``save_16bit_model`` saves weights without a
+checkpoint; it is wrapped too, since gathered weights may be inexact.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         with ExitStack() as exact:
-            # without a save_dir nothing is written: upstream says what is wrong
+            # without a save_dir nothing is written, and upstream reports the error
             if session is None or not bound.arguments["save_dir"]:
                 drain(self, "for a checkpoint")
             else:
@@ -88,7 +88,7 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have upstream save exact weights."""
+    """Make upstream save exact weights."""
 
     @functools.wraps(original)
     def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Load step and residuals where upstream loads the optimizer's state."""
+    """Load step and residuals when upstream loads the optimizer's state."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -117,7 +117,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 say(*checkpoint_note.dropped(folder, None))
             return original(self, *args, **kwargs)
         found, loads, undo = None, bound.arguments, ExitStack()
-        # raises for damaged files before upstream changes weights
+        # raises for damaged files before upstream changes any weights
         with together(exact_weights.WHAT, undo.close, error=CheckpointError):
             drain(self, "for the weights of a checkpoint")
             tag = universal.newest(self, load_dir) if tag is None else tag
@@ -141,7 +141,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             has_returned = True
         finally:
             if result[0] is None and (has_returned or not folder.is_dir()):
-                put_back()  # upstream has found no checkpoint
+                put_back()  # upstream found no checkpoint
         if result[0] is None:
             return result
         if found is None:

@@ -1,8 +1,8 @@
 """Convert a checkpoint with DeepSpeed's ``ds_to_universal``, in a separate process.
 
-The result takes its place in one step, once it is complete. A lock beside the checkpoint keeps two
-jobs, or a job and the converter that an earlier start has left behind, from writing at once; the
-converter inherits it, so that it ends with the last of them.
+The result is renamed into place once it is complete. A lock beside the checkpoint keeps two jobs,
+or a job and a converter left by an earlier start, from writing at once; the converter inherits the
+lock, so that it is held until the last of them ends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hybridcomp.log import say
 
 WHAT = "converting a checkpoint for other ranks"
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
-#: seconds between two looks at the converter, and between two signs of life to the other ranks
+#: seconds between two polls of the converter, and between two signs of life to other ranks
 LOOK_S, BEAT_S = 0.2, 5.0
 
 
 def convert(job: SavedJob, beat: Callable[[], object] = unsaid) -> Path:
-    """Return the universal checkpoint of ``job``'s, ``TAG_universal``; make it if need be.
+    """Return the universal checkpoint ``TAG_universal`` of ``job``, converting it if needed.
 
-    ``beat`` is called now and then while it takes. Raises CheckpointError, with nothing changed,
-    where DeepSpeed cannot convert it.
+    ``beat`` is called from time to time meanwhile. Raises CheckpointError, with nothing changed, if
+    DeepSpeed cannot convert it.
     """
     target = job.folder.with_name(f"{job.folder.name}_universal")
     with target.with_name(f"{target.name}.lock").open("w") as lock:
@@ -47,19 +47,21 @@ def convert(job: SavedJob, beat: Callable[[], object] = unsaid) -> Path:
 
 
 def _is_of(target: Path, job: SavedJob) -> bool:
-    """Return whether ``target`` was made of this save: upstream copies its model states, last."""
+    """Return whether ``target`` was made from this save, whose model states upstream copies
+    last.
+    """
     states = [name for name in job.files if "mp_rank" in name and name.endswith("model_states.pt")]
     pairs = [(job.folder / name, target / name) for name in states]
     return all(copy.is_file() and filecmp.cmp(one, copy) for one, copy in pairs)
 
 
 def _make(job: SavedJob, target: Path, lock: IO[str], beat: Callable[[], object]) -> None:
-    """Convert into a folder beside ``target`` and move it there."""
+    """Convert into a folder beside ``target`` and move it into place."""
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     source = part / job.folder.name
     source.mkdir(parents=True)
-    for name in job.files:  # without those that an earlier save on more ranks has left there
+    for name in job.files:  # leave out files of an earlier save on more ranks
         (source / name).symlink_to((job.folder / name).resolve())
     words = [sys.executable, "-m", CONVERTER, "--inject_missing_state",
              "--input_folder", str(source), "--output_folder", str(part / target.name)]  # fmt: skip
@@ -79,7 +81,7 @@ def _make(job: SavedJob, target: Path, lock: IO[str], beat: Callable[[], object]
         said = lines[-1][:300] if lines else f"it ended with status {child.returncode}"
         shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(f"DeepSpeed cannot convert {job.folder}: {said}")
-    if target.exists():  # of an earlier save of this name
+    if target.exists():  # from an earlier save of the same name
         target.rename(part / "earlier")
     (part / target.name).rename(target)
     shutil.rmtree(part, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Make a DeepSpeed engine in a process that DeepSpeed's launcher has not started."""
+"""Build a DeepSpeed engine in a process that DeepSpeed's launcher did not start."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def engine_of(
 ) -> Any:
     """Call ``deepspeed.initialize`` on the existing default process group; return the engine.
 
-    ``settings``: the ds_config. On a CPU no kernel is compiled.
+    ``settings``: the ds_config. On a CPU it compiles no kernels.
     """
     import deepspeed
 
     if not torch.cuda.is_available():
-        # else DeepSpeed compiles kernels for shared memory, which takes a minute
+        # otherwise DeepSpeed compiles kernels for shared memory, which takes a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(settings))

@@ -1,12 +1,11 @@
 """Swap exact weights into the module while a checkpoint is saved, then the decoded ones back.
 
-Training computes with decoded weights, a checkpoint holds exact ones: the module's weights are
-gathered natively before saving, and decoded again after it. The decoded ones come from encoding the
-masters again, which gives the same bytes as the last gather. With ``delta`` they depend on all
-steps before: they are gathered from the shares that the ranks keep
-(``channels/delta_references.py``), and each rank saves its share beside the checkpoint, so that a
-resumed run continues bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on
-their way to the device.
+Training computes with decoded weights, but checkpoints hold exact ones: the module's weights are
+gathered natively before saving, and decoded again afterwards. Encoding the masters again gives the
+same bytes as the last gather. With ``delta`` the decoded weights depend on all earlier steps: they
+are gathered from the shares that the ranks keep (``channels/delta_references.py``), and each rank
+saves its share beside the checkpoint, so that a resumed run continues bit for bit. Stage 3 saves
+partitions, which only ``offload`` encodes, when copying to the device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TODO = (
     "Restore the file, or delete every hybridcomp_parameters_rank_*.pt of this checkpoint: the "
     "first gather is exact then"
 )
-#: attributes of the optimizers: the flat groups, their partitions by rank
+#: attributes of the optimizers: the flat groups, and their partitions by rank
 GROUPS = (
     ("bit16_groups_flat", "parallel_partitioned_bit16_groups"),
     ("bf16_groups_flat", "bf16_partitioned_groups"),
@@ -40,7 +39,7 @@ GROUPS = (
 
 @contextmanager
 def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
-    """Gather exact weights into the module; restore the decoded weights of training afterwards."""
+    """Gather exact weights into the module; restore training's decoded weights afterwards."""
     if channels is None or not _encodes_weights(engine, channels):
         yield
         return
@@ -54,9 +53,10 @@ def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
 
 
 def decode_parameters(engine: Any, channels: Channels) -> None:
-    """Repeat the encoded copies and gathers after the last step from the master weights.
+    """Repeat the last step's encoded copies and gathers, starting from the master weights.
 
-    With ``delta`` only the copies to the device: gathered values then depend on all steps before.
+    With ``delta`` it repeats only the copies to the device, since gathered values depend on earlier
+    steps.
     """
     deltas = channels["zero"].delta
     if not _encodes_weights(engine, channels) or (
@@ -76,7 +76,7 @@ def resume(folder: Path, engine: Any, channels: Channels) -> None:
 
 
 def check(folder: Path, channels: Channels) -> None:
-    """Raise CheckpointError, on every rank, where a rank's references in ``folder`` are damaged.
+    """Raise CheckpointError on every rank if a rank's references in ``folder`` are damaged.
 
     A collective; changes nothing.
     """
@@ -86,10 +86,10 @@ def check(folder: Path, channels: Channels) -> None:
 
 
 def forget(engine: Any) -> Callable[[], None]:
-    """Drop the references of deltas, which a load makes useless: the next gather is exact, and
-    sends secondary copies whole. Frozen weights are gathered anew.
+    """Drop the references of deltas, which a load invalidates: the next gather is exact, sends
+    secondary copies whole, and gathers frozen weights anew.
 
-    Returns what puts them back, where nothing was loaded.
+    Returns an undo, for the case that nothing is loaded.
     """
     flats = [flat for flat, _, _ in flat_groups(engine.optimizer)]
     kept = [(flat, delta_references.reference_of(flat)) for flat in flats]
@@ -110,7 +110,7 @@ def forget(engine: Any) -> Callable[[], None]:
 
 
 def save(folder: Path, engine: Any, channels: Channels) -> bool:
-    """Write this rank's shares of the references of deltas; return whether there are any."""
+    """Write this rank's shares of delta references; return whether there are any."""
     if not channels["zero"].delta or not _saves(engine, channels):
         return False
     found = [delta_references.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
@@ -151,7 +151,7 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
     )
     verdict = torch.tensor([fits], dtype=torch.int32, device=engine.device)
     if not small_messages.least(verdict).item():
-        if _path(folder).is_file():  # else it has been said that files are missing
+        if _path(folder).is_file():  # otherwise a message about missing files was already printed
             say(
                 f"{folder} holds no parameter references of {dist.get_world_size()} ranks at step "
                 f"{channels.step}; the first gather is exact"
@@ -170,7 +170,7 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
 
 
 def _stored(folder: Path, step: int | None = None) -> list[Tensor | None] | None:
-    """Return the shares of this rank; None: none of this number of ranks, or of another step."""
+    """Return this rank's shares; None if saved by another number of ranks or at another step."""
     path = _path(folder)
     if not path.is_file():
         return None
@@ -190,7 +190,7 @@ def _are_shares(value: Any) -> bool:
 
 @torch.no_grad()
 def _spread(engine: Any, channels: Channels) -> None:
-    """Gather the references into the flat groups from the shares that the ranks keep."""
+    """Gather the references into the flat groups from the ranks' shares."""
     from deepspeed.runtime import utils
 
     for flat, partitions, group in flat_groups(engine.optimizer):
@@ -206,12 +206,14 @@ def _path(folder: Path) -> Path:
 
 
 def _saves(engine: Any, channels: Channels) -> bool:
-    """Return whether gathered weights differ from the exact ones: deltas then need references."""
+    """Return whether gathered weights differ from the exact ones, so that deltas need
+    references.
+    """
     return channels.lossy("zero") and _encodes_weights(engine, channels)
 
 
 def _encodes_weights(engine: Any, channels: Channels) -> bool:
-    """Return whether the module's weights come from a lossy gather (not stage 3) or a copy."""
+    """Return whether the module's weights come from a lossy gather (not stage 3) or copy."""
     codec = channels.policy.codecs.get(("zero", "forward"))
     lossy = codec is not None and not codec.lossless
     gathers = hasattr(engine.optimizer, "update_lp_params") and lossy

@@ -1,10 +1,10 @@
-"""Name the experts of DeepSpeed's MoE layers as its checkpoints do: by their number in the layer.
+"""Name the experts of DeepSpeed's MoE layers like its checkpoints: by their number in the layer.
 
-A rank has some of a layer's experts, under numbers that begin at 0 on every rank. ``deepspeed.moe``
-has a module for each; AutoEP, which takes the place of a model's own MoE blocks, three tensors
-``w1``, ``w2``, ``w3`` of all experts of the rank. In checkpoints an expert has tensors of its own,
-``...deepspeed_experts.5.<name>`` and ``...experts.w1.5``. With Hugging Face's names AutoEP's layers
-have those of the checkpoint that the model was loaded from.
+Each rank has some of a layer's experts, numbered from 0 on every rank. ``deepspeed.moe`` has a
+module per expert; AutoEP, which replaces a model's own MoE blocks, has three tensors ``w1``,
+``w2``, ``w3`` for all experts of the rank. In checkpoints each expert has its own tensors,
+``...deepspeed_experts.5.<name>`` and ``...experts.w1.5``. Under Hugging Face's naming AutoEP's
+layers have the names of the checkpoint from which the model was loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.expert_names import DEEPSEEK, MIXTRAL, QWEN_MOE, ExpertNames
 
 NATIVE = "deepspeed_moe.experts.deepspeed_experts."
-#: families by AutoEP's names of their presets
+#: model family by AutoEP's preset name
 FAMILIES = {
     "mixtral": MIXTRAL, "qwen3_moe": QWEN_MOE, "deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK
 }  # fmt: skip
@@ -30,9 +30,9 @@ NAMES = "publish.names"
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint that a parameter of this rank holds, or one of several.
+    """A checkpoint tensor that a parameter of this rank holds, alone or among several.
 
-    Values of a parameter are those of its tensors, one behind the other.
+    A parameter's values are the concatenated values of its tensors.
     """
 
     name: str
@@ -46,18 +46,18 @@ class CheckpointTensor:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of experts: its module's name with a dot, and the first of its experts here."""
+    """A layer of experts: its module's name with a dot, and the number of its first expert here."""
 
     before: str
     first: int
-    family: str | None  # None: of deepspeed.moe
+    family: str | None  # None: a layer of deepspeed.moe
 
 
 class ExpertLayers:
-    """The MoE layers of a module, which say what its parameters are in checkpoints."""
+    """The MoE layers of a module, which map its parameters to checkpoint tensors."""
 
     def __init__(self, module: nn.Module, plain: Callable[[str], str]) -> None:
-        """Find the layers; ``plain`` takes the parts of wrappers out of a name."""
+        """Find the layers; ``plain`` removes the wrappers' parts from a name."""
         self._layers = [
             found
             for name, one in module.named_modules()
@@ -66,7 +66,7 @@ class ExpertLayers:
 
     @property
     def any_auto(self) -> bool:
-        """Return whether AutoEP has put layers into a model of Hugging Face."""
+        """Return whether AutoEP has replaced layers of a Hugging Face model."""
         return any(layer.family is not None for layer in self._layers)
 
     def has(self, name: str) -> bool:
@@ -74,10 +74,10 @@ class ExpertLayers:
         return any(name.startswith(layer.before) for layer in self._layers)
 
     def of(self, name: str, shape: tuple[int, ...], is_expert: bool) -> list[CheckpointTensor]:
-        """Return what a parameter of ``shape`` on this rank is in checkpoints.
+        """Return the checkpoint tensors that a parameter of ``shape`` holds on this rank.
 
-        ``is_expert``: whether ranks have different values of it. Raises ConfigError where nothing
-        says which of a layer's experts it is.
+        ``is_expert``: whether its values differ between ranks. Raises ConfigError if it is unknown
+        which of a layer's experts it is.
         """
         for layer in self._layers:
             inside = name.removeprefix(layer.before)
@@ -96,7 +96,7 @@ class ExpertLayers:
         return [CheckpointTensor(name, shape)]
 
     def hugging_face(self, name: str) -> str:
-        """Return Hugging Face's name of a tensor of a checkpoint. Raises ConfigError."""
+        """Return the Hugging Face name of a checkpoint tensor. Raises ConfigError."""
         for layer in self._layers:
             if not name.startswith(layer.before):
                 continue
@@ -118,7 +118,7 @@ class ExpertLayers:
 
 
 def _layer(before: str, module: Any) -> _Layer | None:
-    """Return what a module is, None where it is no layer of experts."""
+    """Describe a module; return None if it is no layer of experts."""
     kind = type(module).__name__
     if kind not in ("MoE", "AutoEPMoELayer"):
         return None
@@ -134,7 +134,7 @@ def _layer(before: str, module: Any) -> _Layer | None:
 
 
 def _inside(names: ExpertNames, inside: str) -> str | None:
-    """Return Hugging Face's name of an AutoEP tensor, relative to the layer's block."""
+    """Return the Hugging Face name of an AutoEP tensor, relative to the layer's block."""
     matrices = {"w1": names.gate, "w2": names.down, "w3": names.up}
     first, _, rest = inside.partition(".")
     if first == "experts":

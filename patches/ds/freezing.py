@@ -1,14 +1,15 @@
 """Freeze parameters of a DeepSpeed engine, at every stage of ZeRO and in pipelines.
 
-1. The optimizer steps what trains (``stepped_parts``); torch's own, at stage 0, does so by itself.
-2. BF16_Optimizer reduces one flat buffer of gradients: what trains of it is cut out.
-3. The gather after a step of stages 1 and 2 leaves out what is frozen (``trained_gathers``). Stage
-   3 gathers before each use: with ``zero.frozen`` once (``frozen``).
-4. A pipeline runs no backward pass of stages at its front that are frozen (``frozen_stages``).
+1. The optimizer only steps trained parameters (``stepped_parts``), as torch's own does at stage 0
+   anyway.
+2. BF16_Optimizer reduces one flat buffer of gradients: the trained parts are cut out of it. 3. At
+stages 1 and 2 the gather after a step leaves out frozen parameters (``trained_gathers``). Stage 3
+gathers before each use, or with ``zero.frozen`` once (``frozen``). 4. A pipeline runs no backward
+passes of frozen stages at its front (``frozen_stages``).
 5. Checkpoints are written and read with ``requires_grad`` as it was when the engine was built:
    DeepSpeed takes the layout of the optimizer's flat tensors from it.
 
-All of it is set on this engine and its optimizer, and taken back when all has thawed.
+All of this is set on the engine and its optimizer, and undone when everything has thawed.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ REDUCED = "get_grads_for_reduction"
 #: methods of an engine that read or write checkpoints
 CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
 ANEW = "save a checkpoint, build the engine anew with these parameters frozen, and load it"
-#: optimizers whose step is more than a rule for each element and its state
+#: optimizers whose step is more than an elementwise rule
 _WHOLE = ("Muon", "Onebit", "ZeroOne", "ZenFlow", "SuperOffload")
 
 
 class EngineLayers:
-    """An engine as ``patches/frozen`` needs it (``Adapter``)."""
+    """A DeepSpeed engine for ``patches/frozen`` (``Adapter``)."""
 
     ranks: Sequence[int] | None = None
 
@@ -58,11 +59,11 @@ class EngineLayers:
         self.channels = channels_of(engine)
 
     def steps(self) -> int:
-        """Return the steps that were taken."""
+        """Return the number of steps taken."""
         return int(self._engine.global_steps) - int(self._engine.skipped_steps)
 
     def refused(self) -> tuple[str, str] | None:
-        """Return what this engine has that cannot be frozen."""
+        """Return the features of this engine that prevent freezing."""
         engine, optimizer = self._engine, self._optimizer
         pipe = getattr(engine, PIPE, None)
         if engine.zero_optimization_stage() and getattr(optimizer, "swap_optimizer", False):
@@ -89,14 +90,14 @@ class EngineLayers:
         return None
 
     def is_open(self) -> bool:
-        """Return whether micro-batches of a step have come, and others have not."""
+        """Return whether some but not all micro-batches of a step have run."""
         engine = self._engine
         if hasattr(engine, "stage_id"):  # train_batch is a whole step
             return False
         return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
     def apply(self, frozen: Frozen) -> None:
-        """Do the five things of this module."""
+        """Apply the five changes listed at the top of this module."""
         engine, optimizer = self._engine, self._optimizer
         names = [name for name in self.named if name in frozen.everywhere]
         # 1
@@ -128,14 +129,14 @@ class EngineLayers:
             trained_set.accept(session.followers)
 
     def _forget_norms(self, names: Sequence[str]) -> None:
-        """Leave the last gradients out of the norm, which offload adds up from these numbers."""
+        """Leave the last gradients out of the norm, which offload computes from these entries."""
         norms = getattr(self._optimizer, "norm_for_param_grads", {})
         for name in names:
             norms.pop(self._optimizer.get_param_id(self.named[name]), None) if norms else None
 
 
 def _inner(optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers of torch that step the flat tensors, or the engine's own."""
+    """Return torch's optimizers that step the flat tensors, or else the engine's own."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     both = (getattr(optimizer, name, None) for name in ("optimizer", "backup_optimizer"))
@@ -180,7 +181,7 @@ def _in_order(
 
 
 def _trained_gradients(optimizer: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return BF16_Optimizer's gradients to reduce: views of the trained parts of its buffers."""
+    """Return BF16_Optimizer's gradients to reduce, as views of the trained parts of its buffers."""
     plain_ones, experts = getattr(type(optimizer), REDUCED)(optimizer)
     flats = zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True)
     views: list[Tensor] = []
@@ -198,7 +199,7 @@ def _as_built(engine: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _requiring_gradients(engine: Any) -> Iterator[None]:
-    """Let frozen parameters require gradients within the context, as when the engine was built."""
+    """Let frozen parameters require gradients inside this context, as when the engine was built."""
 
     def set_all(requires: bool) -> None:
         frozen = frozen_of(engine)

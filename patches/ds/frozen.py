@@ -1,17 +1,17 @@
-"""Weights of ZeRO 3 that no optimizer changes, gathered once and kept encoded on every rank.
+"""Gather frozen weights of ZeRO 3 once, and keep them encoded on every rank.
 
-Under adapters (LoRA) nearly all of what stage 3 gathers in every pass are the frozen weights below
-them. With ``zero.frozen`` a fetch of one that is kept decodes it and sends nothing. The first fetch
-gathers natively, keeps the weight, and computes with what it will decode, so that all passes
-compute with the same values.
+With adapters (LoRA) nearly everything that stage 3 gathers in every pass are the frozen weights
+below them. With ``zero.frozen`` a fetch of a kept weight decodes it and sends nothing. The first
+fetch gathers natively, keeps the weight encoded, and already computes with the decoded values, so
+that all passes use the same values.
 
-Before each pass every rank compares a hash of its own shares with that of what was kept, and the
-ranks tell each other, in a bit for each weight, which have changed: by a merge of adapters, a load,
-or by hand. These, and weights that are trained from then on, are dropped, and gathered anew.
+Before each pass every rank compares hashes of its own shares with those of the kept weights, and
+the ranks exchange one bit per weight on whether it has changed: by merging adapters, by a load, or
+by hand. Changed weights, and those trained from then on, are dropped and gathered again.
 
-Seam: ``Init._partition_param``, where what ``GatheredParameters`` changed is cut again: the weight
-is dropped. ``parameter_gathers`` asks ``serve`` which parameters are left to be gathered. Kept
-weights go with their parameters; nothing of them is saved.
+Seam: ``Init._partition_param``, which partitions weights again after ``GatheredParameters`` changed
+them: the kept copy is dropped. ``parameter_gathers`` asks ``serve`` which parameters still have to
+be gathered. Kept weights are freed with their parameters and never saved.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CUT = Seam(
     "Init._partition_param",
     ("self", "param", "buffer", "has_been_updated", "free_data"),
 )
-#: the operation, for messages
+#: name of the operation in messages
 WHAT = "zero: gathering frozen weights to keep them"
 #: attribute of a parameter: its ``FrozenWeight``
 ATTRIBUTE = "_hybridcomp_frozen"
-#: what a stage-3 coordinator counts gathered elements in
+#: the counter of gathered elements in a stage-3 coordinator
 AVAILABLE = "_PartitionedParameterCoordinator__n_available_params"
 
 
@@ -54,7 +54,7 @@ class FrozenWeight:
     def __init__(self, param: Any, weights: FrozenWeights) -> None:
         self.param, self.weights = param, weights
         self.kept: KeptWeights | None = None
-        self.hash = 0  # of this rank's share when it was kept
+        self.hash = 0  # hash of this rank's share when it was kept
 
     @property
     def share(self) -> Tensor:
@@ -63,7 +63,7 @@ class FrozenWeight:
         return found
 
     def keep(self) -> None:
-        """Keep the gathered parameter, and put in its place what is decoded from then on."""
+        """Encode and keep the gathered parameter, and replace it by its decoded values."""
         values: Tensor = self.param.data.detach().reshape(-1)
         is_vector = len(self.param.ds_shape) < 2
         self.kept = KeptWeights(values, self.weights.settings, is_vector)
@@ -71,7 +71,7 @@ class FrozenWeight:
         self.put()
 
     def put(self) -> None:
-        """Give upstream the decoded parameter, as a gather would."""
+        """Give upstream the decoded parameter, as after a gather."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         assert self.kept is not None, "kept"
@@ -86,7 +86,7 @@ class FrozenWeights:
         self, channel: Channel, settings: FrozenConfig, params: Iterable[Any], module: Any
     ) -> None:
         self.channel, self.settings = channel, settings
-        # before stage 3's own hook, which fetches parameters
+        # runs before stage 3's own hook, which fetches parameters
         self._before_passes = module.register_forward_pre_hook(
             lambda *_: self.check(), prepend=True
         )
@@ -113,9 +113,9 @@ class FrozenWeights:
         params: Iterable[Any],
         exactly: Callable[[], AbstractContextManager[None]],
     ) -> list[Any]:
-        """Make frozen parameters available; return those that are left to be gathered.
+        """Make frozen parameters available; return those that still have to be gathered.
 
-        ``exactly``: makes a context in which gathers of upstream are native.
+        ``exactly``: makes a context in which upstream's gathers are native.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -152,7 +152,7 @@ class FrozenWeights:
                 some[0].param.all_gather_coalesced([w.param for w in some]).wait()
 
     def _count(self, param: Any) -> None:
-        """Count the bytes of the gather that is spared."""
+        """Count the bytes of the gather that was saved."""
         group = self.channel.group(param.ds_process_group)
         share = int(param.ds_tensor.ds_numel)
         raw = native_nbytes.all_gather_nbytes(share, param.ds_tensor.dtype, group.size)
@@ -160,7 +160,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Drop what does not hold any more; a collective where anything is kept."""
+        """Drop outdated weights; a collective if any are kept."""
         kept = [weight for weight in self.all if weight.kept is not None]
         if not kept:
             return
@@ -180,22 +180,23 @@ class FrozenWeights:
         for weight, flag in zip(kept, changed, strict=True):
             if flag:
                 weight.kept = None
-                weight.param.ds_secondary_tensor = None  # hpZ's, which has the old values
+                # the secondary copy of hpZ, which has the old values
+                weight.param.ds_secondary_tensor = None
 
     def forget(self) -> None:
-        """Drop all kept weights: the next pass gathers them again. Called on all ranks."""
+        """Drop all kept weights, which the next pass gathers again. Called on all ranks."""
         for weight in self.all:
             weight.kept = weight.param.ds_secondary_tensor = None
 
     def leave(self) -> None:
-        """Let go of the parameters, which another engine takes over."""
+        """Release the parameters, for another engine to take over."""
         self._before_passes.remove()
         for weight in self.all:
             delattr(weight.param, ATTRIBUTE)
 
 
 def _release(fetched: Iterable[FrozenWeight], lacking: Iterable[FrozenWeight]) -> None:
-    """Leave weights as they were before a fetch that failed."""
+    """Restore the state of weights before a failed fetch."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
     for weight in lacking:
@@ -212,7 +213,7 @@ def _of(param: Any) -> FrozenWeight | None:
 
 
 def weights_of(params: Iterable[Any]) -> FrozenWeights | None:
-    """Return the frozen weights of the engine that has these parameters; None: it keeps none."""
+    """Return the frozen weights of the engine that owns these parameters; None if it keeps none."""
     return next((found.weights for p in params if (found := _of(p)) is not None), None)
 
 
@@ -238,14 +239,14 @@ def make_partition_param(original: Callable[..., None]) -> Callable[..., None]:
 def attached(engine: Any, channels: Channels) -> None:
     """Keep the frozen weights of an engine from their first gather on."""
     before = weights_of(engine.module.parameters())
-    if before is not None:  # of an engine that had the model before
+    if before is not None:  # left by an engine that had the model before
         before.leave()
     if channels.config.zero.keeps_frozen is not None and not keep(engine, channels):
         say("zero: no parameter is frozen, so none is kept")
 
 
 def keep(engine: Any, channels: Channels) -> bool:
-    """Keep the weights frozen by now if the block asks for it; return whether any is kept."""
+    """Keep the weights frozen by now, if the block asks for it; return whether any are kept."""
     settings = channels.config.zero.keeps_frozen
     if settings is None:
         return False

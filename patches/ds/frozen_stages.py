@@ -1,9 +1,9 @@
-"""Leave out the backward passes of stages at the front of a pipeline that are wholly frozen.
+"""Skip backward passes of wholly frozen stages at the front of a pipeline.
 
-DeepSpeed's ``_exec_backward_pass`` raises an error where no output requires a gradient. Filtered is
-the schedule: ``_INSTRUCTION_MAP`` has captured the methods when the class was made. Gradient
-clipping sums norms over the stages: one without gradients takes part with a stand-in, as
-``clip_grad_norm_`` of no gradients fails.
+DeepSpeed's ``_exec_backward_pass`` raises an error if no output requires a gradient. The schedule
+is filtered, because ``_INSTRUCTION_MAP`` captured the methods when the class was created. Gradient
+clipping sums norms over the stages: a stage without gradients takes part with a stand-in, because
+``clip_grad_norm_`` fails without gradients.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import nn
 
 #: attribute of an engine: how many stages at its front are frozen
 FRONT = "_hybridcomp_frozen_stages"
-#: method of BF16_Optimizer that returns the gradients whose norm it takes
+#: method of BF16_Optimizer that returns the gradients for the norm
 NORMS = "get_grads_for_norm"
 
 
 def set_front(engine: Any, wholly: Sequence[bool]) -> None:
-    """Run no backward pass of the first stages; ``wholly``: by stage, whether it is frozen."""
+    """Skip backward passes of the first stages; ``wholly``: per stage, whether it is frozen."""
     if not hasattr(engine, "num_stages"):
         return
     front = next((n for n, whole in enumerate(wholly) if not whole), 0)

@@ -1,9 +1,9 @@
-"""Whole weights of a DeepSpeed engine for a roll-out (``hybridcomp.gathered``).
+"""Provide a DeepSpeed engine's whole weights for a roll-out (``hybridcomp.gathered``).
 
-Under ZeRO 3 a parameter gets the whole weight as its data and counts as available; the hooks that
-fetch and release parameters are taken away meanwhile, as each module's would release it. The values
-are those of the shares (``ds_tensor``), of persistent parameters too. Below stage 3 every rank has
-all weights, and nothing is sent.
+Under ZeRO 3 each parameter gets the whole weight as its data and is marked as available. The hooks
+that fetch and release parameters are removed meanwhile, since each module's hook would release its
+weights. Values come from the shares (``ds_tensor``), also for persistent parameters. Below stage 3
+every rank has all weights, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def gathered(engine: Any) -> AbstractContextManager[nn.Module]:
 
 
 def _gather_of(engine: Any, whole_job: bool) -> WeightGather | None:
-    """Return what gathers the engine's weights; None below stage 3. Raises ConfigError."""
+    """Return the engine's ``WeightGather``; None below stage 3. Raises ConfigError."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     if isinstance(engine, PipelineEngine):
@@ -69,7 +69,7 @@ def _gather_of(engine: Any, whole_job: bool) -> WeightGather | None:
 
 
 def _cut(name: str, parameter: Any) -> CutWeight:
-    """Describe a parameter of stage 3. Raises ConfigError where its shares are not at hand."""
+    """Describe a stage-3 parameter. Raises ConfigError if its shares are not in memory."""
     share, group = parameter.ds_tensor, parameter.ds_process_group
     if share.status.name != "AVAILABLE":
         todo = "its weights are on a disk; use offload_param to the cpu, or none"
@@ -87,7 +87,7 @@ def _cut(name: str, parameter: Any) -> CutWeight:
 
 
 def _put(engine: Any, found: Sequence[Tensor], undo: ExitStack) -> None:
-    """Give the parameters their whole weights, and take DeepSpeed's hooks away."""
+    """Give the parameters their whole weights, and remove DeepSpeed's hooks."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     optimizer = engine.optimizer
@@ -101,7 +101,7 @@ def _put(engine: Any, found: Sequence[Tensor], undo: ExitStack) -> None:
 
 
 def _restorer(parameter: Any) -> Callable[[], None]:
-    """Return what puts a parameter's present data and status back."""
+    """Return a function that restores a parameter's present data and status."""
     data, status = parameter.data, parameter.ds_status
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""Describe the stage of a DeepSpeed engine for ``hybridcomp.generate``: pipelines, token slices."""
+"""Describe a DeepSpeed engine's stage for ``hybridcomp.generate``: pipelines, token slices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybridcomp.patches.ds.pipe import PIPE, Pipe
 from hybridcomp.patches.ds.pipeline import is_dualpipev
 
 KEY = "generate"
-#: where messages do not go over gloo between CPUs: groups that do, by default group and ranks
+#: gloo groups for frames, made if the default ones do not send over gloo between CPUs, by ranks
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
@@ -63,7 +63,7 @@ def stage_of(engine: Any) -> GeneratingStage:
 
 
 def _check(engine: Any) -> None:
-    """Refuse pipelines whose stages cannot run a pass alone."""
+    """Refuse pipelines whose stages cannot run a single pass."""
     pipe: Pipe | None = getattr(engine, PIPE, None)
     if pipe is not None and pipe.waitless is not None:
         todo = "its stages hold other weights than they train; use a pipeline with a flush"
@@ -88,7 +88,7 @@ def _frames(group: Any) -> Any:
 
 
 def _is_cut(layer: Any) -> bool:
-    """Return whether a layer's weight says, as Megatron's do, that outputs are cut over ranks."""
+    """Return whether a layer's weight is marked, as Megatron's are, as sharded over ranks."""
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
     modules = [one for part in parts if isinstance(part, nn.Module) for one in part.modules()]
     cut = [one for one in modules for weight in one.parameters(recurse=False) if _by_rows(weight)]

@@ -1,8 +1,8 @@
 """Give a DeepSpeed engine the ranks of an island as its data-parallel group, for ``sync``.
 
-By ``mpu``, the argument of ``deepspeed.initialize`` by which Megatron gives groups of its own:
-DeepSpeed asks it for the data-parallel group everywhere, and for a model-parallel one, which here
-has this rank alone.
+It uses ``mpu``, the argument of ``deepspeed.initialize`` by which Megatron passes its own groups:
+DeepSpeed asks it everywhere for the data-parallel group, and for a model-parallel group, which here
+consists of this rank alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridcomp.sync.master_weights import in_memory, piece_of
 KEY = "compression.sync"
 #: attribute of an engine: its unit, with the islands of its job
 ATTRIBUTE = "_hybridcomp_island_unit"
-#: the ways in which DeepSpeed's optimizers keep fp32 weights: attribute, whether ranks share it
+#: how DeepSpeed's optimizers keep fp32 weights: attribute, and whether ranks share them
 _KEPT = (
     ("single_partition_of_fp32_groups", False),  # stages 1 and 2
     ("fp32_groups_flat_partition", False),  # BF16_Optimizer
@@ -43,7 +43,7 @@ class IslandUnit:
     """An ``mpu`` whose data-parallel group is an island."""
 
     def __init__(self, islands: Islands) -> None:
-        """Make the group of this rank alone."""
+        """Make a group of this rank alone."""
         self.islands = islands
         self._alone: dist.ProcessGroup = dist.new_group(
             [dist.get_rank()], timeout=peer_liveness.time_limit(), use_local_synchronization=True
@@ -54,15 +54,15 @@ class IslandUnit:
         return self.islands.inside
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return their global ranks."""
+        """Return the global ranks of the island."""
         return list(self.islands.ranks)
 
     def get_data_parallel_world_size(self) -> int:
-        """Return their number."""
+        """Return the number of ranks of the island."""
         return self.islands.width
 
     def get_data_parallel_rank(self) -> int:
-        """Return the place of this rank among them."""
+        """Return the index of this rank in the island."""
         return self.islands.place
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
@@ -81,12 +81,12 @@ class IslandUnit:
 def give(
     arguments: MutableMapping[str, Any], block: CompressionConfig | None
 ) -> tuple[Islands, Any] | None:
-    """Put an ``IslandUnit`` into an engine's ``arguments``, where the block has islands.
+    """Put an ``IslandUnit`` into an engine's ``arguments``, if the block has islands.
 
-    Returns what ``finish`` has to do once the engine is built: the islands, and the training data,
-    which DeepSpeed would deal to the ranks of an island alone. None without islands. Raises
-    ConfigError where the engine has groups of its own, and where it would be cut into the islands
-    of an earlier engine.
+    Returns the input of ``finish`` for when the engine is built: the islands, and the training
+    data, which DeepSpeed would otherwise distribute only among the ranks of an island. None without
+    islands. Raises ConfigError if the engine has its own groups, or if an earlier engine's islands
+    would split it.
     """
     islands = None if block is None else island_steps.islands_in(block)
     if islands is None:
@@ -109,10 +109,10 @@ def give(
 
 
 def finish(engine: Any, given: tuple[Islands, Any] | None) -> None:
-    """Deal training data to all ranks of the job, and take the unit from the engine again.
+    """Distribute training data to all ranks of the job, and remove the unit from the engine.
 
-    DeepSpeed's modules keep it. A script asks the engine's ``mpu`` for the part of the data that is
-    this rank's, and in two islands these ranks are the same.
+    DeepSpeed's modules keep the unit. It is removed from the engine because scripts ask the
+    engine's ``mpu`` for this rank's part of the data, and two islands have the same ranks there.
     """
     if given is None:
         return
@@ -125,9 +125,9 @@ def finish(engine: Any, given: tuple[Islands, Any] | None) -> None:
 
 
 def release(engine: Any) -> None:
-    """Let DeepSpeed's later engines have the whole job again, once ``engine`` is destroyed.
+    """Give DeepSpeed's later engines the whole job again, once ``engine`` is destroyed.
 
-    Python may destroy an engine a second time when it collects it, under a later engine's unit.
+    Python may destroy an engine a second time on collecting it, when a later engine's unit is set.
     """
     from deepspeed.utils import groups
 
@@ -163,7 +163,7 @@ def masters_of(engine: Any) -> Masters:
 
 
 def _ranges(optimizer: Any, tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """Return what holds weights: index of a flat tensor, beginning and end.
+    """Return the ranges that hold weights: index of a flat tensor, start and end.
 
     The padding of stage 3 is left out: it may be NaN, and a meeting that finds NaN is skipped.
     """
@@ -179,7 +179,7 @@ def _data(tensors: Sequence[Tensor], ranges: Sequence[tuple[int, int, int]]) -> 
 
 
 def _written(optimizer: Any) -> None:
-    """Make the 16-bit weights from the fp32 ones, as the optimizer does after its step."""
+    """Update the 16-bit weights from the fp32 ones, as the optimizer does after its step."""
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -203,7 +203,7 @@ def _unflatten(flat: Tensor, parameters: list[Any]) -> None:
 
 
 def _check(engine: Any) -> None:
-    """Raise ConfigError where weights are cut over other ranks than the island's."""
+    """Raise ConfigError if weights are sharded over other ranks than the island's."""
     own = ranks_of(engine.data_parallel_group)
     for parameter in engine.module.parameters():
         group = getattr(parameter, "ds_process_group", None)
@@ -216,10 +216,10 @@ def _check(engine: Any) -> None:
 
 
 def folder_of(engine: Any, folder: str) -> str:
-    """Return where this rank's island keeps DeepSpeed's checkpoints, below ``folder``.
+    """Return where this rank's island saves DeepSpeed's checkpoints, below ``folder``.
 
-    The first keeps them in ``folder`` itself: its optimizer states are as good as any. Others have
-    states of their own under the same names.
+    The first island uses ``folder`` itself, as its optimizer states are as good as any. Other
+    islands have their own states under the same names, so they use subfolders.
     """
     islands = islands_of_engine(engine)
     return folder if islands is None else island_folder(folder, islands.index)
@@ -233,7 +233,7 @@ def island_folder(folder: str, index: int) -> str:
 def saved_folder(engine: Any, folder: str, tag: str) -> str:
     """Return where this rank's island finds a checkpoint below ``folder``.
 
-    In a job of more islands than saved it, each takes one of those that are there.
+    If there are more islands than at saving, several use the same one.
     """
     islands = islands_of_engine(engine)
     if islands is None:
@@ -245,6 +245,6 @@ def saved_folder(engine: Any, folder: str, tag: str) -> str:
 
 
 def islands_of_engine(engine: Any) -> Islands | None:
-    """Return the islands of an engine; None where it has none."""
+    """Return the islands of an engine; None if it has none."""
     unit: IslandUnit | None = getattr(engine, ATTRIBUTE, None)
     return None if unit is None else unit.islands

@@ -15,22 +15,22 @@ from hybridcomp.patches.common.sparse_tables import tables_of
 from hybridcomp.patches.mcore.groups import sizes
 from hybridcomp.patches.neox.checkout import is_neox
 
-#: module whose layers reduce over tensor-parallel ranks themselves
+#: module whose layers reduce over tensor-parallel ranks by themselves
 DOMINO = "deepspeed.runtime.domino"
 #: classes of attention layers that exchange heads for sequence, or pass keys round a ring
 SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
 #: class of hybridcomp's ring attention
 RING = "RingAttention"
-#: attribute of an engine: torch's loss scaler, which it has at stage 0 with fp16 by torch.autocast
+#: attribute of an engine: torch's loss scaler, used at stage 0 with fp16 by torch.autocast
 Z0_SCALER = "torch_autocast_z0_gradscaler"
-#: package of hybridcomp's layers that are cut over a mesh
+#: package of hybridcomp's layers that are sharded over a mesh
 MESH_LAYERS = "hybridcomp.nn.tp2d"
 #: class of hybridcomp's pipeline stages over token slices
 SLICED_STAGE = "SlicedStage"
 
 
 def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
-    """Return the keyword arguments of ``ds_check.check``, before an engine is built."""
+    """Return the keyword arguments of ``ds_check.check`` before an engine is built."""
     from deepspeed.runtime.pipe.module import PipelineModule
 
     kinds = {cls for module in model.modules() for cls in type(module).__mro__}
@@ -53,8 +53,8 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
 
 
 def layout(engine: Any) -> dict[str, int | None]:
-    """Return the layout of an engine, by a plan's names (``config.planned``); None: not known."""
-    stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
+    """Return the layout of an engine, by a plan's names (``config.planned``); None: unknown."""
+    stages = getattr(engine, "num_stages", None)  # only PipelineEngine has it
     if stages is None:
         stages = next((one.count for one in engine.module.modules()
                        if type(one).__name__ == SLICED_STAGE), None)  # fmt: skip
@@ -62,7 +62,7 @@ def layout(engine: Any) -> dict[str, int | None]:
     ring, mesh = _own_cuts(engine.module)
     return {
         "ranks": dist.get_world_size(),
-        # to the engine, ranks that share a sequence by a ring are replicas
+        # to the engine, ranks that share a sequence in a ring are replicas
         "data": dist.get_world_size(engine.data_parallel_group) // ring,
         "context": ring if ring > 1 else None,
         "mesh": mesh,
@@ -77,7 +77,7 @@ def layout(engine: Any) -> dict[str, int | None]:
 
 
 def _own_cuts(model: Any) -> tuple[int, int]:
-    """Return the ranks of a model's rings, and on a side of its meshes; 1 where it has none."""
+    """Return the ranks of a model's rings, and the ranks on a side of its meshes; 1 if none."""
     ring = mesh = 1
     for module in model.modules():
         if type(module).__name__ == RING:
@@ -98,17 +98,17 @@ def sequence_size(mpu: Any, mesh_device: Any) -> int:
 
 
 def unique_name(engine: Any, name: str, parameter: Any) -> str:
-    """Return a parameter's name, with a rank where ranks have different parameters of one name.
+    """Return a parameter's name, with a rank if ranks have different parameters of that name.
 
-    Residuals are summed by name when the number of ranks changes. Ranks that share a sequence hold
-    the same parameters, and reduce their gradients in one group.
+    Residuals are summed by name when the number of ranks changes, so names must be unique. Ranks
+    that share a sequence hold the same parameters and reduce their gradients in one group.
     """
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.utils import groups
 
     if is_moe_param(parameter):
         name += f"#ep{groups._get_expert_parallel_rank(parameter.group_name)}"
-    if name.startswith("tied_modules."):  # several stages reduce a copy each
+    if name.startswith("tied_modules."):  # several stages each reduce a copy
         stage = engine.mpu.get_pipe_parallel_rank()
         name += f"#pp{stage}" if stage else ""
     rank = tensor_rank(engine.mpu)
@@ -121,15 +121,17 @@ def tensor_rank(mpu: Any) -> int:
     if rank is None:
         rank = getattr(mpu, "get_model_parallel_rank", None)
         if rank is getattr(mpu, "get_sequence_parallel_rank", None):
-            return 0  # ALST's mpu gives sequence groups this name; both None: no such group
+            # ALST's mpu uses this name for sequence groups; if both are None there is no such group
+            return 0
     return 0 if rank is None else rank()
 
 
 def common_names(engine: Any) -> frozenset[str]:
     """Return the names of vectors (norms, biases) that tensor-parallel ranks have in common.
 
-    By upstream's marks, on which its gradient norm depends. A cut vector without the mark is sent
-    exactly, which is harmless; common matrices, such as experts, are too large to be sent exactly.
+    It relies on upstream's marks, on which upstream's gradient norm depends too. A sharded vector
+    without the mark is sent exactly, which is harmless; common matrices, such as experts, are too
+    large for that.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -145,9 +147,9 @@ def common_names(engine: Any) -> frozenset[str]:
 
 
 def tensor_ranks() -> int:
-    """Return the ranks in tensor-parallel groups of GPT-NeoX or megatron-core; 1 without any.
+    """Return the size of tensor-parallel groups of GPT-NeoX or megatron-core; 1 without any.
 
-    DeepSpeed does not know them: with a pipeline GPT-NeoX does not even pass its ``mpu``.
+    DeepSpeed does not know these groups: with a pipeline GPT-NeoX does not even pass its ``mpu``.
     """
     if "megatron.mpu" in sys.modules and is_neox():
         mpu = importlib.import_module("megatron.mpu")
@@ -161,8 +163,8 @@ def tensor_ranks() -> int:
 def loss_scale(engine: Any) -> float:
     """Return the current factor on the gradients.
 
-    1.0 where ``engine.backward`` does not scale: the fp16 optimizers of stage 0 have a loss scale,
-    but 0.19 multiplies the loss only for a ZeROOptimizer or an autocast scaler.
+    It is 1.0 if ``engine.backward`` does not scale: the fp16 optimizers of stage 0 have a loss
+    scale, but 0.19 multiplies the loss only for a ZeROOptimizer or an autocast scaler.
     """
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 

@@ -1,10 +1,10 @@
 """Track the layer whose collectives run, for the tensor- and sequence-parallel DeepSpeed seams.
 
-Upstream's layers call collectives through the global ``dist`` of their module, looked up at call
-time. A stand-in there keeps upstream's overlap, buffers and autograd functions. It acts only inside
-an autograd function that a maker below wrapped: the same modules gather parameters for checkpoints,
-which must stay exact. Functions have no reference to a layer, and backward passes run in other
-threads, so the function's context keeps the channels of the layer.
+Upstream's layers look up collectives in the global ``dist`` of their module at call time. A
+stand-in there keeps upstream's overlap, buffers and autograd functions. It acts only inside
+autograd functions wrapped below, because the same modules gather parameters for checkpoints, which
+must stay exact. Autograd functions have no reference to a layer, and backward passes run in other
+threads, so the function's context stores the layer's channels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridcomp.patches.common.scope import Scope
 from hybridcomp.seams.patching import has_module
 from hybridcomp.session import process
 
-#: classes whose objects are tagged with the channels of their engine
+#: classes whose objects are tagged with their engine's channels
 LAYERS = frozenset({"TensorParallel_Layer", "DistributedAttention"})
 _NOBODY = object()
 #: channels of the running layer; None: its engine has no block
@@ -38,7 +38,7 @@ def tag(engine: Any, channels: Channels | None) -> None:
 
 
 def owner() -> Channels | None:
-    """Return the running layer's channels; the process's channels for layers of no engine."""
+    """Return the running layer's channels; the process's channels for layers without an engine."""
     found = _OWNER.get()
     if found is _NOBODY:
         return process.current()
@@ -47,7 +47,7 @@ def owner() -> Channels | None:
 
 
 def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``__call__`` of a layer to publish its channels; recomputation calls it again."""
+    """Wrap a layer's ``__call__`` to publish its channels; recomputation calls it again."""
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` of an autograd function; called in a ``backward`` it keeps its direction."""
+    """Wrap ``forward`` of an autograd function; inside a ``backward`` the direction is kept."""
 
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def make_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` of a layer that calls collectives outside of an autograd function."""
+    """Wrap ``forward`` of a layer that calls collectives outside an autograd function."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,12 +82,12 @@ def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whose() -> Channels | None:
-    """Return the channels of the collectives called now; None outside of a wrapped function."""
+    """Return the channels for the current collectives; None outside a wrapped function."""
     sender = SENDER.get()
     return None if sender is None else sender.channels
 
 
-#: collectives inside a wrapped function: of tensor-parallel layers and of sequence-parallel ones
+#: collectives inside a wrapped function: of tensor-parallel and of sequence-parallel layers
 TENSOR = Layers(lambda group: "tp", whose=whose)
 SEQUENCE = Layers(lambda group: "cp", whose=whose)
 
@@ -100,7 +100,7 @@ def upstream_has(module: str, name: str) -> bool:
 def refuse(channels: Channels, dimension: Dimension, found: str, reason: str, todo: str) -> None:
     """Raise ConfigError, or print a message, for a part of the model without seams.
 
-    ``found``: that part, which sends messages of ``dimension``.
+    ``found``: description of that part, which sends messages of ``dimension``.
     """
     config = channels.config
     if not channels[dimension].active:

@@ -13,9 +13,9 @@ from hybridcomp.patches.rules.ds_pipeline import KEY
 
 
 class ReadAhead:
-    """Micro-batches that the first stage has read and whose backward passes are pending.
+    """Micro-batches that the first stage has read but whose backward passes are pending.
 
-    Upstream reads through ``_next`` from now on, also where the patches are reverted: its schedule
+    From now on upstream reads through ``_next``, even after the patches are reverted: its schedule
     then begins with the micro-batches that were read ahead.
     """
 
@@ -31,7 +31,7 @@ class ReadAhead:
             engine._next_batch = self._next
 
     def begin(self, starts: bool) -> None:
-        """Begin a batch. Raises ConfigError where its data cannot follow on the last one's."""
+        """Begin a batch. Raises ConfigError if its data cannot follow the last batch's."""
         source = self._engine.data_iterator
         if not self._is_first:
             return
@@ -50,7 +50,7 @@ class ReadAhead:
 
     @contextmanager
     def reading(self, is_ahead: bool) -> Iterator[None]:
-        """Hold the micro-batch that is read inside; ``is_ahead``: for a batch to come."""
+        """Hold the micro-batches read inside this context; ``is_ahead``: for a later batch."""
         self._is_reading, self._is_ahead = True, is_ahead
         try:
             yield
@@ -58,7 +58,7 @@ class ReadAhead:
             self._is_reading = False
 
     def _next(self) -> Any:
-        if not self._is_reading:  # an evaluation, a flush
+        if not self._is_reading:  # an evaluation or a flush
             if self._engine.data_iterator is not self._source:
                 return self._read()
             self.replay()
@@ -70,18 +70,19 @@ class ReadAhead:
         except StopIteration:
             if not self._is_ahead:
                 raise
-            self._has_ended = True  # training may be over: fill up with what will be dropped
+            # training may be over: fill up with micro-batches that will be dropped
+            self._has_ended = True
             return self._held[-1]
         self._held.append(batch)
         return batch
 
     def used(self) -> None:
-        """Forget the oldest micro-batch: its pass backward is done."""
+        """Forget the oldest micro-batch, whose backward pass is done."""
         if self._held:
             self._held.popleft()
 
     def replay(self) -> None:
-        """Yield the pending micro-batches again."""
+        """Queue the pending micro-batches to be read again."""
         self._again.extendleft(reversed(self._held))
         self._held.clear()
         self._has_ended = False

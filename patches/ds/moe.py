@@ -1,17 +1,17 @@
-"""Expert-parallel all-to-all of Mixture of Experts layers, dimension ``ep``.
+"""Encode the expert-parallel all-to-all of Mixture of Experts layers, dimension ``ep``.
 
 Seams: the classes ``sharded_moe._AllToAll`` (native MoE, even splits) and
-``auto_ep_layer._AllToAllV`` (AutoEP, uneven splits, since 0.19.5). Both are looked up as
-module globals where the layers apply them. ``dist.all_to_all_single`` is no seam: it also carries
-counts, and the payloads of other patches. An autograd Function knows no engine, so the forward
-passes of the layers are wrapped too: they publish the channels of the engine that owns the layer.
+``auto_ep_layer._AllToAllV`` (AutoEP, uneven splits, since 0.19.5). Both are looked up as module
+globals where the layers apply them. ``dist.all_to_all_single`` is no seam, because it also carries
+counts and other patches' payloads. An autograd Function has no reference to the engine, so the
+layers' forward passes are wrapped too: they publish the channels of the engine that owns the layer.
 
 Dispatch and combine are direction forward, their gradients backward. Rows of empty capacity slots
 are zeros and stay zeros. Native: the capacity all-reduce (drop_tokens: false) and token counts.
 Refused: AutoEP's DeepEP transport, which does not call these classes.
 
-AutoEP's ranks send different numbers of rows, so applying ``min_bytes`` there would take one more
-message: it does not apply, and every message has the codec.
+AutoEP's ranks send different numbers of rows, so applying ``min_bytes`` would take an extra
+message. It does not apply there, and every message is encoded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ AUTO_EP_LAYER = Seam(
     AUTO_EP_REQUIREMENT, AUTO_EP, "AutoEPMoELayer.forward", ("self", "hidden_states")
 )
 
-#: numel passed to the policy for AutoEP: more than any min_bytes, equal on every rank
+#: numel passed to the policy for AutoEP: above any min_bytes and equal on every rank
 ANY_SIZE = 1 << 60
 
 #: the channel of the layer whose forward pass runs in this thread
@@ -51,7 +51,7 @@ _RUNNING: Scope[Channel | None] = Scope("moe", None)
 
 
 def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish the layer's channel; a recomputation under checkpointing calls this again."""
+    """Publish the layer's channel; recomputation under checkpointing calls this again."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts; its backward pass sends the gradients back by another."""
+    """All-to-all of equal parts; its backward pass returns the gradients by another all-to-all."""
 
     @staticmethod
     def forward(
@@ -89,7 +89,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """All-to-all of unequal numbers of rows; its backward pass sends the gradients back."""
+    """All-to-all of unequal numbers of rows; its backward pass returns the gradients."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ def make_all_to_all(original: Any) -> type:
 
 
 def make_all_to_all_v(original: Any) -> type:
-    """Replace ``_AllToAllV`` likewise."""
+    """Replace ``_AllToAllV`` by ``_ExchangeRows`` likewise."""
     return _switch(original, _ExchangeRows)
 
 
@@ -148,7 +148,7 @@ def _switch(original: Any, ours: Any) -> type:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Tag the MoE layers of an engine. Raises ConfigError where DeepEP would bypass ``ep``."""
+    """Tag the MoE layers of an engine. Raises ConfigError if DeepEP would bypass ``ep``."""
     for name, module in engine.module.named_modules():
         kind = type(module).__name__
         if kind not in ("MOELayer", "AutoEPMoELayer"):

@@ -1,18 +1,18 @@
-"""Have the sums of micro-batches cross between nodes before a step (``dp.accumulate``).
+"""Send sums over micro-batches between nodes before a step (``dp.accumulate``).
 
-``zero12`` and ``zero3`` tell each message whether its micro-batch is the last of a step. Here what
-is left is reduced: of parameters that the last micro-batch gave no gradient. They get zeros for
-one, at the end of its backward pass, and upstream reduces these like all others.
+``zero12`` and ``zero3`` mark each message of the step's last micro-batch. This module reduces the
+rest: sums of parameters without a gradient in the last micro-batch. At the end of that backward
+pass they get zeros as gradients, which upstream reduces like all others.
 
 Seams:
 
-* ``independent_gradient_partition_epilogue`` of stages 2 and 3, which ends a backward pass.
-* ``zero_grad`` of stage 3, by which upstream forgets the micro-batches so far; at stage 2 it keeps
-  them, and so do the nodes.
+* ``independent_gradient_partition_epilogue`` of stages 2 and 3, which ends a backward pass. *
+``zero_grad`` of stage 3, by which upstream drops the micro-batches so far; at stage 2 upstream
+keeps them, and so do the nodes.
 
-A script may call a boundary only after the last backward pass (``managed_gradient_accumulation``
-false); then all of it crosses in the step, called by ``attach`` and ``offload_sums``. Checkpoints
-hold no sums, as upstream's hold no gradients; a load drops them, and so does ``destroy``.
+A script may set the boundary only after the last backward pass (``managed_gradient_accumulation``
+false); then ``attach`` and ``offload_sums`` send everything in the step. Checkpoints hold no sums,
+as upstream's hold no gradients; a load drops sums, and so does ``destroy``.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ EPILOGUES = (
 ZERO_GRAD = Seam(
     REQUIREMENT, STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", ("self", "set_to_none")
 )
-#: whether an optimizer step follows of which upstream does not know
+#: whether an optimizer step follows that upstream does not know of
 _CROSSING: Scope[bool] = Scope("node_sums_cross", False)
 
 
 def crosses(optimizer: Any) -> bool:
-    """Return whether what is reduced now is for the last time before a step."""
+    """Return whether the current reduction is the last one before a step."""
     return _CROSSING.get() or at_boundary(optimizer)
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Return whether this micro-batch is the last before a step; in 0.19.0 a plain attribute."""
+    """Return whether this micro-batch is the last before a step; a plain attribute in 0.19.0."""
     found = optimizer.is_gradient_accumulation_boundary
     return bool(found() if callable(found) else found)
 
 
 def cross(optimizer: Any) -> None:
-    """Reduce what no micro-batch has sent between nodes; every rank calls it before a step."""
+    """Send the sums between nodes that no micro-batch has sent; every rank calls it before a
+    step.
+    """
     channels = channels_of(optimizer)
     if channels is None or not channels.node_sums.left:
         return
@@ -76,7 +78,7 @@ def make_epilogue(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
-    """Give zeros to the parameters ``left`` that are in no bucket yet, and put them into one."""
+    """Give zero gradients to the parameters ``left`` that are in no bucket, and add them to one."""
     if hasattr(optimizer, "bit16_groups"):
         waiting = {
             param_id for one in optimizer.ipg_buckets.values() for *_, param_id in one.params
@@ -92,7 +94,7 @@ def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
         for param in _named(group, left):
             if id(param) not in waiting:
                 param.grad = torch.zeros_like(param.data)
-                # whole, though the parameter is partitioned, as in a backward pass
+                # whole, although the parameter is partitioned, as in a backward pass
                 param.grad.data = param.data.new_zeros(param.ds_shape)
                 optimizer.reduce_ready_partitions_and_remove_grads(param)
 
@@ -102,7 +104,7 @@ def _named(group: Any, names: set[str]) -> Iterator[Any]:
 
 
 def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
-    """Forget the micro-batches so far, as upstream does."""
+    """Drop the micro-batches so far, as upstream does."""
 
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:

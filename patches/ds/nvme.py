@@ -1,20 +1,21 @@
-"""Optimizer states and parameters that ZeRO-Infinity keeps on NVMe, dimension ``offload``.
+"""Encode the optimizer states and parameters that ZeRO-Infinity keeps on NVMe (``offload``).
 
 Seams:
 
-* ``AsyncIOBuilder`` in the three modules of swappers. They ask it for the handle that reads and
-  writes every file, and here get one that encodes and checks them (``channels/state_io``). It uses
-  DeepSpeed's own handle where libaio is installed, else threads.
+* ``AsyncIOBuilder`` in the three modules of swappers, from which they get the handle that reads and
+  writes every file. Here they get a handle that encodes and checks files (``channels/state_io``).
+  It uses DeepSpeed's own handle if libaio is installed, else threads.
 * ``_configure_tensor_swapping`` makes the swapper of an optimizer, ``_configure_aio`` the one of
   parameters, which ``zero.Init`` may make before there is an engine.
 * ``_prepare_sub_group``, ``_release_sub_group`` and ``_post_step``: a rank whose file is damaged or
-  cannot be written fails between collectives. It tells the others where they come next, before the
+  cannot be written fails between collectives. The others learn of it at their next gate, before the
   collectives of ``_post_step``, so that all ranks raise together.
-* ``_pre_step``: a parameter that could not be read is NaN until here, as the others wait for this
-  rank in a gather; then all ranks raise, before the optimizer changes anything.
-* ``reset_swap_buffers``: reads what ``load_checkpoint`` has copied.
+* ``_pre_step``: a parameter that could not be read is NaN until here, because other ranks wait for
+  this rank in a gather; then all ranks raise, before the optimizer changes anything.
+* ``reset_swap_buffers``: reads the files that ``load_checkpoint`` has copied.
 
-Not covered: GDS, and gradients that stay in memory as they are shorter than a block of the drive.
+Not covered: GDS, and gradients that stay in memory because they are shorter than a block of the
+drive.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ PARAMETERS = "partitioned_param_swapper"
 #: attribute of an optimizer: the files of its parameters
 PARAMETER_FILES = "_hybridcomp_parameter_files"
 WHAT = "optimizer states on NVMe"
-#: bytes of a parameter in files: master, two moments, gradient
+#: bytes per parameter in files: master, two moments, gradient
 STATES = 16
 
-#: the block of the engine that is being built; the files of the swapper that is being made
+#: block of the engine being built; files of the swapper being created
 BLOCK_OF: Scope[CompressionConfig | None] = Scope("nvme_block", None)
 _MAKING: Scope[StateFiles | None] = Scope("nvme_files", None)
 
 
 class _Builder:
-    """Stand in for DeepSpeed's ``AsyncIOBuilder``."""
+    """Replace DeepSpeed's ``AsyncIOBuilder``."""
 
     def __init__(self, files: StateFiles, original: Any) -> None:
         self._files, self._original = files, original
@@ -79,7 +80,7 @@ class _Builder:
 
 
 def make_builder(original: Any) -> Callable[[], Any]:
-    """Give swappers of an attached engine our handle, others DeepSpeed's."""
+    """Give swappers of an attached engine our handle, all others DeepSpeed's."""
 
     def builder() -> Any:
         files = _MAKING.get()
@@ -93,7 +94,7 @@ def _codec(block: CompressionConfig | None) -> Codec | None:
 
 
 def make_configure_states(original: Callable[..., None]) -> Callable[..., None]:
-    """Make the swapper of the optimizer with files that are encoded and checked."""
+    """Create the optimizer's swapper with files that are encoded and checked."""
 
     @functools.wraps(original)
     def _configure_tensor_swapping(
@@ -114,7 +115,7 @@ def make_configure_states(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _half(optimizer: Any, path: str) -> Tensor | None:
-    """Return the bf16 parameters of the sub-group whose masters ``path`` holds, None without."""
+    """Return the bf16 parameters of the sub-group with the masters in ``path``; None without."""
     name = os.path.basename(path).removesuffix(state_files.SWAPPED)
     for ids, flat in zip(
         optimizer.fp16_partitioned_groups_flat_id, optimizer.fp16_partitioned_groups_flat,
@@ -127,7 +128,9 @@ def _half(optimizer: Any, path: str) -> Tensor | None:
 
 
 def make_configure_parameters(original: Callable[..., None]) -> Callable[..., None]:
-    """Make the swapper of parameters likewise; ``zero.Init`` may do so before the engine."""
+    """Create the swapper of parameters likewise; ``zero.Init`` may do so before the engine
+    exists.
+    """
 
     @functools.wraps(original)
     def _configure_aio(self: Any, ds_config: Any) -> None:
@@ -144,13 +147,13 @@ def make_configure_parameters(original: Callable[..., None]) -> Callable[..., No
 
 
 def _block_of(ds_config: Any) -> CompressionConfig | None:
-    """Return the block of a job whose engine there is not yet."""
+    """Return the block of a job whose engine does not exist yet."""
     ds_json = settings.of_config(ds_config)
     return load_config(ds_json) if BLOCK in ds_json else process.configured()
 
 
 def make_moved(original: Callable[..., None]) -> Callable[..., None]:
-    """Have the other ranks raise, too, where this one cannot read or write a sub-group."""
+    """Make all ranks raise if one cannot read or write a sub-group."""
 
     @functools.wraps(original)
     def moved(self: Any, sub_group_id: int, timer_names: Any) -> None:
@@ -164,14 +167,15 @@ def make_moved(original: Callable[..., None]) -> Callable[..., None]:
             original(self, sub_group_id, timer_names)
             files.hold()
         except StateFileError as error:
-            with together(WHAT, error=StateFileError, votes=True):  # they come by _post_step
+            # they reach the next gate in _post_step
+            with together(WHAT, error=StateFileError, votes=True):
                 raise error
 
     return moved
 
 
 def make_post_step(original: Callable[..., None]) -> Callable[..., None]:
-    """Raise on all ranks where one has failed, before the collectives at the end of a step."""
+    """Raise on all ranks if one has failed, before the collectives at the end of a step."""
 
     @functools.wraps(original)
     def _post_step(self: Any, timer_names: Any) -> None:
@@ -185,7 +189,7 @@ def make_post_step(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_pre_step(original: Callable[..., None]) -> Callable[..., None]:
-    """Raise on all ranks where one could not read a parameter, before the optimizer's step."""
+    """Raise on all ranks if one could not read a parameter, before the optimizer's step."""
 
     @functools.wraps(original)
     def _pre_step(self: Any) -> None:
@@ -216,7 +220,7 @@ def make_reset(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Count the engine's files in its ledger; raise where they failed or will not fit."""
+    """Count the engine's files in its ledger; raise if they failed or will not fit."""
     optimizer = engine.optimizer
     files = saved_states.files_of(optimizer)
     if files is None:
@@ -236,7 +240,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
 
 def _hold_to_disk(optimizer: Any) -> None:
-    """Raise ConfigError on all ranks where the states of a node's ranks do not fit its disk."""
+    """Raise ConfigError on all ranks if the states of a node's ranks do not fit on its disk."""
     numels = optimizer.fp16_partitioned_groups_flat_numel
     moved = [n for i, n in enumerate(numels) if optimizer._swappable_optimizer_subgroup(i)]
     if not any(rank["moved"] for rank in tell({"moved": len(moved)}, what=WHAT)):
@@ -246,7 +250,7 @@ def _hold_to_disk(optimizer: Any) -> None:
         return
     folder = optimizer.optimizer_swapper.swap_folder
     there = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
-    # a file is complete under another name before it replaces the one before
+    # a file is complete under another name before it replaces the previous one
     needed = max(0, STATES * (sum(moved) + max(moved, default=0)) - there)
     disk = [os.uname().nodename, os.stat(folder).st_dev]
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize

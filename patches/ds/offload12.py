@@ -1,18 +1,17 @@
-"""Gradient and parameter copies of ZeRO-Offload, stages 1 and 2, dimension ``offload``.
+"""Encode gradient and parameter copies of ZeRO-Offload, stages 1 and 2, dimension ``offload``.
 
 Seams:
 
-* ``copy_grads_in_partition``, which is called for each gradient of this rank once it is reduced.
-  The copies themselves are in several places below it, one of them inline; above it gradients are
-  not reduced yet. Upstream casts them to fp32 on the device and copies that; here they are encoded
-  in their dtype and the host widens them. Norms and the overflow flag are computed on the device
-  before, as upstream does, or on the host where it adds up micro-batches (``offload_sums``).
+* ``copy_grads_in_partition``, called for each reduced gradient of this rank. The copies themselves
+  are in several places below it, one of them inline; above it gradients are not reduced yet.
+  Upstream casts them to fp32 on the device and copies that; here they are encoded in their dtype
+  and the host widens them. Norms and the overflow flag are first computed on the device, as in
+  upstream, or on the host if it adds up micro-batches (``offload_sums``).
 * ``step``: decoded gradients must be complete before it, and the copy of updated parameters is one
   line inside it. A ``TorchFunctionMode`` intercepts every ``copy_`` and recognizes this one by its
   source, one of the optimizer's 16-bit host buffers.
-* ``update_lp_params``: the same copy, after loading and around saving.
-* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script sets the
-  boundary.
+* ``update_lp_params``: the same copy, after loading and around saving. *
+``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums if the script sets the boundary.
 * ``get_lp_grad_fragment``: code that reads a gradient before the step waits for its decoder.
 
 The fp32 master weights stay on the host and exact. Every rank gathers the parameters that the
@@ -69,7 +68,7 @@ def make_copy_grads_in_partition(original: Callable[..., None]) -> Callable[...,
 
 
 def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
-    """Copy the gradient of ``param`` to the host; False: left to upstream."""
+    """Copy the gradient of ``param`` to the host; return False if it is left to upstream."""
     key = optimizer.get_param_id(param)
     group, source, start, numel = optimizer.grad_position[key]
     boundary, compact = at_boundary(optimizer), _compact(optimizer, group)
@@ -94,7 +93,7 @@ def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
             channels.host.kept(raw_nbytes)
             return True
         if key in sums.totals and not first:
-            values.add_(sums.totals[key])  # where upstream adds
+            values.add_(sums.totals[key])  # as in upstream's addition
         sums.open.pop(key, None)
         if codec is None:
             _leave(optimizer, channels, param, out, raw_nbytes)
@@ -129,7 +128,7 @@ def _owned(optimizer: Any) -> int:
 
 
 def _leave(optimizer: Any, channels: Channels, param: Any, out: Tensor, raw_nbytes: int) -> None:
-    """Copy a complete sum as upstream does, without the partial sums that it would have fetched."""
+    """Copy a complete sum as upstream does, but without the partial sums that it would fetch."""
     count_last_copy(channels, out, raw_nbytes)
     optimizer.set_norm_for_param_grad_in_gpu(param)
     optimizer.update_offload_overflow_tracker_for_param_grad(param)
@@ -167,10 +166,10 @@ def _compact(optimizer: Any, group: int) -> bool:
 
 
 def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alone: bool) -> int:
-    """Return the bytes that upstream copies: the old sum to the device, the new one to the host,
+    """Return the bytes that upstream copies: the old sum to the device, the new sum to the host,
     and in the last micro-batch the gradient in the optimizer's dtype.
 
-    It copies sums of whole parameters, whatever part of them this rank owns.
+    Upstream copies sums of whole parameters, even if this rank owns only part of them.
     """
     last = out.numel() * out.itemsize if boundary else 0
     if alone:
@@ -181,7 +180,7 @@ def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alon
 
 
 def make_update_lp_params(original: Callable[..., None]) -> Callable[..., None]:
-    """Copy parameters to the device as the step does, encoded, then call upstream's gather."""
+    """Copy parameters to the device encoded, as the step does, then call upstream's gather."""
 
     @functools.wraps(original)
     @torch.no_grad()
@@ -210,7 +209,7 @@ def make_update_lp_params(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_get_lp_grad_fragment(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait for the gradients of all engines, as a fragment does not know its engine."""
+    """Wait for the gradients of all engines, since a fragment does not know its engine."""
 
     @functools.wraps(original)
     def get_lp_grad_fragment(self: Any, index_in_param_group: int) -> Any:

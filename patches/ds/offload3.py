@@ -1,16 +1,15 @@
-"""Gradient and parameter copies of ZeRO-Offload, stage 3, dimension ``offload``.
+"""Encode gradient and parameter copies of ZeRO-Offload, stage 3, dimension ``offload``.
 
 Seams:
 
 * ``partition_grads`` gets the owner's part of each reduced gradient. Upstream copies it to the
   host, back to the device, and in fp32 to the host once more; with several micro-batches it fetches
   the sum for each. Here the sum is copied once, encoded, and the host widens it; or each gradient
-  is copied and the host adds (``offload_sums``). Gradients without a codec are left to the
-  original, in one call.
+  is copied and the host adds them up (``offload_sums``). Gradients without a codec are passed to
+  the original in one call.
 * ``_reassign_or_swap_out_partitioned_parameters`` copies one sub-group of updated parameters to the
-  device. ``step``, which calls it, waits for the gradients before.
-* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script sets the
-  boundary.
+  device. ``step``, which calls it, first waits for the gradients.
+* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums if the script sets the boundary.
 * ``_get_fp32_grad_state_partition``: code that reads a gradient before the step waits for it.
 
 Not covered: NVMe, ``ratio`` below 1, SuperOffload, and parameters that stay on the host
@@ -52,7 +51,7 @@ def _seam(method: str, *parameters: str) -> Seam:
 
 
 def make_partition_grads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Encode gradients that have a codec, leave the others to upstream."""
+    """Encode gradients that have a codec; leave the others to upstream."""
 
     @functools.wraps(original)
     def partition_grads(
@@ -72,9 +71,9 @@ def make_partition_grads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
-    """Copy this rank's part of the gradient of ``param`` to the host; False: left to upstream."""
+    """Copy this rank's part of ``param``'s gradient to the host; False if left to upstream."""
     if not filled(param):
-        return False  # only padding
+        return False  # it is only padding
     key = optimizer.get_param_id(param)
     group, start, _ = optimizer.grad_position[key]
     buffers = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
@@ -83,7 +82,7 @@ def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
     boundary, first = at_boundary(optimizer), optimizer.micro_step_id == 0
     last = out.numel() * out.itemsize if boundary else 0
     raw_nbytes = 2 * total.numel() * total.itemsize + last
-    # upstream sums in the dtype of the buffer, and widens the gradient where that is wider
+    # upstream sums in the buffer's dtype, and widens the gradient if that is wider
     narrow = total.itemsize >= part.itemsize
     values = part.detach().view(-1) if narrow else part.detach().view(-1).to(total.dtype)
     codec = channels.host.copy_codec(values.numel(), values.dtype, "backward")
@@ -119,7 +118,7 @@ def _add(
     out: Tensor,
     raw_nbytes: int,
 ) -> None:
-    """Add one micro-batch to the sum on the device; at the boundary copy the sum to the host.
+    """Add a micro-batch to the sum on the device; at the boundary copy the sum to the host.
 
     ``held``: upstream's buffer for the sum on the host, of the same dtype.
     """
@@ -144,7 +143,7 @@ def _close(
     out: Tensor,
     raw_nbytes: int,
 ) -> None:
-    """Take the norm of a sum on the device, as upstream does, and copy it to the host."""
+    """Compute the norm of a sum on the device, as upstream does, and copy the sum to the host."""
     optimizer.norm_for_param_grads[key] = optimizer._constant_buffered_norm2(total)
     codec = channels.host.copy_codec(total.numel(), total.dtype, "backward")
     if codec is not None:
@@ -194,7 +193,7 @@ def make_reassign(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _zero_padding(params: list[Any], master: Tensor) -> None:
-    """Zero the padding behind the end of each parameter, which upstream leaves uninitialized.
+    """Zero the padding after the end of each parameter, which upstream leaves uninitialized.
 
     It shares codec blocks with parameters and may be NaN.
     """

@@ -1,12 +1,12 @@
 """Add up gradients of several micro-batches under ZeRO-Offload, on the device or on the host.
 
-Upstream adds up micro-batches on the device and keeps the sum on the host: each micro-batch fetches
-the sum so far, adds, and sends it back, three quarters of all bytes with four micro-batches. Here
-the sum stays on the device where there is room for it (``compression.offload.sums``), in the dtype
-in which upstream adds, and is copied once a step, encoded; norm and overflow flag are upstream's.
-Where there is no room each gradient is copied, encoded, and the host adds: in one pass over the sum
-and in fp32, or, where a lossless codec has to give the same bits, in upstream's dtype. Norm and
-overflow flag of such a sum are computed on the host, too.
+Upstream adds up micro-batches on the device but keeps the sum on the host: each micro-batch fetches
+the sum, adds to it, and copies it back, which with four micro-batches is three quarters of all
+bytes. Here the sum stays on the device if there is room (``compression.offload.sums``), in
+upstream's dtype, and is copied once per step, encoded; norm and overflow flag are computed as in
+upstream. Without room each gradient is copied encoded, and the host adds them up in one pass over
+the sum: in fp32, or with a lossless codec, which must give the same bits, in upstream's dtype. Norm
+and overflow flag of such a sum are computed on the host as well.
 """
 
 from __future__ import annotations
@@ -31,16 +31,19 @@ ATTRIBUTE = "_hybridcomp_sums"
 class MicroBatchSums:
     """Sums of the gradients of one optimizer's micro-batches, with norms of those on the host."""
 
-    #: whether the device adds up; None: not decided yet
+    #: whether the device adds up micro-batches; None: not decided yet
     on_device: bool | None = None
-    totals: dict[int, Tensor] = field(default_factory=dict)  # by parameter id, upstream's dtype
-    packed: dict[int, Packed] = field(default_factory=dict)  # sums that the host makes in fp32
-    #: functions that close sums which no boundary has closed since the last step
+    # sums by parameter id, in upstream's dtype
+    totals: dict[int, Tensor] = field(default_factory=dict)
+    # sums that the host computes in fp32, by parameter id
+    packed: dict[int, Packed] = field(default_factory=dict)
+    #: functions that close sums left open since the last step, for want of a boundary
     open: dict[int, Callable[[], None]] = field(default_factory=dict)
-    norms: dict[int, Tensor] = field(default_factory=dict)  # of closed sums, not yet in upstream
+    # norms of closed sums that were not passed to upstream yet
+    norms: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, key: int, values: Tensor, dtype: torch.dtype, *, first: bool) -> Tensor:
-        """Add ``values`` to the sum on the device, of upstream's ``dtype``, and return the sum."""
+        """Add ``values`` to the sum on the device, in upstream's ``dtype``; return the sum."""
         total = self.totals.get(key)
         if total is None:
             self.totals[key] = total = torch.empty_like(values, dtype=dtype)
@@ -52,12 +55,12 @@ class MicroBatchSums:
         return total
 
     def close(self, key: int, total: Tensor, out: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
-        """Copy a complete sum on the host to the optimizer's gradient, and take its norm."""
+        """Copy a complete sum on the host to the optimizer's gradient, and compute its norm."""
         out.copy_(total)
         self.norms[key] = norm(total)
 
     def close_packed(self, key: int, packed: Packed) -> None:
-        """Take the norm of a complete sum accumulated in the optimizer's gradient."""
+        """Compute the norm of a complete sum accumulated in the optimizer's gradient."""
         assert packed.square is not None
         self.norms[key] = packed.square.sqrt()
 
@@ -76,9 +79,9 @@ def add_on_host(
     first: bool,
     boundary: bool,
 ) -> None:
-    """Copy one micro-batch's gradient to the host, encoded, and have the host add it to the sum.
+    """Copy one micro-batch's gradient to the host, encoded, for the host to add to the sum.
 
-    ``total``: makes a tensor for the sum in upstream's dtype, where equal bits or fp16 need it.
+    ``total``: makes a tensor for the sum in upstream's dtype, if equal bits or fp16 need it.
     """
     sums, moves = sums_of(optimizer), channels.host
     close: Callable[[], None]
@@ -104,7 +107,7 @@ def add_on_host(
 def adds_on_device(
     optimizer: Any, channels: Channels, like: Tensor, numel: int, device: torch.device
 ) -> bool:
-    """Return whether micro-batches of this step are added up on the device, small gradients too.
+    """Return whether this step's micro-batches are added up on the device, small ones too.
 
     ``like``: a tensor of the sums' dtype; ``numel``: elements of all gradients of this rank.
     """

@@ -22,20 +22,21 @@ from hybridcomp.seams.patching import has_module
 def has(module: str, name: str, method: str) -> bool:
     """Return whether a class of the installed DeepSpeed has a method; releases of 0.19 differ.
 
-    False without DeepSpeed: the seams can then be listed, and none will be applied.
+    Without DeepSpeed it returns False: seams can then be listed but not applied.
     """
     return has_module(module) and method in vars(getattr(importlib.import_module(module), name))
 
 
 class Uploads(TorchFunctionMode):
-    """Mode that encodes the copies from the optimizer's 16-bit host buffers to the device."""
+    """Encode the copies from the optimizer's 16-bit host buffers to the device."""
 
     def __init__(self, optimizer: Any, channels: Channels) -> None:
         super().__init__()
         self._channels = channels
         buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
         self._buffers = {_start(buffer) for buffer in buffers if buffer.numel()}
-        self._waiting: dict[int, Tensor] = {}  # by buffer, the masters that it should hold
+        # by buffer, the masters whose rounded values it should hold
+        self._waiting: dict[int, Tensor] = {}
 
     def __torch_function__(
         self,
@@ -64,7 +65,9 @@ def _start(tensor: Tensor) -> int:
 
 
 def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
-    """Copy updated parameters to ``out`` on the device, encoded; False: left to upstream."""
+    """Copy updated parameters to ``out`` on the device, encoded; return False if left to
+    upstream.
+    """
     raw_nbytes = out.numel() * out.itemsize
     codec = channels.host.copy_codec(out.numel(), out.dtype, "forward")
     if codec is None:
@@ -75,7 +78,7 @@ def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
 
 
 def count_last_copy(channels: Channels, out: Tensor, raw_nbytes: int) -> None:
-    """Count the native copy of a complete sum to ``out``, and what upstream would copy before."""
+    """Count the native copy of a complete sum to ``out``, and upstream's earlier copies as kept."""
     last = out.numel() * out.itemsize
     channels["offload"].count_native(last, "backward")
     channels.host.kept(raw_nbytes - last, message=False)
@@ -87,8 +90,8 @@ def make_step(
 ) -> Callable[..., Any]:
     """Wait for the gradients before upstream's step, which checks them for overflow.
 
-    ``uploads``: makes a context for the step from optimizer and channels, in which its copies of
-    parameters are encoded.
+    ``uploads``: takes optimizer and channels; makes a context for the step in which parameter
+    copies are encoded.
     """
 
     @functools.wraps(original)
@@ -107,9 +110,9 @@ def make_step(
 
 
 def settle(optimizer: Any, channels: Channels) -> None:
-    """Wait for gradients on their way to the host, and write the norms of sums into the optimizer.
+    """Wait for gradients being copied to the host, and pass the norms of sums to the optimizer.
 
-    Sets ``local_overflow``, which stages 1 and 2 have, where one of these norms is not finite.
+    If any of these norms is not finite, it sets ``local_overflow``, which stages 1 and 2 have.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -126,7 +129,7 @@ def settle(optimizer: Any, channels: Channels) -> None:
 
 
 def close_step(optimizer: Any, channels: Channels) -> None:
-    """Note the end of a step for ``OffloadTuner``; free the sums where its verdict is native."""
+    """Record the end of a step for ``OffloadTuner``; free the sums if its verdict is native."""
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
@@ -147,9 +150,9 @@ def norm_dtype(optimizer: Any) -> torch.dtype:
 
 
 def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
-    """Close the open sums at a boundary set by the script; one method at stages 1, 2 and 3.
+    """Close the open sums at a boundary set by the script; one method for stages 1, 2 and 3.
 
-    Before it what was summed inside of nodes crosses between them.
+    First, sums kept inside nodes are sent between them.
     """
 
     @functools.wraps(original)
@@ -171,22 +174,23 @@ def offloads(optimizer: Any) -> bool:
         return bool(optimizer.cpu_offload) and not getattr(optimizer, "zenflow", False)
     return (
         bool(getattr(optimizer, "offload_optimizer", False))
-        and type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"  # not SuperOffload's
+        # excludes SuperOffload's optimizer
+        and type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
         and not optimizer.swap_optimizer
         and optimizer.partial_offload == 1.0
     )
 
 
 def sends_to_device(optimizer: Any, channels: Channels) -> bool:
-    """Return whether parameters are copied to the device encoded."""
+    """Return whether parameters are encoded when copied to the device."""
     codec = channels.policy.codecs.get(("offload", "forward"))
     return codec is not None and offloads(optimizer) and not getattr(optimizer, "offload_param", 0)
 
 
 def refresh(optimizer: Any, channels: Channels, *, exact: tuple[str, ...] = ()) -> None:
-    """Copy the master weights to the device again as a step would, and gather them; a collective.
+    """Copy the master weights to the device again, as in a step, and gather them; a collective.
 
-    ``exact``: dimensions whose messages stay native meanwhile.
+    ``exact``: dimensions whose messages are native meanwhile.
     """
     assert channels_of(optimizer) is channels
     with ExitStack() as stack:

@@ -1,25 +1,26 @@
-"""Parameter gathers of ZeRO, dimension ``zero``.
+"""Encode ZeRO's parameter gathers, dimension ``zero``.
 
 Seams:
 
 * stages 1 and 2 and BF16_Optimizer, after the step: ``all_gather_into_tensor_dp_groups`` in
-  ``runtime.utils``. Its caller ``all_gather_dp_groups`` looks it up there, and is itself imported
-  by name in four places.
+  ``runtime.utils``, where its caller ``all_gather_dp_groups`` looks it up. That caller is no seam,
+  since four modules import it by name.
 * stage 3, for every forward and backward: ``_dist_allgather_fn`` in ``partition_parameters``, a
   module global; the closures that call it cannot be patched. ``__all_gather_params_`` of the
   coordinator is wrapped to know which parameters are fetched for training.
 
 Every rank, the owner included, decodes the same payloads. The optimizer's fp32 master weights are
-separate tensors at every stage and stay exact, so errors do not add up. With ``delta``, and with
-``stepcode``, payloads carry differences from the last gather (``channels/parameter_deltas.py``).
+separate tensors at every stage and stay exact, so errors do not accumulate. With ``delta``, and
+with ``stepcode``, payloads carry differences from the last gather
+(``channels/parameter_deltas.py``).
 
 Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
 refresh of persistent parameters (they call other functions); the first fetch of persistent
 parameters, so that a resumed run computes with the same values as an uninterrupted one; and saved
 weights of stages 1 and 2 (``exact_weights``).
 
-Where a node keeps a secondary copy, upstream gathers natively inside of it (``secondary``); kept
-frozen weights are not gathered at all (``frozen``).
+If nodes keep secondary copies, upstream gathers natively inside a node (``secondary``); kept frozen
+weights are not gathered at all (``frozen``).
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ FETCH = Seam(
     ("self", "params", "forward", "quantize"),
 )
 
-#: attributes of the optimizers that hold the flat groups which are gathered after a step
+#: attributes of the optimizers: the flat groups that are gathered after a step
 FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
 
 #: attribute of a flat group with frozen parts (``trained_gathers``)
 TRAINED = "_hybridcomp_trained_gather"
-#: elements of one gather after a step: bounds the memory of payloads, which upstream's single call
-#: for all parameters of a group does not need
+#: most elements of one gather after a step, which bounds the memory of payloads; upstream gathers
+#: all parameters of a group in one call
 GATHER_NUMEL = 1 << 27
 
 
@@ -78,13 +79,13 @@ class _Fetch:
     """Channel and partition lengths of a fetch of stage 3."""
 
     channel: Channel
-    #: elements of each parameter's partition, in the order of the message; empty: one stretch
+    #: elements of each parameter's partition, in message order; empty: one slice
     lengths: tuple[int, ...] = ()
 
     def cuts(self, numel: int) -> list[int]:
-        """Return where each parameter but the first begins in a shard of ``numel`` elements."""
+        """Return the start of each parameter except the first in a shard of ``numel`` elements."""
         if numel in self.lengths or not self.lengths:
-            return []  # one parameter in a message ("stage3_allgather_sequential")
+            return []  # one parameter per message ("stage3_allgather_sequential")
         if numel != sum(self.lengths):
             raise RuntimeError(
                 f"hybridcomp: stage 3 gathers {numel} elements of a rank, expected partitions of "
@@ -100,7 +101,7 @@ class _FetchMessage(AllGather):
     fetch: _Fetch
 
     def cuts(self, codec: Codec) -> list[int]:
-        """Return where each parameter but the first begins."""
+        """Return the start of each parameter except the first."""
         return self.fetch.cuts(self.shard.numel())
 
 
@@ -189,20 +190,22 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
     return __all_gather_params_
 
 
-#: parameters of one upstream call; the lengths of their partitions where a codec must not cross
-#: their borders; whether they are gathered exactly
+#: parameters of one upstream call; the lengths of their partitions if a codec must not cross them;
+#: whether they are gathered exactly
 _Batch = tuple[Iterable[Any], tuple[int, ...], bool]
 
 
 def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
     """Split parameters into batches, each of which upstream gathers in one message.
 
-    The first step of an engine fetches one module's parameters together, later steps several
-    modules'. The result must not depend on that, or a resumed run would differ: each parameter has
-    a codec or not by its size alone, is encoded independently, and only travels with others.
+    An engine's first step fetches the parameters of one module together, later steps those of
+    several. The result must not depend on that, or a resumed run would differ. So the codec of each
+    parameter depends only on its own size, and it is encoded independently of the others in a
+    message.
     """
     found: dict[tuple[Any, ...], list[Any]] = {}
-    for p in sorted(params, key=lambda p: p.ds_id):  # equal on all ranks; a set is not
+    # sorted, to be equal on all ranks, unlike a set
+    for p in sorted(params, key=lambda p: p.ds_id):
         if p.ds_status.name != "NOT_AVAILABLE":
             continue
         group, shard = p.ds_process_group, p.ds_tensor
@@ -224,9 +227,9 @@ def _partition_numel(param: Any) -> int:
 
 
 def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
-    """Zero the padding behind the end of parameters, which upstream leaves uninitialized.
+    """Zero the padding after the end of parameters, which upstream leaves uninitialized.
 
-    It shares codec blocks with parameters. Done before every fetch, as optimizer steps and
+    It shares codec blocks with parameters. This runs before every fetch, since optimizer steps and
     checkpoints overwrite it, on the stream that is about to read it.
     """
     from deepspeed.accelerator import get_accelerator
@@ -247,7 +250,7 @@ def _fetch(fetch: _Fetch, suspended: bool) -> Iterator[None]:
 
 
 def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather encoded; ``wait()``, which upstream calls before it reads, decodes."""
+    """Gather encoded shards; ``wait()``, which upstream calls before it reads, decodes them."""
 
     @functools.wraps(original)
     def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
@@ -261,7 +264,7 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
             shard=input_tensor.detach().view(-1),
             out=output_tensor.detach().view(-1),
             async_op=True,
-            # the modules' parameters are sets, so ranks wait in different orders
+            # modules' parameters are sets, so ranks may wait for them in different orders
             single_post=True,
             fetch=fetch,
         )
@@ -275,7 +278,7 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Tag the flat groups of the optimizer: the gather after the step knows its engine by them."""
+    """Tag the optimizer's flat groups, by which the gather after the step finds its engine."""
     for name in FLAT_GROUPS:
         for flat in getattr(engine.optimizer, name, None) or ():
             setattr(flat, ATTRIBUTE, channels)

@@ -1,7 +1,7 @@
-"""State which part of a stage-3 partition holds values.
+"""Locate the values in a stage-3 partition.
 
-Upstream cuts every parameter into equally long partitions, one for each rank, and leaves what lies
-behind the parameter's end uninitialized: it may be NaN.
+Upstream cuts every parameter into equally long partitions, one per rank, and leaves the padding
+after the parameter's end uninitialized: it may be NaN.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def filled(parameter: Any) -> int:
 
 
 def stretches(parameters: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return where a flat tensor of partitions, one behind the other, holds values.
+    """Return where a flat tensor of consecutive partitions holds values.
 
-    Beginnings and ends, ascending; neighbours without padding between them are one stretch.
+    The result has ascending starts and ends; ranges without padding between them are joined.
     """
     found: list[tuple[int, int]] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Follow the pipeline of a DeepSpeed engine on this rank: its next message and that one's codec.
+"""Track a DeepSpeed engine's pipeline on this rank: its next message and that message's codec.
 
 ``patches/ds/pipeline.py`` describes how the stages agree.
 """
@@ -33,25 +33,26 @@ class Pipe:
 
     engine: Any
     channel: Channel
-    outgoing: Neighbour = field(default_factory=Neighbour)  # with the next stage
-    incoming: Neighbour = field(default_factory=Neighbour)  # with the previous stage
-    #: marks to set, while the message of shapes is sent
+    outgoing: Neighbour = field(default_factory=Neighbour)  # agreement with the next stage
+    incoming: Neighbour = field(default_factory=Neighbour)  # agreement with the previous stage
+    #: marks to set, while the message of shapes is being sent
     marks: Sequence[bool] | None = None
-    #: whether the message of shapes is being received, from which to read marks
+    #: whether the message of shapes is being received, so that its marks must be read
     reading: bool = False
     agreed_without_grad: bool = False
-    #: the last marks of training, for evaluations, where no tensor requires grad
+    #: the last marks of training, for evaluations, in which no tensor requires grad
     trained: Sequence[bool] | None = None
-    #: without a flush after every batch; None: as upstream
+    #: pipeline without a flush after every batch; None: as in upstream
     waitless: AsyncPipeline | None = None
-    #: posts the messages while a batch without a flush runs; None: they block
+    #: posts the messages while a batch without a flush runs; None: messages block
     posts: PostedMessages | None = None
 
     def begin(self) -> None:
-        """Prepare a schedule. May ask the engine to send the shapes again (mutates it).
+        """Prepare for a schedule; may make the engine send the shapes again (mutates it).
 
         An evaluation does not show which tensors will require grad, so the first training batch
-        after it agrees again: 1 KiB. Every stage runs the same schedule and does the same.
+        after it agrees again, which costs 1 KiB. Every stage runs the same schedule and does the
+        same.
         """
         self.outgoing.restart()
         self.incoming.restart()
@@ -62,7 +63,7 @@ class Pipe:
 
     @contextmanager
     def posting(self, posts: PostedMessages | None) -> Iterator[None]:
-        """Post the messages inside; None: block."""
+        """Post the messages inside this context; None: messages block."""
         before, self.posts = self.posts, posts
         try:
             yield
@@ -70,9 +71,10 @@ class Pipe:
             self.posts = before
 
     def advance(self, peer: int, sending: bool) -> tuple[Agreed | None, Direction]:
-        """Return the agreement about the next message with stage ``peer``, and its direction.
+        """Return the agreement on the next message with stage ``peer``, and its direction.
 
-        Activations go to the next stage, gradients to the previous one. Advances to the message.
+        Activations go to the next stage, gradients to the previous one. It advances to that
+        message.
         """
         is_next = peer == self.engine.next_stage
         link = self.outgoing if is_next else self.incoming
@@ -90,34 +92,34 @@ class Pipe:
         return int(self.engine.grid.stage_to_global(stage_id=stage))
 
     def agree(self, neighbour: Neighbour, activations: Sequence[Agreed]) -> None:
-        """Note an agreed set of tensors, and derive the gradients that come back for it."""
+        """Store an agreed set of tensors, and derive the gradients that come back for it."""
         engine = self.engine
         back = list(activations)
         if engine.has_attention_mask or engine.has_bool_tensors:
-            back.pop()  # upstream drops the mask, which it sends as half
+            back.pop()  # upstream sends the mask as half, and sends no gradient for it
         if engine.is_grad_partitioned:
             back = back[:2]
         else:
             if engine.is_pipe_partitioned:
-                del back[0]  # the description of the partition: the gradient comes back whole
+                del back[0]  # drop the description of the partition: the gradient comes back whole
             back = [agreed for agreed in back if agreed.dtype.is_floating_point]
         neighbour.agreed = Agreement(tuple(activations), tuple(back))
         self.agreed_without_grad = not torch.is_grad_enabled()
 
 
-#: the pipeline whose schedule runs in this thread
+#: pipeline whose schedule runs in this thread
 RUNNING: Scope[Pipe | None] = Scope("pipe", None)
 
 
 def drain(engine: Any, why: str) -> None:
-    """Empty a pipeline that does not wait, if ``engine`` has one; on all stages."""
+    """Empty ``engine``'s pipeline, if it has one that does not wait; on all stages."""
     pipe: Pipe | None = getattr(engine, PIPE, None)
     if pipe is not None and pipe.waitless is not None:
         pipe.waitless.drain(why)
 
 
 def close(engine: Any) -> None:
-    """Free what a pipeline holds, if ``engine`` has one: its last payload, versions; no message."""
+    """Free the last payload and weight versions of ``engine``'s pipeline, if any; no message."""
     pipe: Pipe | None = getattr(engine, PIPE, None)
     if pipe is None:
         return

@@ -1,9 +1,9 @@
-"""Pipeline sends of activations (forward) and of their gradients (backward), dimension ``pp``.
+"""Encode pipeline sends of activations (forward) and their gradients (backward), dimension ``pp``.
 
 Seams: ``p2p.send`` and ``p2p.recv`` are looked up as module attributes at every call.
-``PipelineEngine._exec_send_activations`` and its neighbours are not seams: ``_INSTRUCTION_MAP``
-captured the functions when the class was made, so replacing the methods changes nothing.
-``_exec_schedule`` is wrapped to know which engine is sending; in ``_send_tensor_meta`` and
+``PipelineEngine._exec_send_activations`` and similar methods are not seams: ``_INSTRUCTION_MAP``
+captured the functions when the class was created, so replacing the methods changes nothing.
+``_exec_schedule`` is wrapped to find out which engine is sending; in ``_send_tensor_meta`` and
 ``_recv_tensor_meta`` two stages agree on the tensors that follow.
 
 Agreement: the receiver's buffer does not show dtypes, because the engine's pool of receive buffers
@@ -14,7 +14,7 @@ which the receiver removes before upstream reads the message. Both sides then as
 the agreed dtype and the number of elements. Gradients travel back for the floating-point tensors of
 the same set, in the same order.
 
-Native: the message of shapes, masks and all other tensors that are no activations, loss broadcasts
+Native: the message of shapes, masks and other tensors that are not activations, loss broadcasts
 (not sent by p2p), the warm-up message of ``PipelineEngine.__init__``, messages below ``min_bytes``.
 DualPipeV sends through ``batch_isend_irecv``, which is no seam here: refused.
 """
@@ -78,7 +78,7 @@ def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _form(tensor: Tensor, agreed: Agreed | None) -> PostedForm:
-    """Return the form of a message received into or sent from ``tensor``."""
+    """Return the form of a message that is received into or sent from ``tensor``."""
     if agreed is None:
         return PostedForm(tensor.numel(), tensor.dtype, values=False)
     return PostedForm(tensor.numel(), agreed.dtype, agreed.values)
@@ -102,14 +102,14 @@ class _Buffer(Receive):
     """Receive into upstream's buffer, whatever shape and dtype that has."""
 
     def buffer(self) -> Tensor:
-        """Return upstream's buffer, flat, or a new one where it is not of the agreed dtype."""
+        """Return upstream's buffer, flat, or a new one if it has another dtype than agreed."""
         values = self.out.detach()
         if values.dtype == self.dtype and values.is_contiguous():
             return values.view(-1)
         return values.new_empty(self.numel, dtype=self.dtype)
 
     def put(self, values: Tensor) -> None:
-        """Write the values of a new buffer into upstream's."""
+        """Copy the values of a new buffer into upstream's."""
         if values.data_ptr() != self.out.data_ptr():
             self.out.detach().copy_(values.view(self.out.shape))
 
@@ -145,7 +145,7 @@ def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decode tensors as agreed into upstream's buffer, whatever dtype that has."""
+    """Decode tensors as agreed into upstream's buffer, whatever its dtype."""
 
     @functools.wraps(original)
     def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
@@ -184,7 +184,8 @@ def make_send_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
         if pipe is None:
             return original(self, buffer, recv_stage)
         if not pipe.channel.active:
-            with RUNNING.inside(None if pipe.posts else pipe):  # shapes are not posted
+            # the message of shapes is not posted
+            with RUNNING.inside(None if pipe.posts else pipe):
                 return original(self, buffer, recv_stage)
         tensors = (buffer,) if isinstance(buffer, Tensor) else buffer
         marks = carries_values(
@@ -227,7 +228,7 @@ def make_recv_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_aggregate_total_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Have the last stage post the loss, where the pipeline does not wait."""
+    """Make the last stage post the loss, if the pipeline does not wait."""
 
     @functools.wraps(original)
     def _aggregate_total_loss(self: Any) -> Tensor:
@@ -240,7 +241,7 @@ def make_aggregate_total_loss(original: Callable[..., Tensor]) -> Callable[..., 
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Give a pipeline engine its Pipe. Raises ConfigError for DualPipeV with ``pp`` compressed."""
+    """Create a pipeline engine's Pipe. Raises ConfigError for DualPipeV with ``pp`` compressed."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     settings = channels.config.pipeline

@@ -1,4 +1,4 @@
-"""Agreements between neighbouring pipeline stages about tensors and dtypes; see ``pipeline``."""
+"""Agree between neighbouring pipeline stages on tensors and dtypes; see ``pipeline``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = 1 << 16
 
 @dataclass(frozen=True)
 class Agreed:
-    """One tensor of a set: the dtype that is sent, and whether a codec may change its values."""
+    """One tensor of a set: the dtype sent, and whether a codec may change its values."""
 
     dtype: torch.dtype
     values: bool
@@ -31,7 +31,7 @@ class Agreement:
 
 @dataclass
 class Neighbour:
-    """Agreement with one neighbour, and position of the next tensor in it."""
+    """Agreement with one neighbour, and the position of the next tensor in it."""
 
     agreed: Agreement | None = None
     #: sets whose gradients have not arrived yet, in the order of their micro-batches
@@ -40,12 +40,12 @@ class Neighbour:
     gradient_index: int = 0
 
     def restart(self) -> None:
-        """Reset for a new schedule: an evaluation leaves sets for which no gradient comes."""
+        """Reset for a new schedule: an evaluation leaves sets for which no gradients come."""
         self.waiting.clear()
         self.activation_index = self.gradient_index = 0
 
     def activation(self) -> Agreed | None:
-        """Return the next activation, None without an agreement; advances to it."""
+        """Return the next activation and advance to it; None without an agreement."""
         if self.agreed is None:
             return None
         if self.activation_index == 0:
@@ -55,7 +55,7 @@ class Neighbour:
         return found
 
     def gradient(self) -> Agreed | None:
-        """Return the next gradient, None without an agreement; advances to it."""
+        """Return the next gradient and advance to it; None without an agreement."""
         if self.agreed is None:
             return None
         gradients = self.waiting[0].gradients

@@ -1,18 +1,18 @@
-"""Gathers of the pieces in which pipelines with tensor parallelism send, dimension ``tp``.
+"""Encode gathers of the pieces that pipelines with tensor parallelism send, dimension ``tp``.
 
 With tensor parallelism every tensor rank of a stage holds the same activation, so upstream sends
 one piece of it per tensor rank (``pipe_partitioned``, ``grad_partitioned``: Megatron's
 scatter/gather, SC21 section 4.1) and gathers the pieces on the other side. The piece travels as
 ``pp``. The gather runs inside the tensor-parallel group, over the same link as the layers'
-all-reduces, and so it is ``tp``: forward for activations, backward for their gradients.
+all-reduces, so it belongs to ``tp``: forward for activations, backward for their gradients.
 
-``PartitionedTensor.full`` and not the ``all_gather_into_tensor`` below it, which the ZeRO gathers
-share; only a running pipeline of an attached engine is touched. Upstream gathers three times per
-micro-batch and boundary: the activation on the receiver, its gradient on the sender, and the
-activation once more on the sender, to restore the output's shape for autograd.
+The seam is ``PartitionedTensor.full`` and not the ``all_gather_into_tensor`` below it, which the
+ZeRO gathers share; it acts only in a running pipeline of an attached engine. Upstream gathers three
+times per micro-batch and boundary: the activation on the receiver, its gradient on the sender, and
+the activation once more on the sender, to restore the output's shape for autograd.
 
-Pieces are equally long: upstream fails on others, so those are left to it. A received tensor was
-encoded twice, once for each link, with the error of each codec.
+Pieces must be equally long: upstream fails on others, so those are left to it. A received tensor
+was encoded twice, once per link, with the error of both codecs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FULL = Seam(REQUIREMENT, "deepspeed.runtime.utils", "PartitionedTensor.full", ("
 
 
 def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Gather encoded pieces; every tensor rank decodes the same payloads, its piece's too."""
+    """Gather encoded pieces; every tensor rank decodes all payloads, including its own."""
 
     @functools.wraps(original)
     def full(self: Any, device: Any = None) -> Tensor:
@@ -64,10 +64,10 @@ def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def direction(engine: Any, piece: Tensor) -> Direction:
-    """Return ``backward`` if ``piece`` lies in the engine's buffer for gradients, else ``forward``.
+    """Return ``backward`` if ``piece`` is in the engine's gradient buffer, else ``forward``.
 
-    Activations never lie there, though upstream takes both buffers from one pool: it clones them on
-    arrival.
+    Activations are never there, although upstream takes both buffers from one pool: it clones them
+    on arrival.
     """
     gradients = engine.grad_layer
     if isinstance(gradients, (list, tuple)) and len(gradients) > 1:

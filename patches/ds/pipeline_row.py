@@ -8,7 +8,9 @@ from hybridcomp.patches.ds.async_pipeline import AsyncPipeline
 
 
 class PipelineRow:
-    """A ``StepFollower`` that reports a pipeline; held weakly, as the session outlives engines."""
+    """Report a pipeline as a ``StepFollower``; it is held weakly, since the session outlives
+    engines.
+    """
 
     name = "pipeline"
 
@@ -25,7 +27,9 @@ class PipelineRow:
         """Do nothing."""
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures of this stage; rank 0 is of the first, whose gradients are latest."""
+        """Return the figures of this stage; rank 0 has the first stage, whose gradients are
+        latest.
+        """
         pipeline = self._known()
         return None if pipeline is None else pipeline.row()
 

@@ -1,8 +1,8 @@
-"""Tell activations, which a codec may change, from other tensors of a pipeline message.
+"""Distinguish activations, which a codec may change, from other tensors of a pipeline message.
 
 A stage sends a tensor or a tuple of tensors: hidden states, and often masks or position tables
 beside them. DeepSpeed calls ``backward`` on every floating-point tensor of the tuple, so even an
-additive mask has to require grad, and ``requires_grad`` alone does not identify an activation.
+additive mask must require grad, and ``requires_grad`` alone does not identify an activation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def carries_values(
     """Mark the activations among ``tensors``; all others must arrive bit for bit.
 
     Args:
-        tensors: those that a stage is about to send, in order.
+        tensors: tensors that a stage is about to send, in order.
         mask_last: the last one is a bool mask that upstream cast to half.
         partitioned: upstream cut the first activation over the tensor-parallel ranks; the tuple
             then starts with a description (int64) and this rank's part, which requires no grad.
@@ -67,7 +67,7 @@ def passed_through(tensor: Tensor) -> bool:
         return not isinstance(tensor, torch.nn.Parameter)
     node = tensor.grad_fn
     while True:
-        if hasattr(node, "variable"):  # the leaf
+        if hasattr(node, "variable"):  # a leaf of the graph
             return not isinstance(node.variable, torch.nn.Parameter)
         following = node.next_functions
         if type(node).__name__ not in MOVES or len(following) != 1 or following[0][0] is None:
@@ -78,8 +78,8 @@ def passed_through(tensor: Tensor) -> bool:
 def is_mask(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has at most two values: a mask, whose -inf no codec may change.
 
-    Needed for masks that come out of an activation checkpoint: autograd has one opaque node for all
-    of its outputs.
+    This is needed for masks that come out of an activation checkpoint, whose outputs share one
+    opaque autograd node.
     """
     if tensor.numel() == 0:
         return False

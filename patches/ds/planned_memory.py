@@ -1,13 +1,13 @@
-"""Settings of ZeRO 3's gathers, searched on the step that DeepSpeed has recorded: key ``memory``.
+"""Search settings of ZeRO 3's gathers on the step that DeepSpeed has recorded: key ``memory``.
 
 Seams, of ``PartitionedParameterCoordinator``: ``fetch_sub_module`` and ``release_sub_module`` are
 counted, and while DeepSpeed records its trace their order is kept. ``reset_step`` begins a pass:
-where the trace has just become complete, settings are searched on it (``autotune.zero3_moves``) and
-set; where it was given up, those of the file are put back. Each pass is held to what was computed.
+once the trace is complete, settings are searched on it (``autotune.zero3_moves``) and set; if the
+trace was discarded, the file's settings are restored. Each pass is compared with the prediction.
 
-``_swappable_optimizer_subgroup`` says which states go to files: with ``host_gb`` not those of the
-first sub-groups, as many as fit. Every step runs over all of them in one order, so a fixed part is
-the best there is.
+``_swappable_optimizer_subgroup`` decides which states go to files: with ``host_gb`` as many of the
+first sub-groups as fit stay in memory. Every step visits all sub-groups in the same order, so a
+fixed choice is optimal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.partitioned_param_coordinator"
 CLASS = "PartitionedParameterCoordinator"
-#: before names of DeepSpeed's private attributes
+#: prefix of DeepSpeed's private attributes
 PRIVATE = f"_{CLASS}__"
 #: attributes of a coordinator, in the order of ``Knobs``
 SETTINGS = ("prefetch_bucket_sz", "max_n_available_params", "max_reuse_dist_in_numel")
@@ -51,9 +51,9 @@ ATTRIBUTE = "_hybridcomp_memory"
 #: attribute of an optimizer: sub-groups whose states stay in memory
 HOST = "_hybridcomp_on_host"
 GB = 1e9
-#: share of a device that stays free where the block names no limit
+#: share of a device that stays free if the block sets no limit
 SPARE = 0.05
-#: fraction by which a pass may deviate from the computed memory
+#: fraction by which a pass may deviate from the prediction
 CLOSE = 0.01
 #: bytes of a parameter's states: master, two moments, gradient
 STATES = 16
@@ -61,19 +61,20 @@ STATES = 16
 
 @dataclass
 class PlannedMemory:
-    """The plan of one engine's gathers.
+    """Plan of one engine's gathers.
 
     Attributes:
-        policy: the block's.
+        policy: the block's settings.
         itemsize: bytes of a gathered element.
-        device: that gathers.
-        written: the file's settings.
-        events: of the pass that is being recorded, by module.
-        gathered, peak, count: of this pass: elements, most at once, and modules begun.
-        choice: what was set, and what a pass then moves.
-        trace: that it was searched on.
-        external: parameters of it that stay until the optimizer's step.
-        is_fresh: whether none of them was there when this pass began.
+        device: device of the gathers.
+        written: settings of the file.
+        events: events of the pass being recorded, by module.
+        gathered, peak, count: counts of this pass: gathered elements, most at once, and modules
+            begun.
+        choice: the chosen settings, and the elements that a pass then gathers.
+        trace: trace on which they were searched.
+        external: its parameters that stay until the optimizer's step.
+        is_fresh: whether none of these was available when this pass began.
     """
 
     policy: MemoryPolicy
@@ -91,14 +92,14 @@ class PlannedMemory:
     has_differed: bool = False
 
     def begin_pass(self) -> None:
-        """Count from zero."""
+        """Reset the counts."""
         self.events, self.gathered, self.peak, self.count = [], 0, 0, 0
         self.is_fresh = all(p.ds_status.name == "NOT_AVAILABLE" for p in self.external)
 
     def compare(self) -> None:
-        """Say once where the pass that has ended moved other elements than was computed."""
+        """Print once if the finished pass gathered other elements than predicted."""
         if self.choice is None or self.trace is None or self.count != len(self.trace.order):
-            return  # a forward pass alone, or the first one
+            return  # only a forward pass, or the first pass
         planned, found = self.choice.moves, Moves(self.gathered, self.peak)
         far = [abs(a - b) > CLOSE * a for a, b in zip(planned, found, strict=True)]
         if any(far) and self.is_fresh and not self.has_differed:
@@ -107,7 +108,7 @@ class PlannedMemory:
                 f"where {planned.gathered:.3g} and {planned.peak:.3g} were computed")  # fmt: skip
 
     def plan(self, coordinator: Any) -> None:
-        """Search settings on the trace that is complete now, and set them; a collective."""
+        """Search settings on the completed trace, and set them; a collective."""
         self.trace, params = trace_of(self.events)
         trace = self.trace
         self.external = [params[place] for place in trace.external]
@@ -132,7 +133,7 @@ class PlannedMemory:
             f"of {(limit + resident) * self.itemsize / GB:.3g} GB of gathered ones")  # fmt: skip
 
     def _room(self, resident: int) -> float:
-        """Return the bytes that gathered parameters may take, beside ``resident`` ones."""
+        """Return the bytes that gathered parameters may take beside ``resident`` ones."""
         asked = None if self.policy.device_gb is None else GB * self.policy.device_gb
         if self.device.type != "cuda":
             assert asked is not None, "checked when the engine was attached"
@@ -145,7 +146,7 @@ class PlannedMemory:
 
 
 def trace_of(events: list[tuple[Any, bool, bool]]) -> tuple[Trace, list[Any]]:
-    """Return the pass of ``events`` and its parameters, as DeepSpeed sees them, in their order."""
+    """Return the pass of ``events`` and its parameters, as DeepSpeed sees them, in order."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
 
@@ -184,11 +185,11 @@ def knobs_of(coordinator: Any) -> Knobs:
 
 
 def apply(coordinator: Any, knobs: Knobs) -> None:
-    """Set the settings, and have DeepSpeed forget what it has decided by others."""
+    """Set the settings, and clear the decisions that DeepSpeed has cached."""
     for name, value in zip(SETTINGS, knobs, strict=True):
         setattr(coordinator, PRIVATE + name, value)
     decide = getattr(type(coordinator), f"{PRIVATE}params_to_release")
-    while not hasattr(decide, "cache_clear"):  # a range of the profiler lies around it
+    while not hasattr(decide, "cache_clear"):  # a profiler range wraps it
         decide = next(
             cell.cell_contents for cell in decide.__closure__ if callable(cell.cell_contents)
         )
@@ -201,7 +202,7 @@ def _plan_of(coordinator: Any) -> PlannedMemory | None:
 
 
 def make_fetch(original: Callable[..., None]) -> Callable[..., None]:
-    """Count what a module gathers, and keep the order while it is recorded."""
+    """Count what a module gathers, and record the order while DeepSpeed records its trace."""
 
     @functools.wraps(original)
     def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
@@ -221,7 +222,7 @@ def make_fetch(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_release(original: Callable[..., None]) -> Callable[..., None]:
-    """Keep the order in which modules end."""
+    """Record the order in which modules end."""
 
     @functools.wraps(original)
     def release_sub_module(self: Any, submodule: Any, forward: bool = False) -> None:
@@ -234,7 +235,7 @@ def make_release(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_reset(original: Callable[..., None]) -> Callable[..., None]:
-    """Plan where the trace is complete, and hold each pass to the plan."""
+    """Plan once the trace is complete, and compare each pass with the plan."""
 
     @functools.wraps(original)
     def reset_step(self: Any) -> None:
@@ -259,13 +260,13 @@ def make_reset(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_swappable(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Keep the states of the first sub-groups in memory, as many as ``host_gb`` has room for."""
+    """Keep the states of as many first sub-groups in memory as ``host_gb`` allows."""
 
     @functools.wraps(original)
     def _swappable_optimizer_subgroup(self: Any, sub_group_id: int) -> bool:
         if not original(self, sub_group_id):
             return False
-        if not hasattr(self, HOST):  # first asked while the engine is built
+        if not hasattr(self, HOST):  # first called while the engine is being built
             setattr(self, HOST, _on_host(self))
         return sub_group_id not in getattr(self, HOST)
 

@@ -1,8 +1,8 @@
-"""Post the messages of a pipeline that does not wait: sends return at once, receives are posted.
+"""Post the messages of a pipeline that does not wait: sends and receives return at once.
 
-Each direction has a process group of its own, in which both sides post in the same order, so no
-message waits behind one of the other direction. Receives are posted ahead, and all of what
-the neighbour sends in a call in the same call: both sides ask for the codec at the same step.
+Each direction has its own process group, in which both sides post in the same order, so no message
+waits behind one of the other direction. Receives are posted ahead, but within the call in which the
+neighbour sends, so that both sides choose the codec at the same step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from hybridcomp.config.policy import Direction
 
 @dataclass(frozen=True)
 class PostedForm:
-    """One tensor of a set between two stages: its length and dtype, and whether it has a codec."""
+    """One tensor of a set between two stages: its length and dtype, and whether codecs may change
+    it.
+    """
 
     numel: int
     dtype: torch.dtype
@@ -34,14 +36,14 @@ class PostedForm:
 
 @dataclass
 class PostedUnderWay:
-    """A message that is posted and not yet complete; ``posted`` has its encoding, None: none."""
+    """A message that is posted but not complete; ``posted`` has its encoding, None: native."""
 
     work: Any
     values: Tensor
     posted: Posted | None
 
     def wait(self) -> float:
-        """Wait until it is complete, and decode it; return the seconds of waiting."""
+        """Wait until the message is complete, and decode it; return the seconds of waiting."""
         start = time.perf_counter()
         self.work.wait()
         waited = time.perf_counter() - start
@@ -56,9 +58,9 @@ class _Arriving:
     """Receives of one direction.
 
     Attributes:
-        form: the tensors of a set, learned from the first one.
-        due: sets that the neighbour sends until the end of this call.
-        begun: sets whose receives are posted.
+        form: the tensors of a set, learned from the first set.
+        due: number of sets that the neighbour sends until the end of this call.
+        begun: number of sets whose receives are posted.
     """
 
     form: list[PostedForm] = field(default_factory=list)
@@ -71,7 +73,7 @@ class PostedMessages:
     """Messages of one stage with its neighbours.
 
     Attributes:
-        waited_s: seconds that this stage has waited for messages to arrive.
+        waited_s: seconds that this stage has waited for messages.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PostedMessages:
     ) -> None:
         """Post in ``groups``, by direction; messages come from the global ranks ``sources``.
 
-        ``depth``: sets whose receives are posted ahead.
+        ``depth``: number of sets whose receives are posted ahead.
         """
         self.depth = depth
         self._channel, self._device = channel, device
@@ -96,7 +98,7 @@ class PostedMessages:
         self.waited_s = 0.0
 
     def expect(self, direction: Direction, sets: int) -> None:
-        """Set how many sets the neighbour sends until this call ends; post their receives ahead."""
+        """Set how many sets the neighbour sends in this call, and post their receives ahead."""
         arriving = self._arriving[direction]
         arriving.due = sets
         self._post_ahead(direction)
@@ -112,10 +114,10 @@ class PostedMessages:
         self._sent[direction][-1].append(PostedUnderWay(work, message, posted))
 
     def end_send(self, direction: Direction, under_way: int) -> None:
-        """Close the set, and complete all but the last ``under_way`` sets.
+        """Close the set, and complete all sets except the last ``under_way``.
 
-        Work of gloo says only in ``wait`` that it is done, so sets are waited for that the
-        neighbour has answered already.
+        gloo's works complete only in ``wait``, so it waits for sets that the neighbour has already
+        answered.
         """
         sent = self._sent[direction]
         while len(sent) > under_way:
@@ -126,7 +128,7 @@ class PostedMessages:
     def receive(self, out: Tensor, form: PostedForm, direction: Direction) -> None:
         """Wait for the next message of a direction, and write it into ``out``."""
         arriving = self._arriving[direction]
-        if not arriving.messages:  # of the first set, whose form is not known
+        if not arriving.messages:  # of the first set, whose form is unknown
             assert not arriving.begun, "receives of later sets are posted ahead"
             arriving.form.append(form)
             arriving.messages.append(self._post_receive(form, direction))
@@ -143,8 +145,8 @@ class PostedMessages:
     def send_all(self, values: Tensor, others: Sequence[int]) -> None:
         """Post ``values`` to each of the global ranks ``others``, for their ``receive_all``.
 
-        No broadcast: some of its members would pass it on, and those before them wait. Sends of
-        older values are completed, of which so many are under way as the first stage is behind.
+        It is no broadcast, in which some members would forward values and make others wait. Older
+        sends are completed, except as many as the first stage is behind.
         """
         group = self._groups["backward"]
         works = [transport.send(values, rank, group, Meter()) for rank in others]
@@ -154,13 +156,13 @@ class PostedMessages:
                 message.wait()
 
     def receive_all(self, out: Tensor, source: int) -> None:
-        """Receive into ``out`` what the global rank ``source`` gives to ``send_all``."""
+        """Receive into ``out`` the values that global rank ``source`` passes to ``send_all``."""
         transport.recv(out, source, self._groups["backward"]).wait()
 
     def drain(self) -> None:
-        """Complete all messages, and forget those that have arrived, and the forms of sets.
+        """Complete all messages; forget arrived ones and the forms of sets.
 
-        Both neighbours call this between two batches: whatever is posted is sent.
+        Both neighbours call this between two batches, so every posted receive is matched by a send.
         """
         for arriving in self._arriving.values():
             while arriving.messages:

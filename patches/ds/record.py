@@ -1,11 +1,11 @@
 """Record loss, speed and identity of a DeepSpeed run as JSON lines, with or without a block.
 
 ``HYBRIDCOMP_RECORD=FILE`` asks for it; ``hybridcomp compare --launch`` sets it, so that scripts
-that log nothing can be compared. The methods of the one engine are wrapped, not those of the class:
-other engines keep upstream's. Reading the loss waits for the device once a step.
+that log nothing can be compared. Only the engine's own methods are wrapped, not those of the class.
+Reading the loss waits for the device once per step.
 
-Two runs are comparable if they have equal fingerprints of their input: shapes and first values of
-the parameters on rank 0, the seed of torch, and the tensors of the first steps' batches on rank 0.
+Two runs are comparable if their inputs have equal fingerprints: shapes and first values of the
+parameters on rank 0, torch's seed, and the tensors of the first steps' batches on rank 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridcomp.metric_names import LOSS, SPEED, TOKENS
 
 #: environment variable with the path of the file, relative to rank 0's working directory
 ENVIRONMENT = environment.RECORD
-#: steps whose batches make the fingerprint of the data
+#: number of steps whose batches enter the fingerprint of the data
 FINGERPRINTED = 8
 #: elements of each parameter in its fingerprint
 HEAD = 64
@@ -37,19 +37,19 @@ _recorded = False
 
 
 def asked() -> bool:
-    """Return whether this process is to record; it must be equal on all ranks."""
+    """Return whether this process should record; equal on all ranks."""
     return bool(os.environ.get(ENVIRONMENT))
 
 
 def has_recorded() -> bool:
-    """Return whether an engine of this process is, or was, recorded."""
+    """Return whether any engine of this process is, or was, recorded."""
     return _recorded
 
 
 def attach(engine: Any) -> None:
-    """Record ``engine`` if that is asked for and it is the first with an optimizer in the process.
+    """Record ``engine``, if requested and if it is the process's first one with an optimizer.
 
-    Raises ConfigError on every rank where rank 0 cannot write the file.
+    Raises ConfigError on every rank if rank 0 cannot write the file.
     """
     global _recorded
     if asked() and not _recorded and engine.optimizer is not None:
@@ -60,7 +60,7 @@ def attach(engine: Any) -> None:
 
 
 class Recorder:
-    """Recorder of one engine's run, on every rank: the mean of the losses is a collective."""
+    """Record one engine's run, on every rank, since the mean of the losses is a collective."""
 
     def __init__(self, engine: Any, path: Path) -> None:
         self._engine = engine
@@ -70,7 +70,7 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._batches = hashlib.sha256()
         self._step_tokens = self._tokens = 0
-        #: tokens and hash before the last pass in eval mode, which may have been a validation's
+        #: tokens and hash before the last pass in eval mode, which may belong to a validation
         self._before: tuple[int, Any] | None = None
         self._start: float | None = None
         self._steps = 0
@@ -145,15 +145,15 @@ class Recorder:
             self._start = time.perf_counter()
 
     def _forget_validation(self) -> None:
-        """Undo what a pass in eval mode has added that no backward pass came after."""
+        """Undo the counts of a pass in eval mode that no backward pass followed."""
         if self._before is not None:
             (self._step_tokens, self._batches), self._before = self._before, None
 
     def _see(self, batch: Any) -> None:
-        """Count and hash one micro-batch before it is used: upstream may change it in place."""
+        """Count and hash one micro-batch before its use, since upstream may change it in place."""
         self._begin()
         tensors = list(tensors_of(batch))
-        # labels have the shape of the tokens: count the largest tensor, not the sum
+        # labels have the shape of the tokens, so count the largest tensor instead of the sum
         whole = [found.numel() for found in tensors if not found.is_floating_point()]
         self._step_tokens += max(whole, default=0)
         if self._lines is not None and self._steps < FINGERPRINTED:
@@ -191,7 +191,8 @@ def fingerprint(module: torch.nn.Module) -> dict[str, Any]:
     """Return the number of parameters, and digests of their shapes and first values."""
     shapes, start, count = hashlib.sha256(), hashlib.sha256(), 0
     for name, parameter in module.named_parameters():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3's own is empty
+        # under ZeRO 3 the parameter's own shape is empty
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         shapes.update(f"{name}{shape}".encode())
         count += int(torch.Size(shape).numel())
         held = getattr(parameter, "ds_tensor", parameter).detach()

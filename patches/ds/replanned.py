@@ -1,7 +1,7 @@
-"""Read DeepSpeed's checkpoints offline, and resume on other ranks or pipeline stages.
+"""Read DeepSpeed's checkpoints offline, and resume on other numbers of ranks or stages.
 
-Without ZeRO DeepSpeed loads its checkpoints on any number of replicas; at stages 1 to 3, and with
-other pipeline stages, it loads what its own ``ds_to_universal`` made of them.
+Without ZeRO DeepSpeed loads its checkpoints on any number of replicas. At stages 1 to 3, and on
+another number of pipeline stages, it loads the output of its own ``ds_to_universal``.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ LAYER = re.compile(r"layer_\d+-model(?:_(\d+)-model)?_states\.pt")
 
 
 def is_here(place: Path) -> bool:
-    """Return whether ``place`` is a checkpoint of DeepSpeed, or a folder of some."""
+    """Return whether ``place`` is a DeepSpeed checkpoint, or a folder of checkpoints."""
     return bool(_tags(place)) or _is_tag(place)
 
 
 def _is_tag(folder: Path) -> bool:
     found = any(MODEL.fullmatch(path.name) for path in folder.glob("*_model_states.pt"))
-    return found and not (folder / "zero").is_dir()  # else it is a universal one
+    return found and not (folder / "zero").is_dir()  # otherwise it is a universal checkpoint
 
 
 def _tags(place: Path) -> list[Path]:
-    inside = place.iterdir() if place.is_dir() else ()  # a job's first start
+    inside = place.iterdir() if place.is_dir() else ()  # nothing exists at a job's first start
     return [path for path in inside if path.is_dir() and _is_tag(path)]
 
 
 def find(place: Path) -> checkpoints.Picked:
-    """Return the newest whole checkpoint in ``place``, which may be one itself.
+    """Return the newest complete checkpoint in ``place``, which may itself be one.
 
-    DeepSpeed writes its file ``latest`` once all of a checkpoint is there: later ones are skipped.
-    Raises CheckpointError where there are finished ones and none is whole.
+    DeepSpeed writes its file ``latest`` once a checkpoint is complete, so newer ones than that are
+    skipped. Raises CheckpointError if there are finished checkpoints but none is complete.
     """
     if _is_tag(place):
         return checkpoints.newest([place], read)
@@ -108,7 +108,7 @@ def read(tag: Path) -> SavedJob:
 
 
 def _wanted(replicas: int, parts: int, zero: int, is_bf16: bool) -> list[str]:
-    """Return the names of the files that so many ranks write."""
+    """Return the names of the files that a job of this layout writes."""
     found = []
     for part in range(parts):
         ranks = [f"zero_pp_rank_{rank}_mp_rank_{part:02d}" for rank in range(replicas)]
@@ -120,7 +120,7 @@ def _wanted(replicas: int, parts: int, zero: int, is_bf16: bool) -> list[str]:
 
 
 def _states(path: Path) -> dict[str, Any]:
-    """Read a file without running anything of it, and without its tensors' values."""
+    """Read a file without executing anything in it, and without its tensors' values."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -162,7 +162,7 @@ def _samples(
     replicas: int,
     sampler: Mapping[str, Any] | None,
 ) -> int | None:
-    """Return the samples of a step of the job that saved ``states``."""
+    """Return the samples per step of the job that saved ``states``."""
     if sampler is not None:
         return _number(sampler.get("samples"))
     if whole := _number(settings.get("train_batch_size")):
@@ -233,14 +233,14 @@ def _check_layout(engine: Any, job: SavedJob, parts: int, is_moved: bool) -> Non
 
 
 def _check_model(engine: Any, job: SavedJob) -> None:
-    """Raise CheckpointError where the parameters of this rank are others."""
+    """Raise CheckpointError if this rank's parameters differ from the checkpoint's."""
     here = {
         name: tuple(getattr(one, "ds_shape", one.shape))
         for name, one in engine.module.named_parameters()
     }
     saved_shapes = job.shapes
     if not saved_shapes:
-        return  # a pipeline without ZeRO: DeepSpeed compares its layers
+        return  # in a pipeline without ZeRO DeepSpeed itself compares the layers
     wrong = [name for name, shape in here.items() if saved_shapes.get(name) != shape]
     if not job.is_pipeline and job.zero:
         wrong += [name for name in saved_shapes if name not in here]
@@ -254,7 +254,7 @@ def _check_model(engine: Any, job: SavedJob) -> None:
 
 @contextlib.contextmanager
 def _loading(engine: Any, universal: bool) -> Iterator[None]:
-    """Have DeepSpeed load a universal checkpoint, or none, whatever its file says."""
+    """Make DeepSpeed load a universal checkpoint, or not, whatever its file says."""
     config = engine._config
     before = config.load_universal_checkpoint
     config.load_universal_checkpoint = universal

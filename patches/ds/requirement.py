@@ -1,6 +1,6 @@
 """State the releases of DeepSpeed that these seams fit; a seam states only differences.
 
-``docs/contributing/release.md`` has the steps of moving it.
+``docs/contributing/release.md`` says how to raise it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Roll-outs of a pipeline for trainers that ask DeepSpeed's ``RolloutEngine`` for them."""
+"""Roll out a pipeline for trainers that use DeepSpeed's ``RolloutEngine``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hybridcomp.generation import Sampling, answer
 from hybridcomp.job.together import together
 from hybridcomp.patches.ds.generation import stage_of
 
-#: bits of a seed below the number of the call, and of that below the replica's
+#: bits of a seed below the call's number, and bits below the replica's
 CALLS, REPLICAS = 16, 40
 
 
 class StagesRollout(RolloutEngine):  # type: ignore[misc]
-    """Generates from the stages of an engine as they stand; see ``hybridcomp.rollout``."""
+    """Generate from an engine's stages in their present layout; see ``hybridcomp.rollout``."""
 
     name = "hybridcomp"
 
@@ -35,7 +35,7 @@ class StagesRollout(RolloutEngine):  # type: ignore[misc]
         """Answer left-padded prompts (B, T); every rank calls it, those of a replica alike.
 
         Returns B x ``n_samples_per_prompt`` rows of T + ``max_new_tokens`` tokens, as DeepSpeed's
-        own engine does: padded behind the first EOS. Raises as ``hybridcomp.generate`` does.
+        own engine does: padded after the first EOS. Raises like ``hybridcomp.generate``.
         """
         with together("rollout"):
             stage, (pad, eos) = stage_of(self.engine), self._tokens()

@@ -1,10 +1,10 @@
 """Save and load the encoded files of optimizer states with DeepSpeed's checkpoints.
 
-DeepSpeed copies the files as they are into the checkpoint and back. A file of ours beside them has
-their footers, by which a damaged or exchanged one is found before anything is loaded; the bf16
-parameters that masters are encoded beside, which no other file of the checkpoint has; and what
-DeepSpeed does not keep of an optimizer whose states are on NVMe: which states it has, and their
-counts of steps. With these a resumed run goes on with the moments that it had.
+DeepSpeed copies the files unchanged into the checkpoint and back. Our own file beside them has
+their footers, by which a damaged or swapped file is detected before anything is loaded; the bf16
+parameters relative to which masters are encoded, which no other file of the checkpoint has; and the
+information that DeepSpeed does not save of an optimizer with states on NVMe: its states and their
+step counts. With these a resumed run continues with its moments.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hybridcomp.job import saved
 
 #: attribute of an optimizer, or of a swapper of parameters: its files
 FILES = "_hybridcomp_state_files"
-#: attribute of an optimizer: what a checkpoint has, until it is in its place
+#: attribute of an optimizer: contents of a checkpoint until they are loaded
 LOADED = "_hybridcomp_loaded_states"
-#: DeepSpeed's folder of files in a checkpoint
+#: DeepSpeed's folder for such files in a checkpoint
 FOLDER = "offloaded_tensors"
 #: codec of the parameters in our file
 HALVES = "expcode"
@@ -44,7 +44,7 @@ WHAT = "optimizer states of the checkpoint"
 
 
 def files_of(optimizer: Any) -> StateFiles | None:
-    """Return the files of an optimizer; None where DeepSpeed's own serve, or there are none."""
+    """Return the files of an optimizer; None if DeepSpeed's own are used, or there are none."""
     found: StateFiles | None = getattr(optimizer, FILES, None)
     return found
 
@@ -61,7 +61,8 @@ def save(folder: Path, optimizer: Any) -> None:
         return
     swapped = optimizer.optimizer_swapper.swap_folder
     names = [os.path.basename(path) for path in files.known if os.path.dirname(path) == swapped]
-    names = [name for name in names if "gradient" not in name]  # as DeepSpeed leaves out
+    # DeepSpeed leaves gradients out as well
+    names = [name for name in names if "gradient" not in name]
     footers = {name: files.known[os.path.join(swapped, name)] for name in names}
     halves = {}
     for name, data in footers.items():
@@ -89,9 +90,10 @@ def _encoded(half: Tensor) -> Tensor:
 
 
 def _states(optimizer: Any) -> dict[str, Any]:
-    """Return by sub-group the names of the states in files, and the other ones themselves.
+    """Return by sub-group the names of states in files, and the other states themselves.
 
-    Masters, too, of a sub-group that stays in memory: DeepSpeed saves none of it with NVMe.
+    This includes masters of a sub-group that stays in memory, none of which DeepSpeed saves with
+    NVMe.
     """
     found: dict[str, Any] = {}
     for flat in optimizer.fp32_partitioned_groups_flat:
@@ -109,10 +111,10 @@ def _states(optimizer: Any) -> dict[str, Any]:
 
 
 def read(folder: Path, engine: Any) -> None:
-    """Check the files of this rank in a checkpoint; ``take_over`` then loads them.
+    """Check this rank's files in a checkpoint, which ``take_over`` then loads.
 
-    Raises CheckpointError or StateFileError where one is damaged, missing or of another rank, or
-    where this job has no key ``states``, and DeepSpeed would read encoded files as values.
+    Raises CheckpointError or StateFileError if a file is damaged, missing or of another rank, or if
+    this job has no key ``states``, so that DeepSpeed would read encoded files as values.
     """
     optimizer = engine.optimizer
     files = files_of(optimizer)
@@ -131,7 +133,7 @@ def read(folder: Path, engine: Any) -> None:
 
 
 def _hold_to_groups(folder: Path, loaded: Mapping[str, Any], optimizer: Any) -> None:
-    """Raise CheckpointError where the checkpoint has other sub-groups, so other names of files."""
+    """Raise CheckpointError if the checkpoint has other sub-groups, and so other file names."""
     numels = optimizer.fp16_partitioned_groups_flat_numel
     flats = optimizer.fp32_partitioned_groups_flat
     here = {str(flat.ds_id): int(n) for flat, n in zip(flats, numels, strict=True)}
@@ -145,7 +147,7 @@ def _hold_to_groups(folder: Path, loaded: Mapping[str, Any], optimizer: Any) -> 
 
 
 def refuse(folder: Path) -> None:
-    """Raise CheckpointError where ``folder`` has encoded states, as this job cannot read them."""
+    """Raise CheckpointError if ``folder`` has encoded states, which this job cannot read."""
     if any(folder.glob(f"{checkpoint_note.STATES}_rank_*.pt")):
         raise CheckpointError(
             f"{folder} has encoded optimizer states, which DeepSpeed alone cannot read: resume "
@@ -160,7 +162,7 @@ def folder_of(folder: Path, rank: int) -> Path:
 
 
 def contents(path: Path) -> Tensor:
-    """Return the bytes of a file, 1-D uint8. Raises StateFileError where it cannot be read."""
+    """Return the bytes of a file, 1-D uint8. Raises StateFileError if it cannot be read."""
     try:
         data = bytearray(path.read_bytes())
     except OSError as error:
@@ -169,13 +171,13 @@ def contents(path: Path) -> Tensor:
 
 
 def is_plain(data: Tensor, expected: bytes) -> bool:
-    """Return whether a file has the size of the values of ``expected``, as no file of ours has."""
+    """Return whether a file is exactly as long as its values, which no file of ours is."""
     footer = Footer.of(expected)
     return footer is not None and data.numel() == footer.numel * DTYPES[footer.dtype].itemsize
 
 
 def stored(folder: Path, rank: int) -> dict[str, Any]:
-    """Read the file of ``rank``. Raises CheckpointError where it is damaged."""
+    """Read ``rank``'s file. Raises CheckpointError if it is damaged."""
     path = path_of(folder, rank)
     found = saved.read(path)
     saved.expect(path, found, "rank", lambda value: value == rank)
@@ -202,7 +204,7 @@ def halves_of(found: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def take_over(optimizer: Any, files: StateFiles) -> None:
-    """Expect the files that DeepSpeed has copied from the checkpoint of ``read``."""
+    """Expect the files that DeepSpeed has copied from the checkpoint that was ``read``."""
     loaded = getattr(optimizer, LOADED, None) or {"footers": {}, "halves": {}, "states": {}}
     setattr(optimizer, LOADED, {"states": loaded["states"]})
     folder = optimizer.optimizer_swapper.swap_folder
@@ -210,9 +212,9 @@ def take_over(optimizer: Any, files: StateFiles) -> None:
 
 
 def restore(optimizer: Any, files: StateFiles, sub_group_id: int) -> None:
-    """Make the entries of the optimizer for a sub-group, and the one that is read ahead.
+    """Create the optimizer's entries for a sub-group, and for the one that is read ahead.
 
-    DeepSpeed lists a state's file once the optimizer has the state, and reads it from then on.
+    DeepSpeed lists a state's file once the optimizer has that state, and reads it from then on.
     """
     states = (getattr(optimizer, LOADED, None) or {}).get("states", {})
     flat = optimizer.fp32_partitioned_groups_flat[sub_group_id]

@@ -1,7 +1,7 @@
-"""Read settings by the installed DeepSpeed's own parser, and say what it refuses.
+"""Read settings with the installed DeepSpeed's own parser, and report what it rejects.
 
-The running job takes what its engine has parsed; commands have the parser read a file, where
-DeepSpeed is installed. ``rules.ds_settings`` has the table for machines without it.
+A running job uses what its engine has parsed; commands run the parser on a file, if DeepSpeed is
+installed. For machines without it ``rules.ds_settings`` has a table.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line
 from hybridcomp.patches.rules.ds_settings import AUTO, ZERO, parsed
 
-#: attribute of ``DeepSpeedConfig`` by its section of the file
+#: attribute of ``DeepSpeedConfig`` for each section of the file
 SECTIONS = {
     ZERO: "zero_config", "bf16": "bfloat16_config", "fp16": "float16_config",
     "compile": "compile_config", "tensor_parallel": "tensor_parallel_config",
     "hybrid_engine": "hybrid_engine",
 }  # fmt: skip
-#: top-level keys whose attribute has the same name; the sizes of a batch are computed
+#: top-level keys with an attribute of the same name; batch sizes are computed
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def of_config(config: Any) -> dict[str, Any]:
-    """Return the settings of a ``DeepSpeedConfig`` as it has parsed them, in the file's form."""
+    """Return a parsed ``DeepSpeedConfig``'s settings in the file's form."""
     found = dict(config._param_dict)
     for name, attribute in SECTIONS.items():
         section: BaseModel | None = getattr(config, attribute, None)
@@ -45,11 +45,10 @@ def of_config(config: Any) -> dict[str, Any]:
 
 
 def of_file(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Have the installed DeepSpeed parse ``settings``; None where it is not installed.
+    """Parse ``settings`` with the installed DeepSpeed; return None if it is not installed.
 
-    "auto" is left out: Hugging Face's Trainer and Accelerate put a value in its place. Sizes of a
-    batch stay as they are written. Raises ConfigError with DeepSpeed's own words, its version and
-    the key.
+    "auto" is left out, since Hugging Face's Trainer and Accelerate replace it. Batch sizes stay as
+    written. Raises ConfigError with DeepSpeed's own message, its version and the key.
     """
     with _quietly():
         try:
@@ -61,7 +60,7 @@ def of_file(settings: Mapping[str, Any]) -> dict[str, Any] | None:
             return _parsed(owner, written)
         except (ValidationError, ValueError, AssertionError, owner.DeepSpeedConfigError) as error:
             raise _refusal(owner, written, error) from None
-        except Exception as error:  # no sentence for people: from the inside of its parser
+        except Exception as error:  # an internal error of the parser, not a message for users
             parsed(settings)
             raise _refusal(owner, written, error) from None
 
@@ -78,14 +77,14 @@ def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
 def _parsed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Parse all of ``settings`` as ``DeepSpeedConfig`` does.
 
-    Its number of ranks is that of a job without torch.distributed, one, so sizes of a batch are
-    made to fit: by their own quotient.
+    Without torch.distributed it assumes one rank, so the world size is set to the one that the
+    batch sizes imply.
     """
 
     class File(owner.DeepSpeedConfig):  # type: ignore[misc]
         def _configure_train_batch_size(self) -> None:
             whole, own, steps = (getattr(self, name) for name in KEYS)
-            self.is_sized = whole is not None or own is not None  # else the script fills it in
+            self.is_sized = whole is not None or own is not None  # otherwise the script fills it in
             self.world_size = 1
             if None not in (whole, own, steps):
                 self.world_size = max(1, whole // (own * steps))
@@ -96,7 +95,8 @@ def _parsed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
             if self.is_sized:
                 super()._do_sanity_check()
 
-    written = {name: settings.get(name) for name in KEYS}  # what it computes is for one rank
+    # values that it computes are for one rank
+    written = {name: settings.get(name) for name in KEYS}
     return {**of_config(File(settings)), **written}
 
 
@@ -116,13 +116,13 @@ def _words(error: Exception) -> str:
 
 
 def _key(owner: Any, settings: dict[str, Any], error: Exception) -> tuple[str, Any]:
-    """Return the dotted key that DeepSpeed refuses, and its value.
+    """Return the dotted key that DeepSpeed rejects, and its value.
 
-    It is the one that is refused alone; DeepSpeed's errors seldom name it.
+    It is the key that is also rejected alone; DeepSpeed's errors seldom name it.
     """
     words = _words(error)
     name = next((one for one in settings if _same(owner, {one: settings[one]}, words)), None)
-    if name is None:  # of several keys together
+    if name is None:  # only several keys together are rejected
         return SOURCE, settings
     value = settings[name]
     if isinstance(error, ValidationError):
@@ -138,14 +138,14 @@ def _key(owner: Any, settings: dict[str, Any], error: Exception) -> tuple[str, A
 def _same(owner: Any, settings: dict[str, Any], words: str) -> bool:
     try:
         _parsed(owner, settings)
-    except Exception as error:  # whatever the parser raises
+    except Exception as error:  # the parser may raise anything
         return _words(error) == words
     return False
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep DeepSpeed's own log lines out of what a command prints."""
+    """Keep DeepSpeed's log lines out of a command's output."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,12 +1,11 @@
-"""Gradients of ``nn.Embedding(sparse=True)`` at ZeRO stage 0, dimension ``embed``.
+"""Encode gradients of ``nn.Embedding(sparse=True)`` at ZeRO stage 0, dimension ``embed``.
 
 Seam: ``DeepSpeedEngine.sparse_allreduce``, called once for each table, in the order of parameters.
-It gets the table's rows, each once and ascending, and sets the rows of all ranks. Upstream leaves
-them one behind the other, not added up, and so do lossless codecs here: torch's SGD adds rows one
-after the other, which gives other last bits than their sums. A lossy codec sets sums.
-
-``sparse_allreduce_bucket`` above it has several tables, ``sparse_all_gather`` below it pads
-numbers and values in messages of their own.
+It gets the table's rows, ascending and distinct, and sets the rows of all ranks. Upstream
+concatenates them without summing, and so do lossless codecs here: torch's SGD adds rows one after
+the other, which rounds differently than adding their sums. A lossy codec sets sums.
+``sparse_allreduce_bucket`` above it has several tables; ``sparse_all_gather`` below it pads row
+numbers and values in separate messages.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ SPARSE_ALLREDUCE = Seam(
     qualname="DeepSpeedEngine.sparse_allreduce",
     parameters=("self", "sparse", "dp_group", "dp_world_size"),
 )
-#: attribute of an engine: the tables whose ids are looked at
+#: attribute of an engine: the tables whose ids are checked
 TABLES = "_hybridcomp_sparse_tables"
 
 
 def follow(engine: Any, channels: Channels, undo: ExitStack) -> None:
-    """Have ids of the engine's tables looked at, where ``embed`` has a codec."""
+    """Check the ids of the engine's tables, if ``embed`` has a codec."""
     if channels["embed"].active:
         tables = SparseTables(engine.module)
         setattr(engine, TABLES, tables)
@@ -44,13 +43,13 @@ def follow(engine: Any, channels: Channels, undo: ExitStack) -> None:
 
 
 def leave(engine: Any) -> None:
-    """Look at no ids of the engine's tables any more."""
+    """Stop checking ids of the engine's tables."""
     if (tables := getattr(engine, TABLES, None)) is not None:
         tables.leave()
 
 
 def make_sparse_allreduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Exchange the rows of a table encoded; call upstream where there is no codec."""
+    """Exchange a table's rows encoded; call upstream if there is no codec."""
 
     @functools.wraps(original)
     def sparse_allreduce(
@@ -87,7 +86,7 @@ def make_sparse_allreduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _factor(engine: Any, size: float) -> float:
-    """Return upstream's factor on the rows, all of it before they are gathered."""
+    """Return upstream's factor on the rows, which is applied fully before the gather."""
     if not engine.gradient_average:
         return 1.0
     scale = engine.gradient_predivide_factor() if engine.postscale_gradients() else 1.0

@@ -1,4 +1,4 @@
-"""Let the optimizer of one stage ask no other stage (of a pipeline that does not wait)."""
+"""Keep one stage's optimizer from asking other stages, in a pipeline that does not wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StageGrid:
-    """A pipeline grid in whose model-parallel group this stage is alone."""
+    """A pipeline grid whose model-parallel group contains only this stage."""
 
     def __init__(self, grid: Any) -> None:
         self._grid = grid

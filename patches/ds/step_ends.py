@@ -1,8 +1,8 @@
-"""Raise what went wrong after an optimizer step once DeepSpeed has counted the step.
+"""Raise errors of the work after an optimizer step only once DeepSpeed has counted the step.
 
 ``_take_model_step`` is called in the middle of ``DeepSpeedEngine.step``, which counts micro-steps
-behind it, and of ``PipelineEngine.train_batch``. Whoever catches an error about a version or a
-meeting and trains on would otherwise take the next micro-batch for the last of a step.
+after it, and of ``PipelineEngine.train_batch``. Otherwise, if a script caught an error about a
+version or a meeting and trained on, the next micro-batch would count as the last of a step.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ LATE = "_hybridcomp_late"
 
 
 def at_the_end(engine: Any, work: Callable[[], object]) -> None:
-    """Do ``work`` inside a step of ``engine``; what it raises is raised at the end of the step."""
-    if LATE not in vars(engine):  # called by code that would not raise it
+    """Do ``work`` inside a step of ``engine``; raise its error at the end of the step."""
+    if LATE not in vars(engine):  # called from code that would not raise it
         work()
         return
     try:
         work()
-    except BaseException as error:  # an interrupt would shift the accumulation as well
+    # also BaseException: an interrupt would shift the accumulation as well
+    except BaseException as error:
         setattr(engine, LATE, vars(engine)[LATE] or error)
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise what ``at_the_end`` has kept, after ``original``."""
+    """Raise the error stored by ``at_the_end``, after calling ``original``."""
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:

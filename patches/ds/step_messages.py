@@ -1,7 +1,7 @@
-"""Predict the messages of a DeepSpeed engine's step, and note when steps begin, for ``auto``.
+"""Predict the messages of a DeepSpeed engine's step, and detect the start of steps, for ``auto``.
 
-Buckets fill as upstream fills them: a parameter that does not fit any more begins the next one.
-They hold the trained parameters in the order of the module, nearly the order of the passes.
+Buckets are filled as in upstream: a parameter that does not fit starts the next one. They hold the
+trained parameters in module order, nearly the order of the passes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAGE0_BUCKET = 500_000_000
 def sent(engine: Any) -> dict[Dimension, StepTraffic]:
     """Return the messages of ``dp`` and ``zero`` in a step of one micro-batch, as far as known.
 
-    Experts count as if they were reduced with everything else.
+    Experts are treated as if they were reduced with everything else.
     """
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     numels = [int(getattr(p, "ds_numel", p.numel())) for p in trained]
@@ -34,7 +34,7 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
         fetched = [n for p, n in zip(trained, numels, strict=True) if not p.ds_persist]
         passes = buckets(fetched, int(engine.zero_prefetch_bucket_size()))
         if sum(numels) > engine.zero_max_reuse_distance():
-            passes *= 2  # parameters do not stay from the forward to the backward pass
+            passes *= 2  # parameters are not kept from the forward to the backward pass
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
         found: dict[Dimension, StepTraffic] = {"dp": StepTraffic(reduced, "scatter")}
         return {**found, "zero": StepTraffic(passes, "gather", together=True)} if passes else found
@@ -49,9 +49,9 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
 
 
 def note_tied(engine: Any, session: EngineSession) -> None:
-    """Note the sums of weights that stages of a pipeline have in common, for what memory they take.
+    """Record the sums of weights tied between pipeline stages, for their memory.
 
-    Their residuals are apart from those of the data-parallel sums (``tied_weights``).
+    They have other residuals than the data-parallel sums (``tied_weights``).
     """
     channels = session.channels
     if not getattr(engine.module, "tied_comms", None):
@@ -64,11 +64,11 @@ def note_tied(engine: Any, session: EngineSession) -> None:
 
 
 def watch(engine: Any, session: EngineSession) -> None:
-    """Call ``session.begin_step`` in forward passes of training, as long as it may compare steps.
+    """Call ``session.begin_step`` in training forward passes, as long as it may compare steps.
 
-    By a forward pre-hook, which runs for pipelines too: it is the only place that runs in all
-    engines before a step communicates. In eval mode a pass may be a validation's: steps of a module
-    that trains in it begin where the one before ends.
+    It uses a forward pre-hook, the only place that runs in all engines, pipelines included, before
+    a step communicates. A pass in eval mode may be a validation: if a module trains in eval mode,
+    its steps begin where the previous one ended.
     """
     if not session.channels.config.measured():
         return
@@ -81,7 +81,7 @@ def watch(engine: Any, session: EngineSession) -> None:
 
 
 def buckets(numels: Iterable[int], most: int) -> tuple[int, ...]:
-    """Fill buckets with ``numels`` in order, of at most ``most`` elements or a single parameter."""
+    """Fill buckets with ``numels`` in order, each of at most ``most`` elements or one parameter."""
     found: list[int] = []
     for numel in numels:
         if found and found[-1] + numel <= most:

@@ -1,17 +1,17 @@
-"""All-reduce of tied weights' gradients between pipeline stages, dimension ``dp``.
+"""Encode the all-reduce of tied weights' gradients between pipeline stages, dimension ``dp``.
 
 Seam: the entry of ``ReduceTiedGrads`` in ``PipelineEngine._INSTRUCTION_MAP``. The method
 ``_exec_reduce_tied_grads`` was captured there when the class was made, so replacing the method has
 no effect, and ``PipelineModule.allreduce_tied_weight_gradients`` is not called by the engine. The
 map is replaced as a whole, by a copy with three other entries; DualPipeV has another map.
 
-The sum is never divided, as upstream. Both replicas decode the same payloads and get the same bits,
-but lossy messages around the sum would make them drift apart, since the stages lay out their
+The sum is never divided, as in upstream. Both replicas decode the same payloads and get the same
+bits, but lossy messages around the sum would make them drift apart, since the stages lay out their
 buckets differently and a codec's error depends on the layout:
 
-* the reduction over data-parallel ranks comes after it. Where that leaves every rank with whole
-  gradients (no ZeRO, BF16_Optimizer), the order of the two is swapped: sums commute, and the
-  replicas then decode the same payloads last. No byte is added;
+* the reduction over data-parallel ranks follows this sum. If it leaves every rank with whole
+  gradients (no ZeRO, BF16_Optimizer), the two are swapped: sums commute, and the replicas then
+  decode the same payloads last, at no extra bytes;
 * ZeRO-1 keeps only slices of the gradients, and gathers parameters after the step. There
   upstream's ``_synchronize_tied_weights`` broadcasts the first replica after the step; the ledger
   counts it as wire bytes that native would not have sent.
@@ -39,14 +39,16 @@ DUALPIPEV = Seam(
     REQUIREMENT, "deepspeed.runtime.pipe.dualpipev", "DualPipeVEngine._INSTRUCTION_MAP", None
 )
 
-#: distinguishes this sum's residuals from those of the data-parallel reduction that follows
+#: distinguishes this sum's residuals from those of the data-parallel reduction after it
 SUFFIX = "#tied"
 
 Executor = Callable[..., None]
 
 
 class InstructionMap(dict[type, Executor]):
-    """Instruction map with replaced entries: a dict class that takes the attributes of a patch."""
+    """Instruction map with replaced entries: a dict subclass that can carry a patch's
+    attributes.
+    """
 
 
 def make_instruction_map(original: dict[type, Executor]) -> InstructionMap:
@@ -90,8 +92,7 @@ def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None
     """Sum the gradients of tied weights between their stages (mutates the gradients).
 
     1. without a codec for any of them upstream reduces them;
-    2. otherwise each gradient is encoded where it has a codec, and reduced as upstream does where
-       it has none.
+    2. otherwise each gradient with a codec is encoded, and others are reduced as in upstream.
     """
     grads = [
         (weight, weight._hp_grad if engine.using_bf16_optimizer else weight.grad, group)
@@ -114,12 +115,12 @@ def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None
 
 @dataclass(eq=False, kw_only=True)
 class _TiedGradient(AllReduceInPlace):
-    """Sum of the gradient of one tied weight over the stages that have it."""
+    """Sum of one tied weight's gradient over the stages that have the weight."""
 
     weight: Any
 
     def pieces(self) -> list[Piece]:
-        """Return the weight, apart from what the data-parallel reduction calls it."""
+        """Return the weight, under another name than in the data-parallel reduction."""
         return [Piece(getattr(self.weight, NAME) + SUFFIX, 0, self.numel)]
 
 
@@ -138,12 +139,12 @@ def drifts(engine: Any, channels: Channels) -> bool:
 
 
 def _sliced(engine: Any) -> bool:
-    """Return whether the reduction leaves each rank with a slice of the gradients only (ZeRO-1)."""
+    """Return whether the reduction leaves each rank with only a slice of the gradients (ZeRO-1)."""
     return bool(engine.zero_optimization()) and not engine.using_bf16_optimizer
 
 
 def synchronize(engine: Any, channels: Channels) -> None:
-    """Broadcast the first replica of every tied weight (mutates the others)."""
+    """Broadcast the first replica of every tied weight to the others (mutates them)."""
     for weight, group in engine.module.get_tied_weights_and_groups():
         meter = channels["dp"].meter(weight.device)
         if dist.get_rank(group) == 0:

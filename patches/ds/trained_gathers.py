@@ -1,9 +1,9 @@
-"""Gathers of ZeRO 1 and 2 after a step, without what is frozen.
+"""Gather only trained parameters after a step of ZeRO 1 and 2.
 
-Each rank broadcasts what trains in its share of the flat group. What is frozen was gathered once,
-exactly, after it was frozen, and is on every rank since; lossy codecs never see it. Before each
-gather the ranks tell each other, in one bit, whether the frozen part of any share has changed: by a
-load, or by hand. Then all is gathered once more, natively.
+Each rank broadcasts the trained parts of its share of the flat group. Frozen parts were gathered
+exactly once, after freezing, and every rank has them since; lossy codecs never touch them. Before
+each gather the ranks exchange one bit on whether the frozen part of any share has changed, by a
+load or by hand. If so, everything is gathered once more, natively.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Stretch = tuple[int, int]
 
 
 def follow(optimizer: Any) -> None:
-    """Gather of each flat group what trains now."""
+    """Restrict the gather of each flat group to the parameters trained now."""
     for name, groups in GROUPS:
         flats = getattr(optimizer, name, ())
         for flat, params in zip(flats, getattr(optimizer, groups, ()), strict=True):
@@ -36,7 +36,7 @@ def follow(optimizer: Any) -> None:
 
 
 def stretches(flat: Tensor, params: Iterable[Any], trains: bool) -> list[Stretch]:
-    """Return where parameters that train, or do not, lie in ``flat``; neighbours are one."""
+    """Return where trained (or untrained) parameters lie in ``flat``, joining neighbours."""
     found: list[Stretch] = []
     places = [((p.data_ptr() - flat.data_ptr()) // flat.itemsize, p) for p in params]
     for start, p in sorted(places, key=lambda place: place[0]):
@@ -50,19 +50,19 @@ def stretches(flat: Tensor, params: Iterable[Any], trains: bool) -> list[Stretch
 
 
 class TrainedGather:
-    """Gather of one flat group of which some parameters are frozen."""
+    """Gather of a flat group in which some parameters are frozen."""
 
     def __init__(self, flat: Tensor, params: Iterable[Any]) -> None:
         params = list(params)
         self._trained = stretches(flat, params, trains=True)
         self._frozen = stretches(flat, params, trains=False)
-        self._hashes: list[int] | None = None  # of the frozen part of this rank's share
+        self._hashes: list[int] | None = None  # hashes of the frozen part of this rank's share
 
     @torch.no_grad()
     def run(self, channel: Channel, flat: Tensor, group: Any, whole: Callable[[], object]) -> None:
-        """Gather into ``flat``, 1-D; ``whole``: gathers all of it."""
+        """Gather into ``flat``, 1-D; ``whole`` gathers the entire group."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        if ranks == 1 or channel.delta:  # the differences of what is frozen are zero
+        if ranks == 1 or channel.delta:  # the deltas of frozen parts are zero
             whole()
             return
         share, flat = flat.numel() // ranks, flat.detach()
@@ -103,7 +103,7 @@ class TrainedGather:
 
 
 def _within(found: Iterable[Stretch], rank: int, share: int) -> list[Stretch]:
-    """Return the parts of the stretches that lie in a rank's share."""
+    """Return the parts of the ranges that lie in a rank's share."""
     low, high = rank * share, (rank + 1) * share
     cut = ((max(start, low), min(stop, high)) for start, stop in found)
     return [(start, stop) for start, stop in cut if start < stop]

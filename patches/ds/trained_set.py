@@ -1,10 +1,10 @@
 """Detect parameters of a DeepSpeed engine that are frozen or unfrozen during training.
 
 DeepSpeed's optimizers of ZeRO 1 to 3, and those of stage 0 with 16 bits, hold one flat copy of the
-parameters that required gradients when the engine was built. They step all of it, with gradients of
-zero for what was frozen since, which the momentum and the weight decay of Adam go on moving. What
-is unfrozen later is in no copy: its gradients are neither reduced nor used. With and without
-hybridcomp; no other place says it.
+parameters that required gradients when the engine was built. They step the whole copy, with zero
+gradients for parameters frozen since, which Adam's momentum and weight decay keep changing.
+Parameters unfrozen later are in no copy: their gradients are neither reduced nor used. This is so
+with and without hybridcomp, and nothing else reports it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IGNORED = (
 
 
 def watch(engine: Any, session: EngineSession) -> None:
-    """Look before every step of ``engine``, on the first of the ranks that hold its parameters."""
+    """Check before every step of ``engine``, on the first of the ranks that hold its parameters."""
     if dist.get_rank(engine.seq_data_parallel_group) or tensor_rank(engine.mpu):
         return
     named = [(getattr(p, NAME), p) for p in engine.module.parameters()]
@@ -50,7 +50,7 @@ class _Engine(TrainedFollower):
         self._engine = weakref.ref(engine)
 
     def before_step(self) -> None:
-        """Look, and say what has changed."""
+        """Check, and print what has changed."""
         engine = self._engine()
         if engine is None:
             return
@@ -59,7 +59,8 @@ class _Engine(TrainedFollower):
         if changed is None:
             return
         stopped, begun = changed
-        plain = isinstance(engine.optimizer, Optimizer)  # it skips what has no gradient
+        # torch's own optimizer skips parameters without a gradient
+        plain = isinstance(engine.optimizer, Optimizer)
         if not plain:
             trained.tell([n for n in stopped if n in trained.first], "stopped", MOVES)
         held = _held(engine.optimizer) if plain else set()
@@ -67,7 +68,7 @@ class _Engine(TrainedFollower):
         trained.tell(later, "began", IGNORED)
 
     def accept(self) -> None:
-        """Take all parameters as they are."""
+        """Accept the present state of all parameters."""
         engine = self._engine()
         if engine is not None:
             getattr(engine, TRAINED).accept()

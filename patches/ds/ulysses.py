@@ -1,17 +1,17 @@
-"""All-to-all of DeepSpeed Ulysses and its ALST attention, dimension ``cp``.
+"""Encode the all-to-all of DeepSpeed Ulysses and its ALST attention, dimension ``cp``.
 
 Seams: the autograd functions of ``sequence.layer`` and the global ``dist`` through which they
-exchange heads for sequence. Not ``single_all_to_all``: its overlapped form keeps the handle, which
-has to decode in ``wait()``. Queries, keys, values and the context are direction forward, their
-gradients backward.
+exchange heads for sequence. ``single_all_to_all`` is no seam, because its overlapped form keeps the
+handle, which must decode in ``wait()``. Queries, keys, values and the context are direction
+forward, their gradients backward.
 
-ALST's exchange is an operator since 0.19.1 and takes the name of its group, so that torch.compile
-keeps it: a prefix of that name gives the direction. Its attention is no module of the model, so it
-uses the channels of the process.
+Since 0.19.1 ALST's exchange is an operator that takes its group's name, for torch.compile's sake; a
+prefix of that name gives the direction. ALST's attention is not a module of the model, so it uses
+the process's channels.
 
-Where the number of heads is not divisible, lengths differ from rank to rank and ``min_bytes`` does
-not apply. Exact: position ids, losses. Refused: FPDT and AutoSP, which exchange in other functions
-and in a compiled graph.
+If the number of heads is not divisible, lengths differ between ranks and ``min_bytes`` does not
+apply. Exact: position ids, losses. Refused: FPDT and AutoSP, which exchange in other functions and
+in a compiled graph.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _seam(
 
 @dataclass(frozen=True)
 class Directed:
-    """Process group for ALST's messages of one direction."""
+    """Process group for ALST's messages in one direction."""
 
     group: Any
     direction: Direction
@@ -84,7 +84,7 @@ def make_exchange_collective(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _name_directions() -> None:
-    """Register every group of ALST's operator under a name for each direction."""
+    """Register every group of ALST's operator under one name per direction."""
     groups = sys.modules[LAYER]._all_to_all_groups
     for name, group in list(groups.items()):
         if not isinstance(group, Directed):
@@ -93,7 +93,7 @@ def _name_directions() -> None:
 
 
 def make_register(original: Callable[..., str]) -> Callable[..., str]:
-    """Register a group with its directions: a compiled region cannot add them later."""
+    """Register a group with its directions, which a compiled region could not add later."""
 
     @functools.wraps(original)
     def register_all_to_all_group(group: Any) -> str:
@@ -105,8 +105,8 @@ def make_register(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def make_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ALST's operator to name the direction; backward gets the name that forward was given."""
-    _name_directions()  # for groups that are registered already
+    """Wrap ALST's operator to pass the direction; backward gets the name that forward was given."""
+    _name_directions()  # for groups that are already registered
 
     def exchange(input: Tensor, group_name: str) -> Tensor:
         if group_name.startswith(FORWARD):
@@ -119,7 +119,7 @@ def make_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Raise ConfigError where FPDT would bypass ``cp``. ``autotp`` has tagged the layers."""
+    """Raise ConfigError if FPDT would bypass ``cp``. ``autotp`` has tagged the layers."""
     if any(type(module).__module__ == FPDT for module in engine.module.modules()):
         reason = "FPDT exchanges chunks in functions of its own"
         refuse(channels, "cp", "FPDT_Attention", reason, "use DistributedAttention")

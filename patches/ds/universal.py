@@ -1,9 +1,9 @@
-"""Have hybridcomp's files travel with DeepSpeed's universal checkpoints.
+"""Carry hybridcomp's files over to DeepSpeed's universal checkpoints.
 
-``ds_to_universal.main`` reads the folder of a checkpoint and writes another one, with DeepSpeed's
-files only. In a process that has hybridcomp ours are copied there, too. Run as a program of its
-own, as usual, it knows nothing of hybridcomp; then a load of the universal checkpoint takes our
-files from the checkpoint that it was made from, while that lies beside it.
+``ds_to_universal.main`` reads a checkpoint folder and writes another one with only DeepSpeed's
+files. In a process with hybridcomp our files are copied there too. Usually it runs as a separate
+program without hybridcomp; then loading the universal checkpoint takes our files from its source
+checkpoint, as long as that is beside it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_loaded(engine: Any) -> bool:
 
 
 def newest(engine: Any, load_dir: str) -> str | None:
-    """Return the tag that upstream loads where the caller names none; None: there is none."""
+    """Return the tag that upstream loads if the caller names none; None if there is none."""
     name = checkpoint_note.LATEST_UNIVERSAL if is_loaded(engine) else checkpoint_note.LATEST
     path = Path(load_dir, name)
     return path.read_text().strip() if path.is_file() else None
@@ -54,7 +54,7 @@ def newest(engine: Any, load_dir: str) -> str | None:
 def folder_of_state(engine: Any, folder: Path) -> Path:
     """Return where hybridcomp's files of the checkpoint in ``folder`` are; all ranks call it.
 
-    ``folder`` itself, or for a universal checkpoint without them the one that it was made from.
+    It is ``folder`` itself, or for a universal checkpoint without them its source checkpoint.
     """
     if not is_loaded(engine):
         return folder
@@ -79,7 +79,7 @@ def beside(engine: Any, folder: Path) -> Path:
 
 
 def bring(engine: Any, folder: Path) -> str:
-    """Return a sentence on what brings the files that the checkpoint in ``folder`` lacks."""
+    """Return advice on how to get files that the checkpoint in ``folder`` lacks."""
     if not is_loaded(engine):
         return BRING
     return (

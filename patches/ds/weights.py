@@ -1,9 +1,9 @@
-"""State which stretches of the weights this rank of a DeepSpeed engine holds, for publishing.
+"""List the ranges of weights that this rank of a DeepSpeed engine holds, for publishing.
 
 Stages 0 to 2 hold the module's 16-bit parameters whole on every rank, stage 3 a range of each
-(``ds_tensor``, padded at its end). Of experts each rank holds its own (``expert_weights``). What
-the module computes with is read: where gathers of stages 1 and 2 are encoded with loss, these are
-the decoded weights.
+(``ds_tensor``, padded at its end). Of experts each rank holds its own (``expert_weights``). It
+reads the weights that the module computes with: after lossy gathers of stages 1 and 2 these are the
+decoded weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEY = "publish"
 
 
 def weights_of(engine: Any) -> EngineWeights:
-    """Return the weights of ``engine``; ``refused`` where their cut is not known."""
+    """Return the weights of ``engine``; ``refused`` is set if their sharding is unknown."""
     islands = island_unit.islands_of_engine(engine)
     ranks = tuple(range(dist.get_world_size())) if islands is None else islands.ranks
     return unless_refused(functools.partial(_of_engine, engine, ranks), ranks)
@@ -52,7 +52,7 @@ def _of_engine(engine: Any, ranks: tuple[int, ...]) -> EngineWeights:
 def _collected(
     engine: Any, ranks: tuple[int, ...], layers: ExpertLayers, rename: Callable[[str], str]
 ) -> EngineWeights:
-    """Return the weights of ``engine``, each under what ``rename`` makes of its own name."""
+    """Return the weights of ``engine``, each under its name mapped by ``rename``."""
     from deepspeed.moe.utils import is_moe_param
 
     found, aliases = named_once(engine.module)
@@ -70,7 +70,7 @@ def _collected(
             begin += whole.numel
     tied = {
         alias: rename(name) for alias, name in aliases.items()
-        if not layers.has(alias)  # AutoEP's further name of its router
+        if not layers.has(alias)  # AutoEP has a further name for its router
     }  # fmt: skip
     unchanged = KnownParameters(engine.module)
     return EngineWeights(
@@ -95,14 +95,14 @@ def _is_on_disk(parameter: Any) -> bool:
 
 
 def _whole(name: str, parameter: Any, begin: int, numel: int) -> Held:
-    """Return ``numel`` values of a parameter from ``begin`` on, which are all of ``name``."""
+    """Return ``numel`` values of a parameter from ``begin`` on, which make up ``name``."""
     whole = numel == parameter.numel()
     living = _Living(parameter, begin, begin + numel)
     return Held(WeightRange(name, 0, numel), living.whole if whole else living.some)
 
 
 def _range_of(name: str, parameter: Any, begin: int, numel: int) -> Held:
-    """Return the part of ``name``, all or some of a parameter of stage 3, that is on this rank.
+    """Return this rank's range of ``name``, which is all or part of a stage-3 parameter.
 
     The padding behind the parameter's end is left out.
     """
@@ -117,7 +117,7 @@ def _range_of(name: str, parameter: Any, begin: int, numel: int) -> Held:
 
 
 class _Living:
-    """A parameter, held weakly: who publishes must not keep a dropped engine's weights alive."""
+    """A parameter, held weakly: a publisher must not keep a dropped engine's weights alive."""
 
     def __init__(self, parameter: Tensor, low: int, high: int) -> None:
         self._known, self._low, self._high = weakref.ref(parameter), low, high

@@ -1,4 +1,4 @@
-"""Gradient all-reduce of ZeRO stage 0 and of BF16_Optimizer, dimension ``dp``.
+"""Encode the gradient all-reduce of ZeRO stage 0 and of BF16_Optimizer, dimension ``dp``.
 
 Seam: ``DeepSpeedEngine.allreduce_bucket``, which gets a bucket of one dtype, group and divisor.
 ``allreduce_gradients`` and ``buffered_allreduce_fallback`` above it also handle sparse gradients
@@ -36,7 +36,7 @@ ALLREDUCE_BUCKET = Seam(
 
 
 def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """All-reduce the flattened bucket encoded; call upstream where there is no codec."""
+    """All-reduce the flattened bucket encoded; call upstream if there is no codec."""
 
     @functools.wraps(original)
     def allreduce_bucket(
@@ -68,12 +68,13 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
 class _Bucket(AllReduce):
     """Average of a bucket of gradients.
 
-    With error feedback all scaling comes first and in fp32: residuals are then in units of the
-    averaged gradient, and stay valid when the number of ranks changes.
+    With error feedback all scaling is done first, in fp32, so that residuals have the averaged
+    gradient's units and stay valid if the number of ranks changes.
 
     Attributes:
-        flat: the gradients as one tensor, as upstream returns them; ``work`` is what is summed.
-        after: factor that the sum still needs.
+        flat: the gradients as one tensor, in the form that upstream returns; ``work`` is the tensor
+            that is summed.
+        after: factor to apply to the sum.
     """
 
     engine: Any
@@ -93,7 +94,8 @@ class _Bucket(AllReduce):
             before, self.after = before * self.after, 1.0
             self.work = self.flat.to(torch.float32)
         elif codec.lossless:
-            self.work = self.flat.to(self.dtype)  # the dtype that native sends, for the same sums
+            # the dtype that native sends, so that sums are the same
+            self.work = self.flat.to(self.dtype)
         if before != 1.0:
             self.work.mul_(before)
         return self.work
@@ -138,7 +140,7 @@ def pieces_of(engine: Any, bucket: Sequence[Tensor]) -> list[Piece]:
         pieces = [_whole(parameter) for parameter in group]
         padding = flat.numel() - sum(piece.numel for piece in pieces)
         found[flat.data_ptr()] = [*pieces, Piece("", 0, padding)] if padding else pieces
-        for grad in bucket:  # views of it, where a part is frozen
+        for grad in bucket:  # views of the flat buffer if part of it is frozen
             start = (grad.data_ptr() - flat.data_ptr()) // flat.itemsize
             if 0 <= start < flat.numel() and grad.numel() < flat.numel():
                 found[grad.data_ptr()] = cut(pieces, start, start + grad.numel())

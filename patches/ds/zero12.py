@@ -1,10 +1,10 @@
-"""Gradient reduction of ZeRO stages 1 and 2, dimension ``dp``.
+"""Encode the gradient reduction of ZeRO stages 1 and 2, dimension ``dp``.
 
 Seam: ``DeepSpeedZeroOptimizer.allreduce_and_scatter``, which knows the owner of every slice of a
 bucket. Upstream all-reduces the whole bucket there and discards the slices that a rank does not
 own; this patch sends each slice to its owners only, which saves bytes in addition to the codec.
-``average_tensor`` above it has divided and chosen the stream, and is wrapped only to record where
-the bucket starts in memory.
+``average_tensor`` above it divides and chooses the stream; it is wrapped only to record where the
+bucket starts in memory.
 """
 
 from __future__ import annotations
@@ -47,24 +47,25 @@ ALLREDUCE_AND_SCATTER = Seam(
         "process_group",
     ),
 )  # fmt: skip
-#: storage offset of the bucket that is being averaged
+#: storage offset of the bucket being averaged
 _START: Scope[int | None] = Scope("bucket_start", None)
-#: whether upstream reduces the current bucket because it has no codec
+#: whether upstream reduces the current bucket, because it has no codec
 DECLINED: Scope[bool] = Scope("bucket_declined", False)
 
 
 class Slice(NamedTuple):
     """One slice of a bucket as upstream passes it: the part of one owner."""
 
-    start: int  # in the memory of the bucket
+    start: int  # offset in the bucket's memory
     numel: int
-    ranks: tuple[int, ...]  # group ranks that own it
-    values: Tensor  # 1-D view into the bucket, becomes the reduced gradient
-    output: Tensor | None  # fp32 accumulator of a compact partition (0.19.8), is added to
+    ranks: tuple[int, ...]  # group ranks that own the slice
+    values: Tensor  # 1-D view into the bucket, which becomes the reduced gradient
+    # fp32 accumulator of a compact partition (0.19.8), to which the gradient is added
+    output: Tensor | None
 
 
 def make_average_tensor(original: Callable[..., None]) -> Callable[..., None]:
-    """Record where the bucket starts in memory, to know which parameter a slice belongs to."""
+    """Record where the bucket starts in memory, to find the parameter of a slice."""
 
     @functools.wraps(original)
     def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
@@ -124,13 +125,13 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
 
 @dataclass(eq=False, kw_only=True)
 class _Bucket(ReduceToOwners):
-    """Sum of a bucket to the owners of its slices; numbers as in ``make_allreduce_and_scatter``."""
+    """Sum a bucket to its slices' owners; steps as in ``make_allreduce_and_scatter``."""
 
     optimizer: Any
     bucket_dtype: torch.dtype
     slices: Sequence[Slice]
     divides: bool
-    in_native_dtype: bool = False  # the sums of a lossless codec
+    in_native_dtype: bool = False  # for the sums of a lossless codec
 
     def load(self, codec: Codec) -> Tensor:
         """Join the slices and divide them, as upstream does before the sum."""
@@ -138,14 +139,14 @@ class _Bucket(ReduceToOwners):
         _keep_alive(self.optimizer, flat)
         if codec.lossless:
             self.in_native_dtype = True
-            flat = flat.to(self.dtype)  # the dtype that native sends, for the same sums
+            flat = flat.to(self.dtype)  # the dtype that native sends, so that sums are the same
         if self.divides:
             ranks = dist.get_world_size(self.group)
             flat = flat / (ranks / float(self.optimizer.sequence_parallel_size))
         return flat
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Return the parameters that the slices are parts of: whole ones, in order."""
+        """Return the whole parameters to which the slices belong, in order."""
         start, optimizer = _START.get(), self.optimizer
         assert start is not None, "a bucket outside average_tensor"
         params = [
@@ -171,9 +172,9 @@ class _Bucket(ReduceToOwners):
 
 @functools.lru_cache(maxsize=4096)
 def _ranges(slices: tuple[tuple[tuple[int, ...], int], ...]) -> tuple[OwnedRange, ...]:
-    """Return the ranges of slices, (owners, elements) each, in the flat tensor that they make.
+    """Return the ranges of slices, given as (owners, elements), in their flat tensor.
 
-    The bucket comes again in every step, and then has the same tuple: its plan is found by that.
+    Equal buckets get the same tuple in every step, by which their plan is found.
     """
     ranges, position = [], 0
     for ranks, numel in slices:
@@ -193,10 +194,10 @@ def _slice(element: Sequence[Any]) -> Slice:
 
 
 def _flatten(slices: Sequence[Slice]) -> Tensor:
-    """Join the slices into one tensor: a view where they are adjacent in memory, else a copy."""
+    """Join the slices into one tensor: a view if they are adjacent in memory, else a copy."""
     first, size = slices[0], slices[0].values.itemsize
     position, base = first.start, first.values.data_ptr() - size * first.start
-    for part in slices:  # two storages cannot begin at one address
+    for part in slices:  # two storages cannot start at the same address
         if part.start != position or part.values.data_ptr() != base + size * position:
             return torch.cat([part.values for part in slices])
         position += part.numel
@@ -205,12 +206,16 @@ def _flatten(slices: Sequence[Slice]) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _cut_pieces(whole: tuple[Piece, ...], edges: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
-    """Cut the bucket's parameters ``whole`` at ``edges``; the same tuple for equal buckets."""
+    """Cut the bucket's parameters ``whole`` at ``edges``; return the same tuple for equal
+    buckets.
+    """
     return tuple(piece for low, high in edges for piece in cut(whole, low, high))
 
 
 def _keep_alive(optimizer: Any, tensor: Tensor) -> None:
-    """Mark ``tensor`` as used by the reduction stream, so that its memory is not reused early."""
+    """Mark ``tensor`` as used by the reduction stream, so that its memory is not reused too
+    early.
+    """
     if optimizer.overlap_comm and tensor.is_cuda:
         tensor.record_stream(optimizer.reduction_stream)
 

@@ -1,8 +1,8 @@
-"""Count gradients of ZeRO stages 1 and 2 that are reduced on a path without a seam (``zero12``).
+"""Count gradients of ZeRO stages 1 and 2 that are reduced on a path without a seam.
 
-They take it with ``reduce_scatter: false``, ``use_multi_rank_bucket_allreduce: false`` or
-``contiguous_gradients: false``, which the check of the config has refused or announced, and stay
-native. The two functions that reduce them refuse any other path.
+That is the case under ``reduce_scatter: false``, ``use_multi_rank_bucket_allreduce: false`` or
+``contiguous_gradients: false``, which the check of the config has refused or announced; such
+gradients stay native. On any other path the two functions here raise an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREDIVIDE = Seam(
 
 
 def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Count what is reduced natively."""
+    """Count the native reduction of a bucket."""
 
     @functools.wraps(original)
     def allreduce_bucket(
@@ -58,7 +58,7 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def make_gradient_reduction_w_predivide(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Count what is reduced natively."""
+    """Count the native reduction of a tensor."""
 
     @functools.wraps(original)
     def gradient_reduction_w_predivide(
@@ -74,9 +74,9 @@ def make_gradient_reduction_w_predivide(original: Callable[..., Tensor]) -> Call
 def _count(
     optimizer: Any, seam: Seam, numel: int, dtype: torch.dtype, group: Any, to_one: bool
 ) -> None:
-    """Count a native reduction; ConfigError where the block asks for a compressed one."""
+    """Count a native reduction; raise ConfigError if the block asks for a compressed one."""
     channels = channels_of(optimizer)
-    if channels is None or DECLINED.get():  # the channel has counted that bucket
+    if channels is None or DECLINED.get():  # the channel has already counted that bucket
         return
     channel, strict = channels["dp"], channels.config.on_unsupported == "error"
     if strict and channel.encodes(numel, dtype, group):
@@ -92,12 +92,12 @@ def _count(
 
 @dataclass(eq=False, kw_only=True)
 class _Elsewhere(AllReduce):
-    """Reduction on a path without a seam, to all ranks or to one."""
+    """A reduction on a path without a seam, to all ranks or to one."""
 
     to_one: bool
 
     def native_nbytes(self, size: int) -> int:
-        """Return the bytes: a reduce to one rank moves each rank's share once, not twice."""
+        """Return the bytes: reducing to one rank sends each rank's share once instead of twice."""
         nbytes = super().native_nbytes(size)
         return nbytes // 2 if self.to_one else nbytes
 

@@ -1,13 +1,13 @@
-"""Gradient reduce-scatter of ZeRO stage 3, dimension ``dp``.
+"""Encode the gradient reduce-scatter of ZeRO stage 3, dimension ``dp``.
 
 Seam: the name ``reduce_scatter_coalesced`` in module ``stage3``, which imported the function, so
 replacing it in ``coalesced_collectives`` would change nothing. ``__avg_scatter_grads`` around it is
-wrapped only to know which parameters are reduced.
+wrapped only to find out which parameters are reduced.
 
-Upstream pads every parameter to a multiple of the ranks with ``torch.empty`` and sends the padding
-too; here undefined values never affect a codec's scale: shards end with zeros where several would
-be shorter than the first, so that all are encoded in one launch, and are not padded elsewhere. The
-gradients are divided by the number of ranks before the sum, as upstream does.
+Upstream pads every parameter with ``torch.empty`` to a multiple of the ranks and sends the padding
+too. Here undefined values never affect a codec's scale: shards are padded with zeros only if
+several would be shorter than the first, so that all are encoded in one launch. Gradients are
+divided by the number of ranks before the sum, as in upstream.
 
 Not covered: ``reduce_scatter: false`` and qgZ, which the check of the config refuses or announces.
 """
@@ -49,7 +49,7 @@ _REDUCING: Scope[tuple[Channel, Sequence[Any], bool] | None] = Scope("stage3", N
 
 
 def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Publish the channel and the parameters whose gradients are reduced next."""
+    """Publish the channel, and the parameters whose gradients are reduced next."""
 
     @functools.wraps(original)
     def __avg_scatter_grads(
@@ -68,7 +68,7 @@ def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..
 def make_reduce_scatter_coalesced(
     original: Callable[..., list[Tensor]],
 ) -> Callable[..., list[Tensor]]:
-    """Reduce-scatter gradients encoded; call upstream where there is no codec."""
+    """Reduce-scatter gradients encoded; call upstream if there is no codec."""
 
     @functools.wraps(original)
     def reduce_scatter_coalesced(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
@@ -92,7 +92,7 @@ def make_reduce_scatter_coalesced(
 
 @dataclass(eq=False, kw_only=True)
 class _Gradients(ReduceScatter):
-    """Average of this rank's part of every gradient, in the gradients' dtype.
+    """Average this rank's part of every gradient, in the gradients' dtype.
 
     1 lay out the parts by destination: rank r gets ``[r * chunk, (r + 1) * chunk)`` of each
     2 average: divide before the sum, as upstream does
@@ -126,7 +126,7 @@ class _Gradients(ReduceScatter):
         return Shards(flat.to(work).div_(layout.ranks), layout.each)
 
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Return the parts of parameters in each destination's shard."""
+        """Return the parameters' parts in each destination's shard."""
         return _pieces(tuple(getattr(param, NAME) for param in self.params), self._layout)
 
     @functools.cached_property
@@ -144,13 +144,13 @@ class _Gradients(ReduceScatter):
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Layout of gradients of these elements by destination; one object for equal gradients.
+    """Layout, by destination, of gradients with these elements; one object for equal gradients.
 
     Attributes:
-        chunks: elements of a part, by gradient; those of the last destinations may be shorter or
+        chunks: elements of each gradient's parts; parts of the last destinations may be shorter or
             empty.
-        runs: destinations ``[low, high)`` whose parts have the same lengths, these lengths, and how
-            many zeros follow.
+        runs: destinations ``[low, high)`` with equal part lengths, these lengths, and the number of
+            zeros that follow.
         each: elements of a shard, zeros included; the last one may be shorter.
     """
 
@@ -168,7 +168,7 @@ class _Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(numels: tuple[int, ...], ranks: int) -> _Layout:
-    """Lay out gradients, not all of them empty, by runs of destinations with equal sizes."""
+    """Lay out gradients, at least one of them non-empty, by runs of destinations of equal sizes."""
     chunks = tuple(_chunk(numel, ranks) for numel in numels)
     plain = _Layout(numels, ranks, chunks, (), sum(chunks))
     edges = {0, ranks}
@@ -184,7 +184,7 @@ def _layout(numels: tuple[int, ...], ranks: int) -> _Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _pieces(names: tuple[str, ...], layout: _Layout) -> tuple[tuple[Piece, ...], ...]:
-    """Return the parts of the parameters ``names`` by destination; always the same tuple."""
+    """Return the parts of parameters ``names`` by destination; the same tuple on every call."""
     found = []
     starts = list(zip(names, layout.chunks, strict=True))
     for low, high, lengths, gap in layout.runs:

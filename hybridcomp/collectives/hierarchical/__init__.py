@@ -1,1 +1,1 @@
-"""Collectives in two levels or more: native messages inside the largest units, encoded between."""
+"""Collectives in two or more levels: native inside nodes or sites, encoded between them."""

@@ -1,9 +1,9 @@
 """Find the node of every rank, and the switches and sites that hold the nodes.
 
 DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torchrun ``GROUP_RANK``
-(torch.distributed.elastic): the number of the node. Unless all ranks have one of these, ranks
-with the same host name and boot id share a node, as in NCCL (its ``getHostHash``). Switches above
-nodes are told by Slurm's ``SLURM_TOPOLOGY_ADDR`` (its topology/tree), such as ``s0.s3.node7``.
+(torch.distributed.elastic): the number of the node. Unless all ranks have one of these, ranks with
+the same host name and boot id share a node, as in NCCL (its ``getHostHash``). Switches above nodes
+are read from Slurm's ``SLURM_TOPOLOGY_ADDR`` (its topology/tree), such as ``s0.s3.node7``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.agreement import tell
 
-#: ``auto``, ``none``, the number of consecutive ranks that share a node, or a list: ranks of a
-#: node, nodes of a switch or site, and so on, ``auto`` where the launcher tells
+#: ``auto``, ``none``, the number of consecutive ranks that share a node, or a list of ranks per
+#: node, nodes per switch or site, and so on, with ``auto`` for numbers that the launcher knows
 Hierarchy = Literal["auto", "none"] | int | list[int | Literal["auto"]]
 #: environment variables with the number of the node, by launcher
 VARIABLES = ("CROSS_RANK", "GROUP_RANK")
@@ -36,8 +36,8 @@ class PlacedRanks:
     """Nodes of a job's ranks.
 
     Attributes:
-        units: by level, the innermost first, a number for the unit of every global rank.
-        source: what told the nodes.
+        units: for each level, the innermost first, the unit number of every global rank.
+        source: where the nodes are known from, for messages.
     """
 
     units: list[list[int]]
@@ -45,9 +45,9 @@ class PlacedRanks:
 
 
 def placed(hierarchy: Hierarchy) -> PlacedRanks:
-    """Find the units that hold each rank; a collective through the rendezvous store with ``auto``.
+    """Find the units that hold each rank; with ``auto`` a collective through the rendezvous store.
 
-    Raises ConfigError where a number does not divide what it groups, or nobody tells a unit.
+    Raises ConfigError if a number does not divide the units below it, or if a unit is unknown.
     """
     first, *above = _widths(hierarchy)
     if isinstance(first, int):
@@ -67,9 +67,9 @@ def placed(hierarchy: Hierarchy) -> PlacedRanks:
 
 
 def check_widths(hierarchy: Hierarchy, ranks: int) -> None:
-    """Raise ConfigError where a number does not divide what it groups in a job of ``ranks``.
+    """Raise ConfigError if a number does not divide the units below it in a job of ``ranks``.
 
-    Levels above one that only the launcher tells are not checked.
+    Levels above an ``auto`` level are not checked.
     """
     count = ranks
     for level, width in enumerate(_widths(hierarchy)):

@@ -1,8 +1,8 @@
 """Sum, gather and scatter inside a node, natively, for collectives in two levels.
 
 With N nodes of L ranks the flat collectives send an encoded value from every rank to every other
-node; in two levels a node sends the encoded sum of its ranks, 1/L of that. The messages in here are
-native, for links that are faster than a codec.
+node; in two levels a node sends the encoded sum of its ranks, 1/L of that. The messages of this
+module are native, for links that are faster than a codec.
 
 Bounds: the codec encodes a node's sum S_a. By the triangle inequality the largest magnitude of a
 segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an fp32
@@ -10,14 +10,14 @@ sum, which ``Codec.for_presummed`` allows for). A codec that keeps ``error <= bo
 over N senders therefore keeps ``bound * sum_r M_r`` over all ranks: the bound of the flat
 collective holds as it is, with the codec's budget split for N senders and as many quantizations.
 
-Residuals belong to a node's sum: a rank holds only those of its stretch, so the ranks of a node
-hold every element once.
+Residuals belong to a node's sum: a rank holds only the residuals of its slice, so the ranks of a
+node together hold every element once.
 
 In more than two levels "node" here stands for a largest unit, such as a site of several nodes: its
-ranks sum and gather level by level, and what leaves the unit is quantized as often as in two
-levels. A level may have a codec for its sums: with e_l its bound for the values that a rank sends
-on level l, the sum of all units is off by at most the sum of the e_l over all senders of all these
-levels, beside what the codec between the units leaves out of the sums that it gets.
+ranks sum and gather level by level, and values that leave the unit are quantized as often as in two
+levels. A level l may have a codec for its sums, with bound e_l for the values that a rank sends.
+The error of the total is then at most the sum of e_l over all senders of these levels, plus the
+error of the codec between the units.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from hybridcomp.collectives.wire import (
 def node_sum(
     values: Tensor, lengths: Sequence[int], codec: Codec, how: Reduction
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Sum over the node what will cross: ``(buffer to give back, sum of this rank's stretch)``.
+    """Sum over the node: ``(buffer to give back, this rank's slice of the sum)``.
 
-    ``_sum_levels`` of ``values`` and ``lengths``, plus what ``how`` has kept of earlier messages.
-    The sum is fp32, or of the dtype of ``values`` for a lossless codec that flushes no residuals.
+    It is ``_sum_levels`` of ``values`` and ``lengths``, plus the sums that ``how`` kept of earlier
+    messages: fp32, or the dtype of ``values`` for a lossless codec that flushes no residuals.
     """
     buffer, total = yield from _sum_levels(values, lengths, how)
     if how.kept is not None:
@@ -79,12 +79,12 @@ def keep_sum(values: Tensor, lengths: Sequence[int], how: Transfer, total: Tenso
 def _sum_levels(
     values: Tensor, lengths: Sequence[int], how: Transfer
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Sum over the node: ``(buffer to give back, the fp32 sum of this rank's stretch)``.
+    """Sum over the node: ``(buffer to give back, this rank's slice of the fp32 sum)``.
 
-    ``values`` (1-D, contiguous) holds a stretch of ``lengths[l]`` elements for every local rank l.
-    They travel in their dtype and are summed in fp32 in local order: an all-to-all costs the bytes
-    of a reduce-scatter, and no 16-bit rounding of partial sums. In more than two levels the sums of
-    a level are the fp32 values of the next.
+    ``values`` (1-D, contiguous) holds a slice of ``lengths[l]`` elements for every local rank l.
+    The slices travel in their dtype and are summed in fp32 in local order: an all-to-all costs the
+    bytes of a reduce-scatter, without rounding partial sums to 16 bits. In more than two levels,
+    the fp32 sums of one level are the values of the next.
     """
     levels = how.group.levels
     assert levels is not None
@@ -107,7 +107,7 @@ def _sum_levels(
 def _sum_stretch(
     values: Tensor, lengths: Sequence[int], group: Group, meter: Meter
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Sum over ``group``: ``(buffer to give back, the fp32 sum of this rank's stretch)``.
+    """Sum over ``group``: ``(buffer to give back, this rank's slice of the fp32 sum)``.
 
     ``lengths``: elements of ``values`` for every rank of ``group``, in order.
     """
@@ -135,7 +135,7 @@ def _sum_stretch(
 def _sum_encoded(
     values: Tensor, lengths: Sequence[int], via: Transfer
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Sum encoded values as ``_sum_stretch`` does: each rank adds its own exactly, in rank order.
+    """Sum encoded values like ``_sum_stretch``; each rank adds its own exactly, in rank order.
 
     Blocks of the codec may cross the borders of parameters.
     """
@@ -162,8 +162,8 @@ def _sum_encoded(
 def _gather(values: Tensor, stages: Sequence[Group], meter: Meter) -> Steps[tuple[Tensor, Tensor]]:
     """Gather equally long ``values`` (1-D, contiguous) over the groups ``stages``, the last first.
 
-    So what one level has gathered is one message of the next, and in the end all lies by local
-    index. Returns ``(buffer to give back, what was gathered)``.
+    The result of one level is one message of the next, so the final order is by local index.
+    Returns ``(buffer to give back, gathered values)``.
     """
     buffer: Tensor | None = None
     for group in reversed(stages):
@@ -181,10 +181,10 @@ def join_columns(
 ) -> tuple[Tensor, list[int], int | list[int]]:
     """Join ``shards``, by group rank, in the order in which ``node_sum`` takes them.
 
-    Returns ``(values, elements for each local rank, elements of this rank's column)``, the last one
-    number where shards are equally long, else a number for each node. ``flat``: the shards as one
-    tensor, where they are one in memory and ``levels`` has a shape. Equal ones are brought into
-    that order by one copy, and nobody goes through them one by one.
+    Returns ``(values, elements for each local rank, elements of this rank's column)``; the last is
+    one number if shards are equally long, else a number for each node. ``flat``: the shards as one
+    tensor, if they are contiguous in memory and ``levels`` has a shape. Equally long shards are
+    reordered by a single copy, without a loop over them.
     """
     each = shards[0].numel()
     if flat is not None and flat.numel() == each * len(shards):
@@ -201,7 +201,8 @@ def place_columns(column: Tensor, out: Tensor, levels: Levels, meter: Meter) -> 
     """Gather the ``column`` of every local rank over the node and write it into ``out``.
 
     ``column``: equally long shards of the ranks of ``levels.gathered``, in order; ``out``: those of
-    all ranks, by group rank. One copy writes all. In more than two levels a node is the innermost.
+    all ranks, by group rank. One copy writes everything. In more than two levels "node" is the
+    innermost unit.
     """
     numel, shape = column.numel() // levels.gathered.size, levels.shape
     wire, found = yield from _gather(column, levels.stages[:1], meter)
@@ -236,7 +237,7 @@ def gather_inside(
 def ranges_of_nodes(
     ranges: Sequence[OwnedRange], within: Range, levels: Levels
 ) -> list[OwnedRange]:
-    """Return the ranges inside the stretch ``within``, from its start, with nodes for owners."""
+    """Return the ranges in the slice ``within``, relative to its start, with owner nodes."""
     node_of = levels.node_of
     return [
         OwnedRange(low - within[0], high - within[0], tuple(sorted({node_of[r] for r in owners})))
@@ -256,7 +257,7 @@ def scatter_intra_node(
     levels: Levels,
     meter: Meter,
 ) -> Steps[list[Tensor]]:
-    """Send ``sums`` (of this rank's stretch) to their owners on this node, in fp32.
+    """Send ``sums`` (of this rank's slice) to their owners on this node, in fp32.
 
     Returns the sum of every range that this rank owns, in order.
     """
@@ -295,9 +296,9 @@ def _exchange_inside(
     levels: Levels,
     meter: Meter,
 ) -> Steps[list[list[Tensor]]]:
-    """Send ``rows[l]`` to local rank l; return tensors of ``numels[l]`` elements from rank l.
+    """Send ``rows[l]`` to local rank l; return tensors of ``numels[l]`` elements from each rank l.
 
-    All fp32. Tensors that a rank sends to itself are returned as they are.
+    All tensors are fp32. Those that a rank sends to itself are returned as they are.
     """
     me = levels.local
     order = [local for local in levels.order if local != me]

@@ -1,9 +1,9 @@
 """Arrange the ranks of a group by the units that contain them: nodes, switches, sites.
 
-The ranks of the largest unit that a group spans sum before one message of theirs is encoded. They
-do so level by level, first with those that are nearest: a rank has one digit a level, its place
-among the units that are summed there, and its local index is these digits, the innermost first.
-With the local indices in that order each level cuts the values into stretches that lie together.
+The ranks of each largest unit that a group spans sum their values natively before they encode one
+message. They sum level by level, nearest ranks first. A rank has one digit per level, its position
+among the units summed there; its local index consists of these digits, the innermost first. With
+local indices in that order, each level cuts the values into contiguous slices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Arrangement:
         grid: group ranks by largest unit, then by local index.
         stages: for each level inside of these units, the innermost first, the group ranks that sum
             natively together, ascending.
-        note: what the user must know, or "".
-        levels: for each of ``stages`` the number of its level, the innermost 0; -1: of several.
+        note: a remark for the user, or "".
+        levels: level number of each of ``stages``, counted from the innermost, 0; -1: it joins
+            several levels.
     """
 
     grid: tuple[Members, ...]
@@ -39,10 +40,10 @@ class Arrangement:
 
 
 def arrange(units: Sequence[Sequence[int]]) -> Arrangement | str | None:
-    """Arrange a group, from the number of the unit of every group rank, by level, innermost first.
+    """Arrange a group; ``units``: per level, innermost first, the unit number of every group rank.
 
-    None where there are no two levels: one unit, or one rank in each of the largest units. A
-    sentence where the group spans units, but is no grid of units times local ranks.
+    Returns None if there are not two levels (a single unit, or one rank in each largest unit), or a
+    sentence if the group spans units but is no grid of units times local ranks.
     """
     spanned = [level for level in units if len(set(level)) > 1]
     grid = grid_of(spanned[-1]) if spanned else None
@@ -71,8 +72,8 @@ def arrange(units: Sequence[Sequence[int]]) -> Arrangement | str | None:
 def grid_of(nodes: Sequence[int]) -> tuple[Members, ...] | str | None:
     """Group ranks by node, from the node of every group rank.
 
-    None where there are no two levels: one node, or one rank on each. A sentence where the group
-    spans nodes, but is no grid of nodes times local ranks.
+    Returns None if there are not two levels (a single node, or one rank on each), or a sentence if
+    the group spans nodes but is no grid of nodes times local ranks.
     """
     rows = _by_unit(range(len(nodes)), nodes)
     counts = {len(row) for row in rows}
@@ -93,7 +94,7 @@ def grid_of(nodes: Sequence[int]) -> tuple[Members, ...] | str | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """The ranks of one unit: by local index, the widths of its levels, who sums on each."""
+    """Ranks of one unit by local index, widths of its levels, and groups that sum on each."""
 
     order: Members
     widths: tuple[int, ...]
@@ -103,7 +104,7 @@ class _Part:
 def _part(row: Members, levels: Sequence[Sequence[int]]) -> _Part | None:
     """Arrange the ranks ``row`` of one unit, which consists of the smaller units of ``levels``.
 
-    None where these are no regular grid.
+    Returns None if these form no regular grid.
     """
     if not levels:
         return _Part(row, (len(row),), ((row,),))

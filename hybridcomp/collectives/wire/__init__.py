@@ -1,23 +1,23 @@
 """Wire: the layer between codecs and torch.distributed that all collectives use.
 
-group          the ranks of a message, how values travel between them and how they are summed
-handle         steps of a collective, the handle that drives them, the meter of what they cost
-steps          steps without a message, or of a single one
-cuts           chunks of ranks, stretches between parameters, rounds
-encoding       values into payloads and back, error feedback, buffers
-exchange_plan  what all-to-alls of payloads of the same lengths, and sums by them, have in common
-exchanges      all-to-all of payloads; encoded parts to their owners, who add them up
-message_rounds how long messages are cut, so that coding overlaps with sending
-varying        payloads whose sizes vary with the values
-at_once        all payloads whose sizes vary in few launches, on a GPU
-gathers        all-gather of payloads
-relays         all-gather over several groups, one after the other
-payload_sizes  sizes of payloads of variable size
-splits         lengths of the parts of an all-to-all
-transport      bytes between ranks; only this calls torch.distributed for messages
-staging        pinned host memory for GPU tensors over gloo
-device_clock   the time that a GPU takes
-marks          spans of each message in a trace of torch's profiler
+group           the ranks of a message, how values travel between them and how they are summed
+handle          steps of a collective, the handle that drives them, the meter of bytes and seconds
+steps           steps without a message, or of a single one
+chunking        chunks of ranks, slices between parameters, rounds
+encoding        encoding, decoding, error feedback, buffers
+exchange_plan   plans of all-to-alls of payloads, and of sums that use them
+exchanges       all-to-all of payloads, and sums at owners
+message_rounds  cutting long messages, so that coding overlaps with sending
+varying         payloads of variable size
+batched_kernels all variable-size payloads in few launches, on a GPU
+gathers         all-gather of payloads
+chained_gather  all-gather over several groups, one after the other
+payload_sizes   sizes of payloads of variable size
+splits          lengths of the parts of an all-to-all
+transport       bytes between ranks; only this calls torch.distributed for messages
+staging         pinned host memory for GPU tensors over gloo
+device_clock    GPU time of encoding and waiting
+profiler_ranges spans of each message in a trace of torch's profiler
 
 Operations above import from here, not from its parts.
 """

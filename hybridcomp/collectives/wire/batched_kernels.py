@@ -12,7 +12,7 @@ from hybridcomp.codecs.base import PieceKernel
 from hybridcomp.codecs.residual_runs import LONGEST, runs
 from hybridcomp.collectives.wire.encoding import POOL, Coder, EncodeRequest, decode_fp32
 
-#: fp32 values that are decoded side by side begin at multiples of so many, which move as one
+#: fp32 values that are decoded side by side begin at multiples of this many, which load as a vector
 ALIGNED = 4
 
 
@@ -23,13 +23,11 @@ def encode_at_once(
     dtype: torch.dtype,
     words: Tensor,
 ) -> bool:
-    """Do for all ``jobs`` what ``encode_job`` does for each; ``words`` (int64) get the sizes.
+    """Encode all ``jobs`` like ``encode_job``, in few launches; ``words`` (int64) get the sizes.
 
-    Residuals of fewer bits than 32 are unpacked in stretches of up to LONGEST values; all of a
-    stretch are read before any is written, as on a CPU.
-
-    Returns whether it was done. Not possible, and nothing changed, where only some jobs have a
-    residual, or residuals are of two kinds.
+    Residuals of fewer than 32 bits are unpacked in runs of up to LONGEST values; a whole run is
+    read before any of it is written, as on a CPU. Returns False, with nothing changed, if only some
+    jobs have a residual or residuals are of two kinds.
     """
     kept = [job.residual for job in jobs if job.residual is not None]
     wide = [one for one in kept if isinstance(one, Tensor)]
@@ -59,7 +57,7 @@ def _encode(
     dtype: torch.dtype,
     words: Tensor,
 ) -> None:
-    """Encode all ``jobs``, which have these ``residuals`` (fp32), or none of them has one."""
+    """Encode all ``jobs``; ``residuals`` are theirs in fp32, or there are none."""
     if not residuals:
         kernel.encode([job.values.to(dtype) for job in jobs], slots, words)
     else:
@@ -77,7 +75,7 @@ def _settle(
     slots: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Decode the payloads of jobs that ask for it, and subtract them from their residuals."""
+    """Decode the payloads of jobs that request it, and subtract them from the jobs' residuals."""
     asked = [index for index, job in enumerate(jobs) if residuals or job.decoded is not None]
     if not asked:
         return
@@ -105,7 +103,7 @@ def decode_all_fp32(
     out: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Decode ``payloads`` of ``dtype`` into fp32 ``out``, with a ``kernel`` all at once."""
+    """Decode ``payloads`` of ``dtype`` into fp32 ``out``, all at once if there is a ``kernel``."""
     if kernel is not None and len(out) > 1:
         kernel.decode_fp32(payloads, out, dtype)
         return
@@ -124,14 +122,15 @@ def add_at_once(
 ) -> None:
     """Add all ranks' payloads of variable size to the sums in ``out``, in rank order.
 
-    1 fill sums that hold nothing yet, 2 add the payloads of the ranks before this one, 3 its exact
-    values, or its payloads, 4 the payloads of those behind it.
+    1 initialize empty sums, 2 add the payloads of lower ranks, 3 this rank's exact values or
+    payloads, 4 the payloads of higher ranks.
 
     Args:
-        rows: by rank, the payload of each sum; of rank ``me`` None where it adds ``own`` values.
-        own: by sum; None: they are in ``out`` already.
+        rows: by rank, the payload for each sum; None for sums to which rank ``me`` adds its ``own``
+            values.
+        own: this rank's values for each sum; None: ``out`` already holds them.
         fresh: by sum, whether ``out`` holds nothing yet.
-        dtype: that was encoded.
+        dtype: the encoded dtype.
     """
     # 1
     firsts = zip(out, rows[0], fresh, strict=True)
@@ -160,7 +159,7 @@ def _add_columns(
     out: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Add the payloads of ``rows``, by rank, to their sums."""
+    """Add each rank's row of payloads to the sums."""
     columns = [[row[part] for row in rows] for part in range(len(out))]
     full = [[payload for payload in column if payload is not None] for column in columns]
     chosen = [(column, one) for column, one in zip(full, out, strict=True) if column]

@@ -1,7 +1,7 @@
 """Gather payloads over several groups, one after the other, as if these were one group.
 
-In more than two levels a payload that has crossed to a site goes on to its other nodes as it is: no
-rank decodes it on the way, and no link carries decoded values in its place.
+In more than two levels, a payload that has crossed to a site is forwarded to its other nodes as it
+is: no rank decodes it on the way, and no link carries decoded values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
 
 
 class _Relayed(Work):
-    """All-gather over the first hop, then of what that has brought over the next ones."""
+    """All-gather over the first hop, then gather its result over each next hop."""
 
     def __init__(self, out: Tensor, values: Tensor, group: Group, meter: Meter) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class _Relayed(Work):
         self._work: Work | None = self._posted(values)
 
     def _posted(self, values: Tensor) -> Work:
-        """Post the gather of ``values``, those of ``_held`` ranks, over the next hop."""
+        """Post the gather of ``values``, which ``_held`` ranks contributed, over the next hop."""
         hop = self._group.hops[self._hop]
         self._hop, self._held = self._hop + 1, self._held * hop.size
         return transport.all_gather(self._block(), values, hop, self._meter)
 
     def _block(self) -> Tensor:
-        """Return the part of ``out`` with the values of the ``_held`` ranks around this one."""
+        """Return the part of ``out`` for the ``_held`` ranks among which this rank is."""
         first = self._group.rank // self._held * self._held
         return self._out[first * self._each : (first + self._held) * self._each]
 

@@ -1,4 +1,4 @@
-"""Cut a flat tensor: into chunks for the ranks of a group, at parameters, and into rounds."""
+"""Cut a flat tensor into chunks for the ranks of a group, at parameters, and into rounds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Range = tuple[int, int]
 
 #: chunks start at multiples of this many elements: no codec block of 4, 16 or 32 is cut
 CHUNK_ALIGN = 32
-#: Elements. For every codec of fixed size, so many values are whole blocks and tiles, and their
-#: payload is a multiple of 16 bytes: a tensor cut there has the same payload bytes as the whole.
+#: in elements: for every codec of fixed size this many values are whole blocks and tiles with a
+#: payload of a multiple of 16 bytes, so a tensor cut there has the same payload bytes as the whole
 SEGMENT_ALIGN = 65536
 
 
@@ -27,7 +27,7 @@ class OwnedRange:
     ranks: tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)  # every message needs it, and messages have few lengths
+@lru_cache(maxsize=4096)  # cached: every message calls this, and messages have few lengths
 def chunk_ranges(numel: int, world_size: int) -> tuple[Range, ...]:
     """Return ``[start, stop)`` of every rank's chunk: the even split that ``all_reduce`` uses.
 
@@ -41,7 +41,7 @@ def chunk_ranges(numel: int, world_size: int) -> tuple[Range, ...]:
 
 
 def stretches(start: int, stop: int, cuts: Sequence[int]) -> list[Range]:
-    """Cut ``[start, stop)`` at those of ``cuts`` (ascending) that lie inside; [] if it is empty."""
+    """Cut ``[start, stop)`` at the ``cuts`` (ascending) that lie inside; [] if it is empty."""
     inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)]
     edges = [start, *inside, stop]
     return [edge for edge in pairwise(edges) if edge[0] < edge[1]]
@@ -57,7 +57,7 @@ def cut_rows(rows: Sequence[Sequence[Range]], count: int) -> list[list[list[Rang
 def _cut(row: Sequence[Range], count: int) -> list[list[Range]]:
     """Cut ``row`` into ``count`` parts of about the same length; the last ones may be empty.
 
-    Each part begins a multiple of SEGMENT_ALIGN elements, or none, after the start of a stretch.
+    Each part begins at a multiple of SEGMENT_ALIGN elements after the start of a slice.
     """
     total = sum(stop - start for start, stop in row)
     parts: list[list[Range]] = [[]]

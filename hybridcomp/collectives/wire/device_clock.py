@@ -1,10 +1,10 @@
-"""Measure the device's time of a collective's coding and waiting, on a GPU.
+"""Measure the GPU time of a collective's coding and waiting.
 
-The host's time would only be that of launches. The device's is read from pairs of events around
-coding and around the stream's wait for the wire. Recording one takes a microsecond or two and waits
+Host time would only measure launches. GPU time is read from pairs of events around coding and
+around the stream's wait for the wire. Recording an event takes one or two microseconds and waits
 for nothing, but a step may have thousands, so only some steps are timed: with a ``DeviceClock``,
-and with ``SILENT`` in the others. Events can be read once the device has passed them; no code waits
-for that before a report, and ``drain`` reads those that are ready.
+and with ``SILENT`` in the others. Events can be read once the device has passed them: ``drain``
+reads those that are ready, and only a report waits for the rest.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 from hybridcomp.collectives.wire.handle import Kind, Meter, StreamSpan, TimedBody
 
-#: spans kept until the end of a step; an evaluation sends any number of messages within a step
+#: most spans kept until the end of a step; an evaluation can send any number of messages in a step
 WAITING = 1024
 
 
 class Totals(Protocol):
-    """Totals to which a device's seconds are added in the end."""
+    """Totals to which device seconds are finally added."""
 
     device_codec_s: float
     device_wait_s: float

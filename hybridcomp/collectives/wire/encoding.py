@@ -2,8 +2,9 @@
 
 The pool keeps scratch and wire buffers between calls. A fresh 32 MiB buffer on a CPU costs 8192
 page faults, more than the codec that fills it. On a GPU torch's caching allocator does the same
-job, so only CPU buffers are kept. It reuses a buffer on the stream that was current when it was
-taken: where a handle is waited for on another stream, ``record_stream`` must name that one.
+job, so only CPU buffers are kept. That allocator reuses a buffer on the stream that was current
+when it was allocated: if a handle is waited for on another stream, ``record_stream`` must name that
+stream.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.errors import CodecError
 
-#: 16-bit values in memory are a payload of their cast codec; so many of them take PAYLOAD_ALIGN
-#: bytes
+#: this many 16-bit values take PAYLOAD_ALIGN bytes; in memory they equal a payload of their cast
+#: codec
 CAST_STEP = PAYLOAD_ALIGN // 2
 #: elements of a slice; two fp32 tensors of this length, half a MB, fit in a core's cache
 CACHED = 1 << 16
-#: attribute of a buffer on a GPU: the address of the stream that it was taken on
+#: attribute of a GPU buffer: address of the stream on which it was taken
 STREAM = "_hybridcomp_stream"
 
 
 def current_stream(index: int) -> int:
-    """Return the address of torch's current stream on GPU ``index``; an object would take 2 us."""
+    """Return the address of torch's current stream on GPU ``index``; an object takes 2 us."""
     found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return int(found(index) if found else torch.cuda.current_stream(index).cuda_stream)
 
@@ -44,13 +45,13 @@ def current_stream(index: int) -> int:
 class Pool:
     """Pool of free uint8 CPU buffers.
 
-    A buffer that was taken belongs to one call until it is given back, so that any number of calls
-    may be in flight; the pool grows to the largest number in use at once. A buffer that is never
+    A taken buffer belongs to one call until it is given back, so any number of calls may be in
+    flight; the pool grows to the largest number of buffers in use at once. A buffer that is never
     given back (its call failed) is simply freed.
     """
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []  # by size, smallest first
+        self._free: list[Tensor] = []  # free buffers by size, smallest first
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
@@ -61,7 +62,8 @@ class Pool:
                     if buffer.numel() >= nbytes:
                         return self._free.pop(index)
                 if self._free:
-                    self._free.pop()  # all are too small for this message: replace the largest
+                    # all free buffers are too small for this message: replace the largest
+                    self._free.pop()
             with torch.inference_mode(False):  # code outside inference_mode writes it later
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -70,12 +72,14 @@ class Pool:
         return made
 
     def take_fp32(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ``(buffer to give back, a view of it as numel fp32 elements)``."""
+        """Return ``(buffer to give back, its first numel fp32 elements)``."""
         buffer = self.take(4 * numel, device)
         return buffer, buffer[: 4 * numel].view(torch.float32)
 
     def take_bytes(self, nbytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ``(buffer to give back, its first nbytes bytes)``; no view (1 us) of all of it."""
+        """Return ``(buffer to give back, its first nbytes bytes)``; without a view (1 us) of
+        all.
+        """
         buffer = self.take(nbytes, device)
         return buffer, buffer if buffer.numel() == nbytes else buffer[:nbytes]
 
@@ -104,21 +108,21 @@ POOL = Pool()
 
 @dataclass(eq=False)
 class EncodeRequest:
-    """One stretch of values to encode; the same job may go to several ranks, as the same bytes.
+    """One slice of values to encode; the payload may go to several ranks, as the same bytes.
 
-    With a ``residual`` ``values + residual`` is sent and the residual becomes the error of
-    the encoding. ``residual is values`` means that it holds the sum already.
-    ``decoded`` (fp32) receives the decoded values of the payload; it may be ``values`` itself.
+    With a ``residual`` ``values + residual`` is sent and the residual becomes the error of the
+    encoding. ``residual is values`` means that this tensor already holds the sum. ``decoded``
+    (fp32) receives the decoded values of the payload; it may be ``values`` itself.
     """
 
     values: Tensor
     residual: Residual | None = None
     decoded: Tensor | None = None
-    #: the buffer of an unpacked residual between the two halves of an encoding
+    #: fp32 buffer of an unpacked residual between the two halves of an encoding
     _wide: Tensor | None = None
 
     def unpacked(self, residual: QuantizedResidual) -> Tensor:
-        """Return the quantized ``residual`` of this job as fp32 in a buffer that stays with it."""
+        """Return the quantized ``residual`` as fp32, in a buffer that this request keeps."""
         numel = residual.numel()
         if self._wide is None:
             self._wide, wide = POOL.take_fp32(numel, self.values.device)
@@ -126,14 +130,14 @@ class EncodeRequest:
         return self._wide[: 4 * numel].view(torch.float32)
 
     def pack(self, residual: QuantizedResidual) -> None:
-        """Quantize what is in the buffer of ``unpacked`` now, and give it back."""
+        """Quantize the buffer of ``unpacked`` into ``residual``, and give the buffer back."""
         residual.pack(self.unpacked(residual))
         POOL.give(self._wide)
         self._wide = None
 
 
 class SlotCoder:
-    """Codec of fixed size whose kernels a plan has looked up, for values that were checked.
+    """Codec of fixed size with kernels that a plan has looked up, for values that were checked.
 
     Encodes into slots and decodes payloads of exactly ``wire_nbytes`` bytes, as the plan sized
     them; the kernels themselves refuse shorter ones.
@@ -159,16 +163,16 @@ class SlotCoder:
         self._decode(self._setting, code, source, nbytes, place, out.numel(), add, threads)
 
     def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        """Add what ``payload`` holds to fp32 ``out``, whatever ``dtype`` was encoded."""
+        """Add the decoded ``payload`` to fp32 ``out``; the encoded ``dtype`` does not matter."""
         self.decode(payload, out, add=True)
 
 
-#: what encodes and decodes the payloads of a message
+#: encodes and decodes the payloads of a message
 Coder = Codec | SlotCoder
 
 
 def coder_of(codec: Codec, device: torch.device) -> Coder:
-    """Return ``codec`` with its kernels for ``device`` looked up, where it has such kernels."""
+    """Return ``codec`` with its kernels for ``device`` looked up, if it has such kernels."""
     found = codec.kernels_on(device)
     return codec if found is None else SlotCoder(codec, *found)
 
@@ -203,7 +207,7 @@ def check_residual(name: str, residual: Residual | None, numel: int) -> None:
 
 
 def decode_fp32(codec: Coder, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """Decode values of ``dtype`` into fp32 ``out``; lossless codecs do not decode across dtypes."""
+    """Decode values of ``dtype`` into fp32 ``out``, for lossless codecs by adding to zeros."""
     if codec.lossless and dtype != torch.float32:
         out.zero_()
         codec.decode_add(payload, out, dtype)
@@ -212,9 +216,9 @@ def decode_fp32(codec: Coder, payload: Tensor, out: Tensor, dtype: torch.dtype) 
 
 
 def add_values(total: Tensor, values: Tensor) -> None:
-    """``total += values``, fp32 += fp32/bf16/fp16.
+    """Add ``values``, fp32/bf16/fp16, to ``total``, fp32.
 
-    On one core torch adds 4 Mi bf16 to fp32 values in 11 ms, and the kernel of the cast in 1.9 ms.
+    On one core torch adds 4 Mi bf16 values to fp32 in 11 ms, the cast codec's kernel in 1.9 ms.
     """
     whole = values.numel() - values.numel() % CAST_STEP
     if values.dtype == torch.float32 or values.is_cuda:
@@ -227,9 +231,10 @@ def add_values(total: Tensor, values: Tensor) -> None:
 
 
 def settle(residual: Tensor, delivered: Tensor) -> None:
-    """``residual -= delivered``, 0 where that is not finite: an overflow must not stay for ever.
+    """Subtract ``delivered`` from ``residual``; set results that are not finite to 0.
 
-    On a CPU in stretches that a core's cache holds: two passes over memory become one.
+    An overflow must not stay in the residual forever. On a CPU this runs in slices that fit a
+    core's cache: two passes over memory become one.
     """
     if residual.device.type != "cpu":
         _settle(residual, delivered)
@@ -240,7 +245,8 @@ def settle(residual: Tensor, delivered: Tensor) -> None:
 
 
 def _settle(residual: Tensor, delivered: Tensor) -> None:
-    if delivered.dtype != torch.float32 and not delivered.is_cuda:  # slow if mixed: ``add_values``
+    # mixed dtypes are slow, see ``add_values``
+    if delivered.dtype != torch.float32 and not delivered.is_cuda:
         buffer, wide = POOL.take_fp32(delivered.numel(), delivered.device)
         residual.sub_(wide.copy_(delivered))
         POOL.give(buffer)
@@ -254,8 +260,8 @@ def encode_job(
 ) -> int:
     """Encode ``job`` as ``dtype`` into ``out``, fill in its ``decoded``, update its residual.
 
-    Returns the bytes used. With a ``word`` (int64 on the device) they are written there, and all of
-    ``out`` counts as used.
+    Returns the bytes used. With a ``word`` (int64 on the device) the number is written there
+    instead, and all of ``out`` counts as used.
     """
     used = encode_sum(codec, job, out, dtype, word)
     settle_job(codec, job, out[:used], dtype)
@@ -267,8 +273,8 @@ def encode_sum(
 ) -> int:
     """Do the first half of ``encode_job``: encode the values, plus the residual if there is one.
 
-    The residual then holds the sum that was encoded; ``decoded`` is not written. Where the codec
-    does both halves at once with a quantized residual, the job has none afterwards.
+    The residual then holds the encoded sum; ``decoded`` is not written yet. If the codec does both
+    halves at once with a quantized residual, the job's residual is None afterwards.
     """
     kept, once = job.residual, word is None and dtype == torch.float32
     if once and isinstance(kept, QuantizedResidual) and codec.encode_kept(job.values, kept, out):
@@ -286,7 +292,7 @@ def encode_sum(
 
 
 def settle_job(codec: Coder, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:
-    """Do the second half: decode the ``payload`` of ``job``, subtract it from the residual."""
+    """Do the second half of ``encode_job``: decode the payload, subtract it from the residual."""
     kept, decoded, buffer = job.residual, job.decoded, None
     residual = job.unpacked(kept) if isinstance(kept, QuantizedResidual) else kept
     if residual is not None and decoded is None:

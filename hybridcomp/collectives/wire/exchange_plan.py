@@ -1,7 +1,7 @@
-"""Plan an exchange of payloads, and a sum by one: slots, sizes, and whose payload goes where.
+"""Plan an exchange of payloads, and a sum that uses one: slots, sizes, and destinations.
 
-Messages come again at every step. What does not depend on the values of one is worked out once for
-all messages alike.
+The same messages come at every step, so everything that does not depend on values is computed once
+for all equal messages.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from hybridcomp.collectives.wire.splits import Splits
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """One all-to-all of payloads, as one rank takes part in it, for messages of any values.
+    """One all-to-all of payloads, as one rank takes part in it, for messages with any values.
 
     Attributes:
-        codec, dtype, device: of the encoded values; the dtype is that of all ranks.
+        codec, dtype, device: codec, dtype and device of the encoded values; all ranks use this
+            dtype.
         coder: the codec with its kernels looked up.
-        rows: by destination, the numbers of the jobs whose payloads go there, one after the other.
-        rooms: by job, the bytes of its payload, the most where sizes vary.
-        arriving: by source, the bytes of the payloads that come from there, the most.
-        heads: by destination and by source, the bytes for sizes in front of the payloads.
-        gives, takes: bytes to and from each rank, the most; heads included.
+        rows: for each destination, the numbers of the jobs whose payloads go there, in order.
+        rooms: for each job, the bytes of its payload, the maximum if sizes vary.
+        arriving: for each source, the (maximum) bytes of its payloads.
+        heads: for each destination and source, the bytes for sizes in front of the payloads.
+        gives, takes: (maximum) bytes to and from each rank, including heads.
         slots: bytes of the payloads in the order in which they are sent.
-        places: by job, its first slot.
-        copies: further slots of payloads: (first one, this one).
-        pieces: bytes of the payloads in the order in which they come.
+        places: for each job, its first slot.
+        copies: payloads with several slots: (first slot, further slot).
+        pieces: bytes of the payloads in the order in which they arrive.
         each: kernels for several payloads in one launch, if the back end has them.
         varying: kernels for all payloads of variable size, where their sizes stay on the device.
         is_late: the encoder leaves sizes on the device.
@@ -78,11 +79,11 @@ def plan_exchange(
     """Plan an exchange.
 
     Args:
-        rows: per group rank, the numbers of the jobs that go there; none to this rank itself. Every
-            job goes somewhere.
-        jobs: by number, the elements of a job.
-        numels: per group rank, the elements of each job that comes from there.
-        codec, dtype, device: of the encoded values.
+        rows: per group rank, the numbers of the jobs whose payloads go there; none for this rank
+            itself. Every job has a destination.
+        jobs: elements of each job.
+        numels: per group rank, the elements of each job of that rank for this one.
+        codec, dtype, device: codec, dtype and device of the encoded values.
     """
     rooms = [codec.wire_nbytes(numel, dtype) for numel in jobs]
     arriving = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
@@ -127,14 +128,14 @@ def plan_exchange(
 
 @dataclass
 class Payloads:
-    """Views into the wire buffers of one exchange; who is done gives the buffers back to the pool.
+    """Views into the wire buffers of one exchange; its user gives the buffers back to the pool.
 
     Attributes:
-        encoded: by job, this rank's payloads.
-        buffers: in use.
-        leaving: bytes to all ranks, those to the first rank first.
-        is_unsettled: the residuals of the jobs hold what was encoded, not yet its error.
-        received: by group rank, then in the order of that rank's jobs.
+        encoded: this rank's payloads, by job.
+        buffers: buffers to give back.
+        leaving: bytes for all ranks, in rank order.
+        is_unsettled: the jobs' residuals still hold the encoded values instead of their error.
+        received: received payloads, by group rank, then in the order of that rank's jobs.
     """
 
     encoded: list[Tensor]
@@ -145,13 +146,13 @@ class Payloads:
 
 
 class SummedPart(NamedTuple):
-    """A stretch of the tensors to reduce.
+    """A slice of the tensors to reduce.
 
     Attributes:
-        start, stop: its elements.
+        start, stop: range of its elements.
         owners: group ranks that need its sum.
-        place: where the sum begins in this rank's tensor of sums, if it is an owner.
-        source: number of the tensor that has it, where there are several.
+        place: start of the sum in this rank's tensor of sums, if this rank is an owner.
+        source: index of its tensor, if there are several.
     """
 
     start: int
@@ -166,11 +167,11 @@ class SumPlan:
     """One round of a reduction, as one rank takes part in it, for messages of any values.
 
     Attributes:
-        exchange: of the payloads.
-        sent: the parts that this rank encodes; job i of the exchange is number i of them.
-        owned: the parts that it sums, each with the number of its job. None: it adds its values
-            unquantized, as only a sole owner may: several owners must hold the same sum, so each
-            decodes its contribution from the payload that the others got.
+        exchange: exchange of the payloads.
+        sent: the parts that this rank encodes; job i of the exchange encodes part i.
+        owned: the parts that this rank sums, each with its job number or None. None: the rank adds
+            its values unquantized, which only a sole owner may do. Several owners must hold the
+            same sum, so each decodes its own contribution from the payload that the others got.
         each: kernels for all sums in one launch, where there are several and the back end has them.
     """
 
@@ -187,7 +188,7 @@ def plan_sum(
     device: torch.device,
     group: Group,
 ) -> SumPlan:
-    """Plan the sum of ``parts``, the same on all ranks; ``dtype``: in which they are encoded."""
+    """Plan the sum of ``parts``, the same on all ranks; they are encoded as ``dtype``."""
     me, filled = group.rank, [part for part in parts if part.start < part.stop]
     sent = [part for part in filled if part.owners != (me,)]
     rows: list[list[int]] = [[] for _ in range(group.size)]
@@ -213,7 +214,7 @@ def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False
     """Return the dtype to encode values of ``dtype`` as; ``wide``: they are fp32 at this point.
 
     A lossy codec encodes fp32 directly, which saves a rounding and a pass. A lossless one would
-    carry twice the bytes for digits that ``dtype`` cannot hold; in a ``flush`` they are sent, as
-    no later message will send them.
+    send twice the bytes for digits that ``dtype`` cannot hold; only a ``flush`` sends them, since
+    no later message will.
     """
     return torch.float32 if wide and (flush or not codec.lossless) else dtype

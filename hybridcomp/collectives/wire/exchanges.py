@@ -45,7 +45,7 @@ def exchange(
     The caller returns their ``buffers`` to the pool after use.
 
     1 encode every job once, into slots that follow each other by destination
-    2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads
+    2 variable-size codecs: exchange the sizes, unless these precede the payloads in the message
     3 exchange the bytes; on a CPU decode this rank's jobs and settle residuals meanwhile
     """
     clock = meter.clock
@@ -63,7 +63,7 @@ def exchange(
     sent.buffers.append(buffer)
     message = transport.all_to_all(wire, sent.leaving, takes, gives, group, meter)
     if plan.device.type == "cpu":
-        yield UNDER_WAY  # on every rank, whatever it sends, so that all keep the same order
+        yield UNDER_WAY  # yielded on every rank, whatever it sends, so that all keep the same order
     if sent.is_unsettled:
         start = clock.begin()
         for job, payload in zip(jobs, sent.encoded, strict=True):
@@ -103,9 +103,10 @@ def encode_jobs(
     slots: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> bool:
-    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was.
+    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was done.
 
-    The codec is of fixed size. Not possible where a job has ``decoded``, or its sum as residual.
+    The codec has a fixed size. It is not possible if a job has ``decoded``, or has its sum as
+    residual.
     """
     plain = [job.residual is None for job in jobs]
     if any(job.decoded is not None or job.values is job.residual for job in jobs):
@@ -132,9 +133,9 @@ def sum_parts(
 ) -> Steps[Any]:
     """Sum the parts that this rank owns into ``total`` (fp32), update the residuals, return it.
 
-    ``values`` and ``residuals``: by ``source``. ``begun``: the sums are added to what ``total``
-    holds. Without a ``total`` sums are made in place of ``values``, only on ranks 0 and 1:
-    x0 + x1 == x1 + x0, so that they have the bits of sums in rank order.
+    ``values`` and ``residuals``: by ``source``. ``begun``: the sums are added to the contents of
+    ``total``. Without a ``total`` the sums replace ``values``; only with ranks 0 and 1, for which
+    x0 + x1 == x1 + x0 gives the bits of rank order.
 
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
     """
@@ -178,7 +179,7 @@ class _PartSum:
 
     Attributes:
         out: fp32, the sum so far.
-        own: this rank's values where it adds them exactly; None: they are in ``out`` already.
+        own: this rank's values, added exactly; None: ``out`` already includes them.
         fresh: whether ``out`` holds nothing yet.
     """
 
@@ -203,9 +204,9 @@ def _begin(
     total: Tensor | None,
     begun: bool,
 ) -> tuple[list[_PartSum], Sequence[Tensor | ResidualRun]]:
-    """Return the sums that this rank owns, begun, and the residuals that they include.
+    """Return the initialized sums that this rank owns, and the residuals that they include.
 
-    Where it adds its values unquantized, they are added to its residual before.
+    Values that it adds unquantized are first added to its residual.
     """
     own, alone, left = list[Tensor](), list[int](), list[Residual]()
     for index, (part, job) in enumerate(plan.owned):
@@ -254,7 +255,7 @@ def _add_column(
 def _add_row(
     sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: MultiTensorKernel
 ) -> None:
-    """Add one rank's payloads to their sums, in one launch for fresh and one for begun sums."""
+    """Add one rank's payloads to their sums: one launch for empty sums, one for the others."""
     for begun in (False, True):
         chosen = [
             (payload, sum_.out)
@@ -282,9 +283,9 @@ def add_alone(residual: Residual, values: Tensor) -> None:
 
 
 def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
-    """Set sums to Inf (in place) that ``dtype`` would round to Inf, as native sums would be.
+    """Set sums to Inf (in place) where ``dtype`` would overflow, as native sums would be.
 
-    Codecs saturate when they round decoded values, and loss scaling depends on seeing overflows.
+    Codecs saturate instead of overflowing, but loss scaling must see overflows.
     """
     if dtype == torch.float16:
         total.copy_(torch.where(total.half().isinf(), total.half().float(), total))

@@ -1,6 +1,7 @@
 """Gather the payloads of every rank on all ranks, for all-gather and the end of all-reduce.
 
-What does not depend on the values (``GatherPlan``) is worked out once for all messages alike.
+``GatherPlan`` holds everything that does not depend on values, computed once for all equal
+messages.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from hybridcomp.collectives.wire.varying import cut_payloads
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """One all-gather of payloads, as one rank takes part in it, for messages of any values.
+    """One all-gather of payloads, as one rank takes part in it, for messages with any values.
 
     Attributes:
-        codec, dtype, device: of the encoded values.
-        me: this rank.
-        nbytes: by rank, the bytes of each of its payloads, the most where sizes vary.
-        heads: by rank, the bytes in front of them for their sizes.
-        slot: bytes of the longest rank's payloads, the most.
-        pieces: bytes of all payloads in the gathered buffer, and of the gap behind each rank's.
+        codec, dtype, device: codec, dtype and device of the encoded values.
+        me: this rank's group rank.
+        nbytes: for each rank, the bytes of each of its payloads, the maximum if sizes vary.
+        heads: for each rank, the bytes in front of its payloads for their sizes.
+        slot: (maximum) bytes of the payloads of the rank with the most.
+        pieces: bytes of all payloads in the gathered buffer, and of the gap behind each rank's
+            payloads.
         each: kernels for several payloads in one launch, if the back end has them.
         varying: kernels for all payloads of variable size, where their sizes stay on the device.
         sizes_in_front: sizes travel in front of the payloads.
@@ -53,7 +55,7 @@ class GatherPlan:
     def room(self) -> Slots:
         """Take a buffer for this rank's payloads; the caller gives it back.
 
-        As long as any rank's may be: where sizes travel ahead, all slots are equally long.
+        It is as long as any rank's may be: if sizes travel ahead, all slots are equally long.
         """
         buffer = POOL.take(max(self.heads) + self.slot, self.device)
         return Slots(buffer, [], head=self.heads[self.me])
@@ -66,7 +68,7 @@ def plan_gather(
     device: torch.device,
     group: Group,
 ) -> GatherPlan:
-    """Plan a gather; ``numels``: by rank, the elements encoded in each of its payloads."""
+    """Plan a gather; ``numels``: for each rank, the elements encoded in each of its payloads."""
     known = {id(row): [codec.wire_nbytes(n, dtype) for n in row] for row in _distinct(numels)}
     nbytes = [known[id(row)] for row in numels]
     in_front = payload_sizes.in_front(codec, device, group)
@@ -96,10 +98,10 @@ def _distinct(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 
 @dataclass
 class Slots:
-    """Payloads in slots that follow each other in ``buffer``, behind ``head`` bytes.
+    """Payloads in consecutive slots of ``buffer``, behind ``head`` bytes.
 
-    ``nbytes``: of the slots. They are as long as their payloads or, where ``words`` (int64, one for
-    each, on the device) holds the sizes, as long as these could be.
+    ``nbytes``: bytes of the slots. A slot is as long as its payload or, if ``words`` (int64 on the
+    device, one per payload) holds the sizes, as long as the payload could be.
     """
 
     buffer: Tensor
@@ -111,9 +113,9 @@ class Slots:
 def encode_all(
     plan: GatherPlan, stretches: Sequence[Tensor], places: Sequence[Range] = ()
 ) -> Slots:
-    """Encode ``stretches`` one after the other into a ``room`` of the plan.
+    """Encode the slices ``stretches`` one after the other into a ``room`` of the plan.
 
-    ``places``: of the stretches in the message, for a codec ``against`` earlier values.
+    ``places``: positions of the slices in the message, for a codec ``against`` earlier values.
     """
     codec, dtype, most, room = plan.codec, plan.dtype, plan.nbytes[plan.me], plan.room()
     if plan.each is not None and len(stretches) > 1:
@@ -141,7 +143,7 @@ def encode_all(
 def decode_all(
     plan: GatherPlan | ExchangePlan, payloads: Sequence[Tensor], out: Sequence[Tensor]
 ) -> None:
-    """Decode ``payloads`` into ``out``, all of one dtype; in few launches where the plan can."""
+    """Decode ``payloads`` into ``out``, all of one dtype; in few launches if possible."""
     kernels = plan.each or plan.varying
     if kernels is not None and len(out) > 1:
         kernels.decode(payloads, out)
@@ -156,8 +158,7 @@ def gather(
     """All-gather the payloads of every rank: ``(payloads by rank, buffer to give back)``.
 
     ``own``: the encoded payloads of this rank. Every rank's slot is as long as the longest.
-    Variable-size codecs exchange the sizes first, where these do not stand in front of the
-    payloads.
+    Variable-size codecs exchange the sizes first, unless these precede the payloads.
     """
     found, slot = plan.nbytes, plan.slot
     if plan.sizes_in_front:
@@ -189,7 +190,7 @@ def _bring_together(own: Slots, sizes: Sequence[int], room: int) -> None:
 def _gather_uneven(
     own: Slots, plan: GatherPlan, group: Group, meter: Meter
 ) -> Steps[tuple[list[list[Tensor]], Tensor]]:
-    """Gather payloads with their sizes in front."""
+    """Gather payloads, each rank's behind their sizes."""
     used = own.head + sum(own.nbytes)
     if own.head:
         payload_sizes.write_head(own.buffer, own.nbytes)

@@ -1,7 +1,7 @@
 """Group: the ranks of a message, in one level, in two (nodes times local ranks) or in more.
 
-torch.distributed's functions look a group up in global tables, 2 us each; the properties of a group
-that messages need are plain data here, and a channel keeps one ``Group`` for each process group.
+torch.distributed's functions look a group up in global tables, 2 us each; here the properties that
+messages need are plain data, and a channel keeps one ``Group`` for each process group.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.job import peer_liveness
 
 P = TypeVar("P")
-#: weight of all plans that a group keeps: thousands of a few ranks, sixteen with a part for each of
-#: 4,096 ranks
+#: most weight of all plans that a group keeps: thousands of plans for a few ranks, or sixteen with
+#: a part for each of 4,096 ranks
 MOST_PLANNED = 1 << 16
 
 #: called with the values to encode, the positions in them that no codec block may cross, and their
@@ -45,17 +45,17 @@ class Group:
 
     Attributes:
         rank, size: this rank's group rank, and the number of ranks.
-        remote: group ranks on other nodes; in more than two levels, in other units of the largest.
+        remote: group ranks on other nodes; in more than two levels, in other largest units.
         levels: the grid of nodes times local ranks; None: messages have one level.
         ring: share of a ring's bytes that this rank sends to another node, 0.0 or 1.0.
-        width, local: number of ranks of a node, which sum their values before each encodes a
-            stretch of the sum, and this rank's index among them; 1 and 0 in one level.
+        width, local: number of ranks of a node, which sum their values before each of them encodes
+            a slice of the sum, and this rank's index among them; 1 and 0 in one level.
         encoders, index: number of ranks that encode one element, and this rank's index among them:
             all of the group in one level, one of each node in two.
-        plans: what collectives have worked out for messages that come again, by what these have in
-            common (``keep``). They hold neither the group nor tensors of a message, and go with it.
-        hops: of a group that only gathers: the groups whose gathers, one after the other, are its
-            own, with the ranks of the first counting fastest; none: it has a process group.
+        plans: cached plans of collectives, by the properties that equal messages share (``keep``).
+            They reference neither the group nor tensors of a message, and are freed with the group.
+        hops: for a group that only gathers: the groups whose gathers, one after the other, replace
+            its own, with the ranks of the first varying fastest; empty: it has a process group.
     """
 
     process_group: ProcessGroup
@@ -86,15 +86,15 @@ class Group:
         remote: frozenset[int] = frozenset(),
         levels: Levels | None = None,
     ) -> Group:
-        """Make the group of torch's ``group``; None is the default group."""
+        """Make the ``Group`` of torch's ``group``; None is the default group."""
         found = resolved(group)
         return cls(found, found.rank(), found.size(), remote, levels)
 
     def keep(self, key: tuple[object, ...], plan: P, weight: int = 1) -> P:
         """Keep ``plan`` for the next message with the same ``key``, and return it.
 
-        Objects that the key names by identity must be held by the plan. ``weight``: of how many
-        parts it consists; where all plans together weigh too much, those before it are forgotten.
+        The plan must hold references to objects that the key contains by identity. ``weight``:
+        number of its parts; if all plans together weigh too much, earlier ones are dropped.
         """
         if self._weight + weight > MOST_PLANNED:
             self.plans.clear()
@@ -105,7 +105,7 @@ class Group:
 
     @cached_property
     def backends(self) -> dict[str, str]:
-        """Return by type of device the backend that carries its tensors."""
+        """Return for each device type the backend that carries its tensors."""
         return _backends(dist.get_backend_config(self.process_group))
 
     @cached_property
@@ -128,7 +128,7 @@ class Group:
 
 @cache
 def _backends(config: str) -> dict[str, str]:
-    """Return the backends of a group, by the type of device."""
+    """Return the backend of each device type in a group's ``config``."""
     return dict(part.split(":") for part in config.split(","))
 
 
@@ -137,17 +137,18 @@ class Levels:
     """Position of a rank in a group with equally many ranks on each of its nodes.
 
     In more than two levels a "node" is a largest unit (a site), whose ranks sum level by level:
-    ``parts`` has the groups over which this rank's sums go, one a level, the innermost first. A
-    local index then counts through the places in these groups, those in the last one fastest.
+    ``parts`` has the groups in which this rank sums, one per level, the innermost first. The local
+    index then enumerates positions in these groups, the last group varying fastest.
     """
 
     grid: tuple[tuple[int, ...], ...]  # group ranks by node, then by local index
-    node: int  # the row of this rank
-    local: int  # its column
-    inner: Group  # the ranks of this node, in two levels by local index, else ascending
-    outer: Group  # the ranks with this local index, by node; all others are remote
-    parts: tuple[Group, ...] = ()  # in two levels none
-    codecs: tuple[Codec | None, ...] = ()  # of the sums of ``stages``; None, or none: native
+    node: int  # row of this rank in the grid
+    local: int  # column of this rank in the grid
+    inner: Group  # ranks of this node, by local index in two levels, else ascending
+    outer: Group  # ranks with this local index, by node; all but this rank are remote
+    parts: tuple[Group, ...] = ()  # empty in two levels
+    # codecs for the sums of ``stages``; None or missing: native
+    codecs: tuple[Codec | None, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -160,13 +161,14 @@ class Levels:
 
     @property
     def stages(self) -> tuple[Group, ...]:
-        """Return the groups over which the ranks of a node sum, one after the other."""
+        """Return the groups over which the ranks of a node sum, in this order."""
         return self.parts or (self.inner,)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Return nodes and the widths of ``stages``, the last first, if group ranks count in this
-        order, as most launchers number them; else nothing."""
+        """Return the number of nodes and the widths of ``stages``, the last first, if group ranks
+        are numbered in this order, as by most launchers; else an empty tuple.
+        """
         shape = (self.nodes, *(group.size for group in reversed(self.stages)))
         numbers = torch.arange(self.nodes * self.width).view(shape)
         columns = numbers.permute(*reversed(range(len(shape)))).reshape(self.width, self.nodes)
@@ -174,8 +176,9 @@ class Levels:
 
     @cached_property
     def gathered(self) -> Group:
-        """Return the ranks whose shards this rank decodes in a gather: those whose sums on the
-        first level are of its stretch, by local index and then by node; in two levels ``outer``."""
+        """Return the ranks whose shards this rank decodes in a gather: those with the same slice on
+        the first level, by local index and then by node; in two levels ``outer``.
+        """
         later = self.stages[1:]
         if not later:
             return self.outer
@@ -188,7 +191,7 @@ class Levels:
 
     @cached_property
     def order(self) -> Sequence[int]:
-        """Return the local indices of the ranks of ``inner``, by rank in there."""
+        """Return the local indices of the ranks of ``inner``, in the order of its ranks."""
         row = self.grid[self.node]
         return sorted(range(self.width), key=row.__getitem__)
 
@@ -199,7 +202,7 @@ class Levels:
 
     @cached_property
     def node_of(self) -> dict[int, int]:
-        """Return the node of every group rank."""
+        """Return the node of every group rank as a dict."""
         return {rank: node for node, row in enumerate(self.grid) for rank in row}
 
     def by_column(self, device: torch.device) -> Tensor:
@@ -221,7 +224,7 @@ class Transfer:
 
     Attributes:
         codec: the same on all ranks.
-        meter: filled in by the collective; complete once that has finished.
+        meter: filled in by the collective, and complete once that has finished.
         cuts: ascending positions that no codec block may cross; the same on all ranks.
         flush: whether residuals are sent for the last time. A lossless codec then encodes the fp32
             sum of values and residual, as rounding it to 16 bits would leave a residual.
@@ -240,14 +243,14 @@ class Reduction(Transfer):
     belong to this rank's stretch of its node's sum, ``chunk_ranges(numel, width)[group.local]``.
 
     Attributes:
-        residual: as long as the values that this rank encodes: error feedback of the first
-            quantization, updated in place; 0 afterwards where nothing was quantized.
-        owner_residual: the same of the second, as long as this rank's chunk of it,
-            ``chunk_ranges(len, group.encoders)[group.index]``. Only reductions that quantize twice
-            use it. Each of the two must be there on all ranks or on none.
+        residual: residual of the first quantization, as long as the values that this rank encodes;
+            updated in place, 0 afterwards where nothing was quantized.
+        owner_residual: residual of the second quantization, as long as this rank's chunk of the
+            first residual, ``chunk_ranges(len, group.encoders)[group.index]``. Only reductions that
+            quantize twice use it. Each of the two is set on all ranks or on none.
         probe: called with the values before they are encoded.
-        kept: in two levels, the sum of earlier messages of this rank's stretch of its node's sum,
-            fp32, which is added to that (``keep_to_owners``, ``keep_shards``).
+        kept: in two levels, this rank's fp32 slice of the node's sum over earlier messages, which
+            is added to the slice of this one (``keep_to_owners``, ``keep_shards``).
     """
 
     residual: Residual | None = None

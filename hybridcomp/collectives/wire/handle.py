@@ -1,11 +1,11 @@
 """Run the steps of a collective: handles that drive them, and meters of bytes and seconds.
 
 A collective such as all_reduce has local work between and after its messages. It is written as a
-generator that yields the works to wait for, so its numbered steps are in one body; a handle runs it
-up to its first message when it is made and runs the rest in ``wait()``. The rounds of a long
-message run side by side (``overlapped``), so that coding one overlaps with sending the others.
+generator that yields the works to wait for, so its numbered steps are in one body. A handle runs it
+up to the first message on creation, and the rest in ``wait()``. The rounds of a long message run
+side by side (``overlapped``), so that coding one overlaps with sending others.
 
-Seconds are the host's on a CPU. On a GPU they are the device's (``device_clock``).
+On a CPU seconds are host time, on a GPU device time (``device_clock``).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Clock(Protocol):
 
     @property
     def timed(self) -> Any:
-        """Return the ``DeviceClock`` of a step that is timed, None in all others."""
+        """Return the ``DeviceClock`` if the step is timed, else None."""
         ...
 
     def begin(self) -> Any:
-        """Return a mark of this moment, at which coding begins, for ``end``."""
+        """Return a mark of the moment at which coding begins, for ``end``."""
         ...
 
     def begin_wait(self) -> Any:
-        """Return a mark of this moment, at which waiting begins, for ``end``."""
+        """Return a mark of the moment at which waiting begins, for ``end``."""
         ...
 
     def end(self, meter: Meter, kind: Kind, start: Any) -> None:
@@ -98,21 +98,21 @@ HOST = HostClock()
 
 
 class _UnderWay(Work):
-    """Work that is done at once."""
+    """Work that completes immediately."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
+        """Return immediately."""
         return True
 
 
-#: yielded by steps that have posted a message and have work to do before they wait for it, so that
-#: collectives that run side by side post theirs first (``overlapped``)
+#: yielded by steps that have posted a message but still have work to do before waiting, so that
+#: collectives running side by side post theirs first (``overlapped``)
 UNDER_WAY = _UnderWay()
 
 
 @dataclass(frozen=True)
 class StreamSpan:
-    """A stretch of a stream's work between two events."""
+    """Part of a stream's work between two events."""
 
     kind: Kind
     start: Any
@@ -126,19 +126,19 @@ class Meter:
     ``wire_nbytes`` counts the bytes that this rank sends to *other* ranks, payload padding, headers
     and size messages included, so that it can be compared with the counters of the network card.
     Parts that a rank "sends" to itself never count. all_gather counts ``(world_size - 1) *
-    payload``: the ring that gloo and NCCL use sends each payload that often. ``transport`` counts,
-    message by message.
+    payload``: the ring that gloo and NCCL use sends each payload that often. ``transport`` does the
+    counting, message by message.
     """
 
     messages: int = 0  # calls into torch.distributed
     wire_nbytes: int = 0
-    codec_s: float = 0.0  # seconds of the host in encode and decode, where the host runs them
-    wait_s: float = 0.0  # seconds of the host blocked in torch.distributed
-    inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
-    used: dict[str, None] = field(default_factory=dict)  # specs of codecs, in order; to be added to
+    codec_s: float = 0.0  # host seconds of encoding and decoding on the host
+    wait_s: float = 0.0  # host seconds spent blocked in torch.distributed
+    inter_nbytes: int = 0  # part of wire_nbytes that goes to ranks on other nodes
+    used: dict[str, None] = field(default_factory=dict)  # specs of the used codecs, in order
     clock: Clock = HOST
-    where: str = ""  # names the message in errors about it
-    spans: list[StreamSpan] = field(default_factory=list)  # of a GPU, in a step that is timed
+    where: str = ""  # name of the message in errors
+    spans: list[StreamSpan] = field(default_factory=list)  # timed spans of a GPU, in a timed step
 
     def sent(self, nbytes: int, inter_nbytes: int = 0) -> None:
         """Count one message to other ranks; ``inter_nbytes``: the part that goes to other nodes."""
@@ -151,7 +151,7 @@ class Meter:
         return self.clock.time(self, "codec")
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context whose body waits for the wire; on NCCL the stream waits, no host."""
+        """Return a context whose body waits for the wire; on NCCL only the stream waits."""
         return self.clock.time(self, "wait")
 
 
@@ -195,7 +195,7 @@ class Pending(Generic[T]):
         return cast(T, self._result)
 
     def rest(self) -> Steps[T]:
-        """Do ``wait()`` as steps of another collective, whose handle waits for them."""
+        """Perform ``wait()`` as steps of another collective, whose handle waits for them."""
         while not self._completed:
             assert self._work is not None
             yield self._work
@@ -252,14 +252,14 @@ def overlapped(rounds: Sequence[Steps[T]]) -> Steps[T]:
     """Run collectives side by side: start all, then continue each in turn after its message.
 
     The order depends only on their number of steps, so all ranks post the same messages in the same
-    order. All first messages are under way when a handle is returned. One alone is returned as it
-    is: to go through another generator would cost at each step.
+    order. All first messages are posted when a handle is returned. A single collective is returned
+    as it is, since another generator would cost time at each step.
     """
     return rounds[0] if len(rounds) == 1 else _side_by_side(rounds)
 
 
 def _side_by_side(rounds: Sequence[Steps[T]]) -> Steps[T]:
-    """Run several; return the result of the one that ends last."""
+    """Run several collectives; return the result of the last to finish."""
     waiting: deque[tuple[Steps[T], Work]] = deque()
     result: T | None = None
 

@@ -1,9 +1,9 @@
 """Headers of sent payloads: spec digest, dtype, elements and bytes; checked at once or later.
 
-A payload of fixed size has a known length, so on a GPU nothing has to wait for its header: after
-one message of a kind had the expected header, the next ones are decoded at once and their headers
-are compared later, all together: after every optimizer step those that have arrived on the host,
-at a report and before a checkpoint all of them.
+A payload of fixed size has a known length, so on a GPU nothing has to wait for its header. Once a
+message of a kind had the expected header, later ones are decoded immediately and their headers
+compared later, together: after every optimizer step those that have reached the host, and all of
+them at a report and before a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hybridcomp.codecs import LateRead, read_together
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.errors import CodecError
 
-#: headers that may wait to be compared: a job without optimizer steps must not keep all of them
+#: most headers that may wait to be compared, for jobs without optimizer steps
 MOST = 1024
 
-Kind = tuple[int, int, torch.dtype, str]  # source, elements, dtype, spec
+Kind = tuple[int, int, torch.dtype, str]  # source, elements, dtype and spec of a message
 Check = Callable[[bytes], None]
 
 
@@ -90,11 +90,12 @@ def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, spec: 
 
 @dataclass
 class Unread:
-    """Headers that wait on devices, each with a function that raises for a wrong one."""
+    """Headers that wait on devices, each with a function that raises if the header is wrong."""
 
     kinds: set[Kind] = field(default_factory=set)
     waiting: list[tuple[Tensor, Check]] = field(default_factory=list)
-    asked: list[tuple[Tensor, Check]] = field(default_factory=list)  # on their way to the host
+    # headers on their way to the host
+    asked: list[tuple[Tensor, Check]] = field(default_factory=list)
     late: LateRead = field(default_factory=LateRead)
 
     def looks_later(self, kind: Kind, device: torch.device) -> bool:
@@ -108,17 +109,17 @@ class Unread:
             self.check()
 
     def check(self) -> None:
-        """Wait for the devices and compare; raises the error of the first wrong header's check."""
+        """Wait for the devices and compare; raise the error of the first wrong header."""
         waiting, self.waiting, self.asked = self.asked + self.waiting, [], []
         rows = read_together([header for header, _ in waiting])
         for row, (_, check) in zip(rows, waiting, strict=True):
             check(bytes(row))
 
     def poll(self) -> None:
-        """Compare headers that an earlier call began to copy to the host, if here; never waits."""
+        """Compare headers whose copies to the host, begun earlier, have arrived; never waits."""
         found = self.late.take()
         if found is not None:
-            asked, self.asked = self.asked, []  # empty where ``check`` was quicker
+            asked, self.asked = self.asked, []  # ``asked`` is empty if ``check`` was faster
             for header, (_, check) in zip(found.tolist(), asked, strict=False):
                 check(bytes(header))
         if self.waiting and not self.late.pending:
@@ -126,7 +127,7 @@ class Unread:
             self.late.start(torch.stack([header for header, _ in self.asked]))
 
 
-#: of this process
+#: the pending headers of this process
 UNREAD = Unread()
 
 
@@ -136,5 +137,5 @@ def check_headers() -> None:
 
 
 def poll_headers() -> None:
-    """Raise as ``check_headers`` does, for headers that are on the host by now."""
+    """Raise like ``check_headers``, but only for headers that are already on the host."""
     UNREAD.poll()

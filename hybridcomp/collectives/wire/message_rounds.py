@@ -1,9 +1,9 @@
 """Cut long messages into rounds, so that coding one overlaps with sending the others.
 
-A row is the list of stretches that a rank sends or sums. The rows of all ranks are cut into equally
-many rounds, each with its share of every row, so that all links stay busy. The cuts depend on the
-rows alone, which all ranks know, and lie between blocks of the codec: values and residuals are
-those of the whole message, and so are the bytes if the codec is of fixed size.
+A row is the list of slices that a rank sends or sums. The rows of all ranks are cut into equally
+many rounds, each with its share of every row, so that all links stay busy. The cuts depend only on
+the rows, which all ranks know, and lie between blocks of the codec: values and residuals equal
+those of the uncut message, and so do the bytes if the codec is of fixed size.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ROUND, HALF = 1 << 20, 1 << 18
 
 
 def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, group: Group) -> int:
-    """Return the number of rounds of a message; 1 for short ones, which are faster whole.
+    """Return the number of rounds of a message; 1 for short messages, which are faster uncut.
 
-    ``longest``: elements of its longest row; ``codecs``: all that encode the rows. On GPUs messages
-    stay whole, as a launch costs more than coding a round.
+    ``longest``: elements of its longest row; ``codecs``: codecs that encode the rows. On GPUs
+    messages stay uncut, since a launch costs more than coding a round.
     """
     if longest < 2 * HALF or device.type != "cpu":
         return 1
@@ -56,7 +56,7 @@ def rounds(
 
 
 def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Return whether rounds keep the result, and need no separate messages with their sizes."""
+    """Return whether rounds give the same result and need no extra messages for their sizes."""
     if codec.fixed_size:
         return True
     return SEGMENT_ALIGN % codec.segment == 0 and payload_sizes.in_front(codec, device, group)

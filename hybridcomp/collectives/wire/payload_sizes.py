@@ -1,12 +1,12 @@
-"""Exchange the sizes of payloads of variable size, and read those that are on a device.
+"""Exchange the sizes of variable-size payloads, and read sizes that are on a device.
 
 An encoder of variable size on a GPU writes the number of bytes it used into a word on the device
 and returns at once. Collectives exchange the words of all payloads in one message between devices
 and copy the received ones to pinned memory; the host waits once per exchange, for an event, while
 other streams keep running. On a CPU the encoder returns the size and none of this is needed.
 
-Over gloo between CPUs sizes stand in front of the payloads, in the same message: a receiver
-allocates room for the largest payloads.
+Over gloo between CPUs sizes precede the payloads in the same message, and a receiver allocates room
+for the largest possible payloads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hybridcomp.collectives.wire.handle import Steps
 from hybridcomp.errors import CodecError
 
 SIZE_NBYTES = 8  # sizes of payloads travel as int64
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 
 
 class Arrival(Work):
-    """Copy of words to the host; done once ``event`` has happened."""
+    """Copy of words to the host; it is complete once ``event`` has happened."""
 
     def __init__(self, host: Tensor, event: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Arrival(Work):
 
 
 class SizeReader:
-    """Copies payload sizes to the host for encoders that leave them on a device."""
+    """Copy payload sizes to the host, for encoders that leave them on a device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
@@ -59,7 +59,7 @@ class SizeReader:
         return device.type == "cuda" and not codec.fixed_size
 
     def copied(self, words: Tensor) -> Arrival:
-        """Start to copy ``words`` (int64) to the host, on the current stream, without a wait."""
+        """Start copying ``words`` (int64) to the host on the current stream, without waiting."""
         host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
         host.copy_(words, non_blocking=True)
         event = cuda.Event()
@@ -91,25 +91,25 @@ class SizeReader:
         return arrival
 
 
-#: of this process; tests replace it
+#: the reader of this process; tests replace it
 SIZES = SizeReader()
 
 
 def check_sizes(
     codec: Codec, found: Sequence[Sequence[int]], most: Sequence[Sequence[int]], group: Group
 ) -> None:
-    """Raise CodecError for a size that no payload of ``codec`` has, before memory is taken for it.
+    """Raise CodecError for a size that ``codec`` never produces, before memory is allocated for it.
 
     Args:
-        codec: that has encoded.
-        found: by group rank, the bytes that it says its payloads have.
-        most: by group rank, the bytes that they have at most.
-        group: of the message.
+        codec: codec of the payloads.
+        found: payload bytes announced by each group rank.
+        most: most payload bytes of each group rank.
+        group: group of the message.
     """
     for rank, (row, limits) in enumerate(zip(found, most, strict=True)):
         if all(map(le, row, limits)) and min(row, default=0) >= 0:
             continue
-        # ranks that gather in several hops are of several groups
+        # ranks that gather in several hops belong to several groups
         who = f"{rank} of {group.size} that gather" if group.hops else group.global_ranks[rank]
         for nbytes, largest in zip(row, limits, strict=True):
             check_size(codec, f"rank {who}", nbytes, largest)
@@ -118,7 +118,7 @@ def check_sizes(
 def check_size(codec: Codec, sender: str, nbytes: int, largest: int) -> None:
     """Raise CodecError unless a payload of ``codec`` has at most ``largest`` bytes.
 
-    ``nbytes``: that it has, as ``sender`` says.
+    ``nbytes``: its size, as announced by ``sender``.
     """
     if not 0 <= nbytes <= largest:
         raise CodecError(
@@ -128,9 +128,9 @@ def check_size(codec: Codec, sender: str, nbytes: int, largest: int) -> None:
 
 
 def in_front(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Return whether sizes of payloads of ``codec`` stand in front of them; equal on all ranks.
+    """Return whether payloads of ``codec`` travel behind their sizes; equal on all ranks.
 
-    Not where payloads go over several hops, of which the later ones would not know their lengths.
+    Not if payloads go over several hops, since later hops would not know the lengths.
     """
     stay = codec.fixed_size or SIZES.stay(codec, device)
     return not stay and not group.hops and group.backends.get(device.type) == "gloo"

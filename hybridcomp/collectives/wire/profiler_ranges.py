@@ -1,7 +1,7 @@
-"""Mark what becomes of each message in a trace that ``torch.profiler`` records.
+"""Mark each message's encoding, sending and waiting in a trace of ``torch.profiler``.
 
-While it records, a channel's messages have these spans (``record_function``) on the host, by which
-kernels, events and waits of the trace are found again:
+While the profiler records, a channel's messages open these spans (``record_function``) on the host,
+which locate kernels, events and waits in the trace:
 
     hybridcomp::send dp forward 1048576 bfloat16 blockint(bits=4)   a message, until it is posted
     hybridcomp::message 7 dp at step 3      the number that the message has in the marks below
@@ -9,7 +9,7 @@ kernels, events and waits of the trace are found again:
     hybridcomp::post 7 262144               bytes for other ranks go to torch.distributed
     hybridcomp::wait 7                      the host, or on a GPU its current stream, waits for them
 
-Without a profiler a message asks twice whether one records, and has neither a mark nor this clock.
+Without a profiler a message only checks twice whether one records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from hybridcomp.collectives.wire.device_clock import DeviceClock
 from hybridcomp.collectives.wire.handle import Clock, Kind, Meter
 
-#: what the names of all marks begin with
+#: prefix of the names of all marks
 PREFIX = "hybridcomp::"
 _numbers = itertools.count(1)
 
@@ -32,13 +32,13 @@ _numbers = itertools.count(1)
 def sending(
     dimension: str, direction: str, numel: int, dtype: torch.dtype, spec: str
 ) -> AbstractContextManager[Any]:
-    """Return a context that marks its body as the sending of a message with codec ``spec``."""
+    """Return a context that marks its body as sending a message with codec ``spec``."""
     short = str(dtype).removeprefix("torch.")
     return record_function(f"{PREFIX}send {dimension} {direction} {numel} {short} {spec}")
 
 
 class MarkedClock:
-    """Clock of one message that marks what another clock measures."""
+    """Clock of one message that wraps another clock and marks the spans that it measures."""
 
     def __init__(self, clock: Clock, number: int) -> None:
         self._clock, self._number = clock, number
@@ -46,16 +46,16 @@ class MarkedClock:
 
     @property
     def timed(self) -> DeviceClock | None:
-        """Return the clock of a GPU's timed step that it marks; None: another one."""
+        """Return the wrapped clock if it is that of a GPU's timed step, else None."""
         found: DeviceClock | None = self._clock.timed
         return found
 
     def begin(self) -> Any:
-        """Open a mark of coding; return it with the clock's own, for ``end``."""
+        """Open a mark of coding; return it with the wrapped clock's mark, for ``end``."""
         return self._open("codec"), self._clock.begin()
 
     def begin_wait(self) -> Any:
-        """Open a mark of waiting; return it with the clock's own, for ``end``."""
+        """Open a mark of waiting; return it with the wrapped clock's mark, for ``end``."""
         return self._open("wait"), self._clock.begin_wait()
 
     def end(self, meter: Meter, kind: Kind, start: Any) -> None:
@@ -78,7 +78,7 @@ class MarkedClock:
 
 
 class MarkedMeter(Meter):
-    """Meter of a message in a recorded step; marks the bytes that it counts as posted."""
+    """Meter of a message in a recorded step; it marks the bytes that it counts as posted."""
 
     __slots__ = ("_number",)
 

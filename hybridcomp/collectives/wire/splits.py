@@ -1,8 +1,8 @@
-"""Lengths of the parts of an all-to-all, by rank, with what messages need of them.
+"""Lengths of the parts of an all-to-all, by rank, with the sums that messages need.
 
-A list of lengths costs a message the time to walk over it, several times. So lengths are read once:
-a list that comes back, as that of an exchange and of its backward pass does, is found again by its
-identity and compared with what was read, which takes a nanosecond for a rank.
+Walking over a list of lengths several times would cost every message time. So a list is read once:
+a list that comes again, as for an exchange and its backward pass, is recognized by its identity and
+compared with a copy, which takes a nanosecond per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hybridcomp.codecs.launches import read_lengths
 
 Lengths = npt.NDArray[np.int64]
-#: lists of lengths that are remembered; each holds as many numbers as its group has ranks
+#: most lists of lengths that are remembered; each holds a number for each rank of its group
 MOST_KNOWN = 64
 
 
@@ -26,9 +26,9 @@ class Splits:
 
     Attributes:
         array: the lengths, int64.
-        total: their sum, added up where it is not given.
-        beyond: by group rank and remote ranks, ``(sum of all parts but that of the rank, sum of
-            those of remote ranks)``.
+        total: their sum, computed unless given.
+        beyond: for a group rank and a set of remote ranks, ``(sum of all parts except the rank's
+            own, sum of the parts of remote ranks)``.
     """
 
     def __init__(self, lengths: Lengths | Sequence[int], total: int | None = None) -> None:
@@ -38,17 +38,17 @@ class Splits:
 
     @cached_property
     def least(self) -> int:
-        """The shortest length."""
+        """Return the shortest length."""
         return int(self.array.min())
 
     @cached_property
     def each(self) -> int:
-        """The length of all parts where they are equally long, else 0."""
+        """Return the common length of all parts if they are equally long, else 0."""
         return self.least if self.least == int(self.array.max()) else 0
 
     @staticmethod
     def of(splits: Sequence[int] | Splits, row: int = 1) -> Splits:
-        """Return ``splits``, which count rows of ``row`` elements, in elements."""
+        """Return ``splits``, given in rows of ``row`` elements, in elements."""
         if isinstance(splits, Splits):
             return splits
         key = (id(splits), row)
@@ -78,7 +78,7 @@ class Splits:
 
     @cached_property
     def numels(self) -> list[int]:
-        """Return the lengths as torch takes them; the list must not be changed."""
+        """Return the lengths as a list for torch, which must not be changed."""
         found: list[int] = self.array.tolist()
         return found
 
@@ -90,7 +90,7 @@ class Splits:
 
 
 class _Beyond(dict[tuple[int, frozenset[int]], tuple[int, int]]):
-    """Sums of parts for other ranks, added up when they are asked for the first time."""
+    """Sums of parts for other ranks, computed on first use."""
 
     def __init__(self, array: Lengths, total: int) -> None:
         super().__init__()
@@ -103,5 +103,5 @@ class _Beyond(dict[tuple[int, frozenset[int]], tuple[int, int]]):
         return found
 
 
-#: by the identity of a list and the elements of a row: a copy of the list, and what was made of it
+#: for the identity of a list and the elements of a row: a copy of the list, and its ``Splits``
 _known: dict[tuple[int, int], tuple[Any, Splits]] = {}

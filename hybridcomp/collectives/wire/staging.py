@@ -2,7 +2,7 @@
 
 gloo takes CUDA tensors for few collectives (all_reduce and broadcast; no all_to_all, no all_gather,
 no send and recv), so the others go through pinned host memory. Messages are encoded, so the copies
-are short; this lets several ranks share one GPU, and clusters without NCCL work.
+are short. With staging, several ranks can share one GPU, and clusters without NCCL can train.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Staging:
     """Pinned host memory for GPU tensors over gloo: which messages need it, and the copies.
 
     Attributes:
-        devices: types of the devices whose tensors may need it.
+        devices: device types whose tensors may need it.
     """
 
     devices = frozenset({"cuda"})
@@ -48,13 +48,13 @@ class Staging:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def out(self, values: Tensor) -> Tensor:
-        """Copy ``values`` to host memory; waits for the device, as gloo reads them at once."""
+        """Copy ``values`` to host memory; wait for the device, as gloo reads at once."""
         return self.room(values).copy_(values)
 
     def back(self, values: Tensor, there: Tensor) -> None:
-        """Copy ``values`` of the host into ``there`` on its current stream, without a wait."""
+        """Copy host ``values`` into ``there`` on its current stream, without waiting."""
         there.copy_(values, non_blocking=True)
 
 
-#: of this process; tests replace it
+#: the staging of this process; tests replace it
 STAGING = Staging()

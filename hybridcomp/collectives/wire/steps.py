@@ -1,4 +1,4 @@
-"""Make steps of a collective without a message, or of a single one."""
+"""Steps of collectives that send no message, or a single one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def given(result: T) -> Steps[T]:
-    """Return the steps of a collective that has its ``result`` without a message."""
+    """Return the steps of a collective that already has its ``result`` and sends nothing."""
     yield from ()
     return result
 

@@ -32,21 +32,21 @@ from hybridcomp.collectives.wire.splits import Splits
 from hybridcomp.collectives.wire.staging import STAGING, Staged
 from hybridcomp.job.gates import here
 
-#: names of torch's calls; 2.13 renames them and warns about the old ones. Each call looks them up:
-#: what replaces them, to count or to delay messages, may come after this import
+#: names of torch's calls, which 2.13 renames with a warning for the old names. Each call looks them
+#: up, since a replacement that counts or delays messages may be installed after this import
 GATHER, SCATTER = (
     ("all_gather_single", "reduce_scatter_single")
     if hasattr(dist, "reduce_scatter_single")
     else ("all_gather_into_tensor", "reduce_scatter_tensor")
 )
-#: of messages between pairs, so that none is taken for a message of the training program
+#: tag of messages between pairs, so that none is matched with a message of the training program
 TAG = int.from_bytes(b"hc", "big")
-#: largest number of abandoned works; beyond it the oldest is waited for
+#: most abandoned works; beyond it the oldest is waited for
 MOST_FORGOTTEN = 64
 
 
 class Works(Work):
-    """Several works as one, with a time limit for each of them; None: the backend's."""
+    """Several works as one, with a time limit for each of them; None: the backend's limit."""
 
     #: works deleted without a wait. gloo cancels a receive when its work is freed, and the message
     #: would then be matched with the next receive from the same sender
@@ -57,7 +57,7 @@ class Works(Work):
         self._works, self._limit = list(works), limit
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them; raises the error of the first that failed."""
+        """Wait for all works; raise the error of the first that failed."""
         works, self._works = self._works, []
         limit = self._limit if timeout is None else timeout
         for work in works:  # gloo does not apply the group's timeout to a receive by itself
@@ -70,9 +70,9 @@ class Works(Work):
 
     @classmethod
     def wait_for_forgotten(cls) -> None:
-        """Wait for the oldest abandoned works, which are done, as pairs keep the order of messages.
+        """Wait for the oldest abandoned works, which are complete, since pairs keep message order.
 
-        The last ``MOST_FORGOTTEN`` stay, whose messages may still be on their way.
+        The last ``MOST_FORGOTTEN`` stay abandoned, since their messages may still be on their way.
         """
         while len(cls.forgotten) > MOST_FORGOTTEN:
             for work in cls.forgotten.popleft():
@@ -82,7 +82,7 @@ class Works(Work):
 def all_gather_single(
     out: Tensor, values: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Gather ``values`` of all ranks into ``out`` natively; returns the work of an ``async_op``."""
+    """Gather ``values`` of all ranks into ``out`` natively; return the work if ``async_op``."""
     work: Work | None = getattr(dist, GATHER)(out, values, group=group, async_op=async_op)
     return work
 
@@ -94,7 +94,7 @@ def reduce_scatter_single(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Put this rank's part of all ranks' sum into ``out`` natively; returns an ``async_op``."""
+    """Reduce-scatter ``values`` into ``out`` natively; return the work if ``async_op``."""
     work: Work | None = getattr(dist, SCATTER)(out, values, op, group=group, async_op=async_op)
     return work
 
@@ -107,10 +107,10 @@ def all_to_all(
     group: Group,
     meter: Meter,
 ) -> Work:
-    """Exchange 1-D parts of ``values`` of any lengths, of a dtype that the backend takes.
+    """Exchange 1-D parts of ``values``, of any lengths and any dtype that the backend accepts.
 
-    Over gloo ``out_splits`` may be longer than the parts that come. Lengths that come back are
-    added up once where they are ``Splits``.
+    Over gloo ``out_splits`` may be longer than the parts that arrive. Passing ``Splits`` again
+    saves adding up the lengths.
     """
     if isinstance(in_splits, Splits):
         sent, far = in_splits.beyond[group.rank, group.remote]
@@ -156,8 +156,8 @@ def all_gather_uneven(
 ) -> Work:
     """Gather ``values`` of any lengths; only over gloo between CPUs.
 
-    ``rooms``: by rank, the elements of ``out`` for the values of that rank, at least as many as
-    they have; exactly as many for this rank.
+    ``rooms``: for each rank, the elements of ``out`` reserved for its values: at least their
+    number, and exactly their number for this rank.
     """
     _sent_around(values.nbytes, group, meter)
     places = torch.split(out, rooms)
@@ -167,9 +167,9 @@ def all_gather_uneven(
 
 
 def broadcast(values: Tensor, root: int, group: Group, meter: Meter) -> Work:
-    """Broadcast ``values`` of group rank ``root`` into the ``values`` of all others.
+    """Broadcast ``values`` of group rank ``root`` into the ``values`` of all other ranks.
 
-    The root counts all bytes, one copy for each of the others, whichever ranks forward them.
+    The root counts all bytes, one copy per other rank, even if other ranks forward them.
     """
     sends = group.rank == root
     if sends:
@@ -196,7 +196,8 @@ def _spread(values: Tensor, root: int, sends: bool, group: Group) -> Work:
 
 def all_reduce(values: Tensor, group: Group, meter: Meter) -> Work:
     """Sum ``values`` in place; every rank gets the same bits."""
-    nbytes = 2 * (group.size - 1) * values.nbytes // group.size  # a ring: there and back
+    # a ring, twice around: reduce-scatter and all-gather
+    nbytes = 2 * (group.size - 1) * values.nbytes // group.size
     meter.sent(nbytes, nbytes * int(group.ring))
     staged = STAGING.needed(values, group)
     target = STAGING.out(values) if staged else values
@@ -229,8 +230,8 @@ def shift(
 ) -> Work:
     """Send ``values`` to group rank ``dst`` and receive ``out`` from group rank ``src``, at once.
 
-    None: no message goes that way, and both sides must know it. ``out`` is as long as the message;
-    over gloo it may be longer.
+    With None, no message goes in that direction; both sides must agree. ``out`` is as long as the
+    message; over gloo it may be longer.
     """
     if values is not None:
         meter.sent(values.nbytes, values.nbytes * int(dst in group.remote))
@@ -249,7 +250,7 @@ def shift(
 def _between_two(
     out: Tensor | None, values: Tensor | None, src: int, dst: int, group: Group
 ) -> Work:
-    """Post a receive and then a send; over NCCL as one call, so that none waits for the other."""
+    """Post a receive and then a send; over NCCL as one call, so neither waits for the other."""
     ranks, own = group.global_ranks, group.process_group
     kind = (values if out is None else out).device.type  # type: ignore[union-attr]
     if group.backends.get(kind) != "gloo":
@@ -266,7 +267,7 @@ def _between_two(
 
 
 def _sent_around(slot: int, group: Group, meter: Meter) -> None:
-    """Count an all-gather of ``slot`` bytes by a ring: all goes to the next rank."""
+    """Count an all-gather of ``slot`` bytes by a ring, where all bytes go to the next rank."""
     nbytes = (group.size - 1) * slot
     meter.sent(nbytes, nbytes * int(group.ring))
 
@@ -279,14 +280,14 @@ def _posted(work: Work | None) -> Work:
 def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group) -> Work:
     """Send ``values[r]`` to group rank r and receive ``out[r]`` from it, over gloo.
 
-    Tensors without elements are not sent, and both sides must know it. ``out[r]`` may be longer
+    Empty tensors are not sent; both sides must agree on which are empty. ``out[r]`` may be longer
     than the message: gloo only requires that it fits.
     """
     if len(Works.forgotten) > MOST_FORGOTTEN:
         Works.wait_for_forgotten()
     me, ranks, world = group.rank, len(out), group.global_ranks
     out[me].copy_(values[me])
-    # every rank begins with a different peer, so that no rank gets all messages at once
+    # every rank begins with a different peer, so that no rank receives all messages at once
     others = [(me + step) % ranks for step in range(1, ranks)]
     own = group.process_group
     works = [
@@ -304,7 +305,7 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
 
 
 def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
-    """Return ``work``, over gloo with the time limit of its group."""
+    """Return ``work``; over gloo wrap it with the time limit of its group."""
     if group.backends.get(tensor.device.type) != "gloo":
         return work
     return Works([work], group.limit)

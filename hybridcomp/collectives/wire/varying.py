@@ -1,7 +1,7 @@
-"""Payloads of variable size of one exchange, and their sizes.
+"""Encode one exchange's payloads of variable size, and exchange their sizes.
 
-Where sizes stand in front of the payloads, as over gloo between CPUs, or stay on a device
-(``payload_sizes``), and where a message of their own goes ahead.
+Sizes precede the payloads in the same message (over gloo between CPUs), stay on a device
+(``payload_sizes``), or travel ahead in a separate message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Steps
 from hybridcomp.collectives.wire.splits import Splits
 
-#: bytes to and from each rank, and by source those of each payload
+#: bytes to and from each rank, and for each source the bytes of each of its payloads
 Sizes = tuple[Splits, Splits, list[list[int]]]
 
 
@@ -30,7 +30,8 @@ class Varying:
 
     def __init__(self, plan: ExchangePlan) -> None:
         self.plan = plan
-        self._words: Tensor | None = None  # sizes of the jobs, then of incoming payloads
+        # sizes of the jobs, followed by sizes of incoming payloads
+        self._words: Tensor | None = None
 
     def encode(self, jobs: Sequence[EncodeRequest]) -> Payloads:
         """Encode each job, and copy its payload for further destinations."""
@@ -73,7 +74,7 @@ class Varying:
         return Payloads(encoded, [out], out[: sum(plan.rooms)], False)
 
     def exchange_sizes(self, sent: Payloads, group: Group, meter: Meter) -> Steps[Sizes]:
-        """Return the bytes that go and come, after a message with the sizes where it takes one."""
+        """Return the bytes to send and to receive, after a message with the sizes if needed."""
         plan = self.plan
         if plan.sizes_in_front:
             return self._gives(sent), plan.takes, plan.arriving
@@ -113,7 +114,7 @@ def _in_order(words: Tensor, order: Sequence[int]) -> Tensor:
 def _bring_together(sent: Payloads, order: Sequence[int]) -> None:
     """Copy payloads into one buffer without gaps, in ``order``, for the message.
 
-    Their slots, which are as long as payloads can be, are given back.
+    Their slots, which are as long as payloads can be, are given back to the pool.
     """
     if len(order) < 2:
         sent.leaving = sent.encoded[order[0]] if order else sent.leaving[:0]
@@ -138,8 +139,8 @@ def cut_payloads(
 ) -> list[list[Tensor]]:
     """Return the payloads of every rank, views of ``buffer``; rank r has ``rooms[r]`` bytes of it.
 
-    ``nbytes``: their sizes, where ``heads`` hold these the largest. Raises CodecError where a head
-    states a size that ``codec`` does not have.
+    ``nbytes``: their sizes, or the maximum sizes if ``heads`` state the real ones. Raises
+    CodecError if a head states a size that ``codec`` never produces.
     """
     messages = torch.split(buffer, list(rooms))
     if any(heads):

@@ -14,7 +14,8 @@ class BlockIntOnCuda(CudaFunctions):
 
     def __init__(self, launcher: Launcher, damage: DamageFlag) -> None:
         super().__init__(launcher, damage)
-        self._fused: dict[int, FusedBlockInt] = {}  # by setting, as every message asks
+        # kernels by setting, cached because every message asks
+        self._fused: dict[int, FusedBlockInt] = {}
         self._planned: dict[int, PlannedBlockInt] = {}
 
     def encode(
@@ -57,12 +58,12 @@ class BlockIntOnCuda(CudaFunctions):
         return found
 
     def planned(self, setting: int) -> PlannedBlockInt:
-        """Return kernels for the stretches of one tensor."""
+        """Return kernels for slices of one tensor."""
         found = self._planned.get(setting)
         if found is None:
             found = self._planned[setting] = PlannedBlockInt(self._launcher, setting)
         return found
 
     def each(self, setting: int) -> EachBlockInt:
-        """Return kernels for several tensors with a payload each."""
+        """Return kernels for several tensors with one payload each."""
         return EachBlockInt(self._launcher, setting)

@@ -10,7 +10,7 @@ from hybridcomp.kernels.pieces import PayloadPiece
 
 TILE = 2048
 
-#: warps of a thread block of expcode.cu, by dtype code: each has a tile in shared memory
+#: warps per thread block of expcode.cu, by dtype code: each warp has a tile in shared memory
 EXPCODE_ENCODE_WARPS = (4, 8, 8)
 EXPCODE_DECODE_WARPS = (4, 2, 2)
 

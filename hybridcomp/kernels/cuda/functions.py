@@ -1,4 +1,4 @@
-"""Shared parts of all codecs' launches: the payload's alignment, sizes, damage."""
+"""Shared parts of all codecs' launches: payload alignment, sizes, damage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGN = 16
 
 
 class DamageFlag:
-    """Flag that a decoder on this device sets for a payload that no encoder made."""
+    """Flag on a device that a decoder sets for an invalid payload."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -23,7 +23,7 @@ class DamageFlag:
 
     @cached_property
     def word(self) -> Tensor:
-        """One int64 on the device, 0 until a decoder sets it."""
+        """Return the flag: one int64 on the device, 0 until a decoder sets it."""
         return self._launcher.zeros(1)
 
     def check(self) -> None:
@@ -39,7 +39,7 @@ class DamageFlag:
         """Raise as ``check`` does, for damage read at the previous call; does not wait."""
         copied = self._late.take()
         if copied is not None and int(copied):
-            self.check()  # which may have reported it already
+            self.check()  # ``check`` may already have reported this damage
         if not self._late.pending:
             self._late.start(self.word)
 
@@ -66,13 +66,13 @@ class CudaFunctions:
             self._launcher.launch(source, defines, kernel, (blocks, 1), *words, threads=threads)
 
     def _stored(self, size: int, encode: Callable[[int], None]) -> int:
-        """Have ``encode`` store the bytes used at ``size``; 0: return them, which waits."""
+        """Have ``encode`` store the bytes used at ``size``; if that is 0, wait and return them."""
         if size:
             encode(size)
             return 0
         word = self._launcher.zeros(1)
         encode(word.data_ptr())
-        used = int(word)  # waits
+        used = int(word)  # waits for the device
         self._damage.check()
         return used
 
@@ -80,17 +80,18 @@ class CudaFunctions:
         self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...], size: int,
         threads: int = THREADS,
     ) -> int:  # fmt: skip
-        """Launch an encoder; returns the bytes used, or 0 where it stores them at ``size``.
+        """Launch an encoder; return the bytes used, or 0 if it stores them at ``size``.
 
-        ``tiles`` is 0 for no values: then nothing is launched, and ``size`` is not written.
+        If ``tiles`` is 0, there are no values: nothing is launched, and ``size`` is not written.
         """
         if not tiles:
             return 0
-        work = self._launcher.zeros(2 + tiles)  # the size, the ticket, a word for each tile
+        # words for the size, for the ticket, and one for each tile
+        work = self._launcher.zeros(2 + tiles)
         start = work.data_ptr()
         self._fixed(source, (), kernel, out, tiles, (*words, start + 8, size or start), threads)
         if size:
             return 0
-        nbytes = int(work[0])  # waits
+        nbytes = int(work[0])  # waits for the device
         self._damage.check()
         return nbytes

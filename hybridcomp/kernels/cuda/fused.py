@@ -12,10 +12,10 @@ from hybridcomp.kernels import DTYPE_CODES
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 from hybridcomp.kernels.kept import Kept, bits_of, words_of
 
-TILES = 1024 * WARPS  # elements of a block of blockint.cu
-#: limit on values of a rank's chunk: 32 bits hold a block's number (blockint_ranks.h, Span)
+TILES = 1024 * WARPS  # elements per thread block of blockint.cu
+#: limit on values of a rank's chunk: a block's number has 32 bits (blockint_ranks.h, Span)
 MOST_SUMMED = 1 << 36
-SUM_THREADS = 64  # of a thread block of blockint_sum.cu, each of whose warps needs shared memory
+SUM_THREADS = 64  # threads per block of blockint_sum.cu, each of whose warps needs shared memory
 
 
 @cache
@@ -28,9 +28,9 @@ def blockint_macros(setting: int) -> tuple[str, ...]:
 
 
 def blockint_image(setting: int, dtype: int, kept: int = 32) -> tuple[str, ...]:
-    """Return the macros of the image with the kernels of one setting and one dtype.
+    """Return the macros of the image that has the kernels of one setting and dtype.
 
-    ``kept`` below 32: those alone that have a residual, of so many bits a value.
+    ``kept`` below 32: the image has only kernels with a residual of that many bits per value.
     """
     few = (f"HC_KEPT={kept}",) if kept < 32 else ()
     return (*blockint_macros(setting), *few, f"HC_DTYPE={dtype}")
@@ -55,7 +55,7 @@ class FusedBlockInt:
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
         residual: Kept | None = None, owner_residual: Kept | None = None,
     ) -> None:  # fmt: skip
-        """Reduce, a warp for each tile: the sum stays in registers until it is encoded."""
+        """Reduce, a warp for each tile; the sum stays in registers until it is encoded."""
         words = self._sum(payloads, own, ranks, me, out)
         if residual is None and owner_residual is None:
             self._add("reduce", own, 32, *words)
@@ -94,7 +94,7 @@ class FusedBlockInt:
         self, kernel: str, values: Tensor, chunk: int, skip: int, words: tuple[int, ...],
         residual: Kept | None = None,
     ) -> None:  # fmt: skip
-        """Launch a warp for each tile, and a row of the grid for each chunk but ``skip``."""
+        """Launch a warp for each tile, and a grid row for each chunk except ``skip``."""
         rows, bits = ceil_div(values.numel(), chunk), 32
         rows -= 0 <= skip < rows
         if residual is not None:
@@ -108,7 +108,7 @@ class FusedBlockInt:
     def _add(self, kernel: str, own: Tensor, bits: int, *words: int) -> None:
         """Launch a warp for each tile. Raises CodecError for more values than kernels can count.
 
-        ``bits``: of a value of the residuals.
+        ``bits``: bits per value of the residuals.
         """
         numel = own.numel()
         check_summed(numel)
@@ -121,7 +121,7 @@ class FusedBlockInt:
 
 
 def check_summed(numel: int) -> None:
-    """Raise CodecError for more values of one rank than the kernels count."""
+    """Raise CodecError if one rank has more values than the kernels can count."""
     if numel >= MOST_SUMMED:
         raise CodecError(
             f"blockint: expected fewer than {MOST_SUMMED} values for one rank to sum, found "
@@ -133,6 +133,6 @@ def check_summed(numel: int) -> None:
 def image_of(
     setting: int, kernel: str, dtype: torch.dtype, kept: int = 32
 ) -> tuple[tuple[str, ...], str]:
-    """Return the macros of an image and the kernel's name in it; cached, as each launch asks."""
+    """Return the macros of an image and the kernel's name in it; cached, since each launch asks."""
     code = DTYPE_CODES[dtype]
     return blockint_image(setting, code, kept), f"blockint_{kernel}_{DTYPES[code]}"

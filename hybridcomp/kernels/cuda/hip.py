@@ -1,8 +1,8 @@
-"""AMD GPUs, on which no kernel of ours ever ran: their names, their libraries, images by hipRTC.
+"""Support AMD GPUs, on which our kernels never ran: their names, libraries, images by hipRTC.
 
-torch for ROCm calls AMD's GPUs ``cuda`` devices, their streams as well, and RCCL ``nccl``. CuPy for
-ROCm has hipRTC behind its binding of NVRTC, and AMD's runtime behind the one of CUDA's; kernels are
-launched by ``launch.cpp``, which knows the functions of both drivers.
+torch for ROCm calls AMD's GPUs and streams ``cuda``, and RCCL ``nccl``. CuPy for ROCm has hipRTC
+behind its NVRTC binding, and AMD's runtime behind its CUDA binding; kernels are launched by
+``launch.cpp``, which knows the functions of both drivers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NEVER_RUN = (
     "codecs were never run on an AMD GPU: their kernels were compiled for some and emulated, no "
     "more; compare losses with native communication first, and tell us"
 )
-#: options of all kernels beside those of NVRTC's that hipRTC knows: no fused multiply-add that is
-#: not written, subnormals as they are
+#: options of all kernels, besides those that hipRTC shares with NVRTC: no implicit fused
+#: multiply-add, no flushing of subnormals
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-gpu-flush-denormals-to-zero")
-#: for what kernels are compiled where there is no GPU: waves of 64 lanes
+#: architecture to compile for if there is no GPU: waves of 64 lanes
 EXAMPLE = "gfx90a"
 
 
@@ -34,19 +34,19 @@ def version() -> tuple[int, int] | None:
 
 
 def target(index: int) -> str:
-    """Return what AMD's compilers call a device, as ``gfx90a:sramecc+:xnack-``."""
+    """Return the name of a device for AMD's compilers, such as ``gfx90a:sramecc+:xnack-``."""
     properties: Any = torch.cuda.get_device_properties(index)
     return str(properties.gcnArchName)
 
 
 def library() -> str:
-    """Return the name of AMD's runtime, of which torch has loaded one."""
+    """Return the name of AMD's runtime library, which torch has loaded."""
     found = version()
     return "libamdhip64.so" if found is None else f"libamdhip64.so.{found[0]}"
 
 
 def install() -> str:
-    """Say how to get a CuPy that fits torch."""
+    """Return how to install a CuPy that fits torch."""
     found = version()
     if found is not None and found[0] == 7:
         return "pip install cupy-rocm-7-0"
@@ -65,7 +65,7 @@ def compiled(
     try:
         compiler.compileProgram(program, (*OPTIONS, f"--offload-arch={target}", *options))
         log: str = compiler.getProgramLog(program)
-        # what CuPy takes for the zero at the end of a text is the last byte of the image
+        # CuPy drops the last byte of the image, taking it for the terminating zero of a text
         return compiler.getPTX(program) + b"\0", log
     except compiler.NVRTCError as error:
         raise CodecError(

@@ -1,12 +1,12 @@
 """Compile images of the GPU kernels, once for each architecture, and cache them on disk.
 
-NVRTC, or hipRTC for AMD's GPUs (``hip``), is called through CuPy's binding, but not by
-``cupy.RawModule``, which adds ``-ftz=true`` behind all options: with subnormals flushed to zero,
+NVRTC, or hipRTC for AMD's GPUs (``hip``), is called through CuPy's binding, but not through
+``cupy.RawModule``: that appends ``-ftz=true`` to all options, and with subnormals flushed to zero,
 bytes and sums would differ from the CPU's. Its disk cache also ignores changes of included files.
 Our cache is in CuPy's folder.
 
-Ranks that start together may each compile; they write the same bytes, and a file appears whole or
-not at all. A damaged file is compiled again.
+Ranks that start together may each compile; they write the same bytes, and files appear atomically.
+A damaged file is recompiled.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import hip
 
-#: 90 for sm_90, or what AMD calls a GPU
+#: 90 for sm_90, or AMD's name of a GPU
 Architecture = int | str
 FOLDER = Path(__file__).resolve().parent
 FORMATS = FOLDER.parent / "formats"
-#: options of all kernels: bytes must not depend on fused multiply-add, nor on flushing to zero
+#: options of all kernels: bytes must not depend on fused multiply-add or on flushing to zero
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false")
 FOLDERS = (f"-I{FOLDER}", f"-I{FORMATS}")
 DIGEST_NBYTES = 32
@@ -44,16 +44,16 @@ def sources_digest() -> str:
 def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
     """Return the version of NVRTC, and its target architectures (75 for sm_75).
 
-    Of hipRTC the version, and none: it does not tell which GPUs it knows.
+    For hipRTC it returns its version and no targets, since hipRTC does not list them.
 
-    Raises CodecError where CuPy is not installed, cannot be imported or does not find NVRTC.
+    Raises CodecError if CuPy is not installed, cannot be imported or does not find NVRTC.
     """
     try:
         nvrtc = _nvrtc()
         major, minor = nvrtc.getVersion()
         known = () if hip.version() else tuple(sorted(nvrtc.getSupportedArchs()))
         return (major, minor), known
-    except Exception as error:  # a missing library raises many kinds of errors
+    except Exception as error:  # a missing library can raise many kinds of errors
         reason = " ".join(str(error).split())[:200]
         raise CodecError(f"{type(error).__name__}: {reason}") from error
 
@@ -63,8 +63,8 @@ def compiled(
 ) -> tuple[bytes, str]:
     """Compile ``source`` for sm_``architecture``; returns the image and the compiler's log.
 
-    For a GPU that is newer than the compiler returns PTX for the newest architecture it knows; for
-    one of AMD's, whose architecture is a name, what hipRTC makes.
+    For a GPU newer than the compiler it returns PTX for the newest known architecture; for an AMD
+    GPU, whose architecture is a name, hipRTC's code object.
 
     Raises CodecError with the compiler's log, or for a GPU that is too old for the compiler.
     """
@@ -87,8 +87,8 @@ def compiled(
     try:
         nvrtc.compileProgram(program, (*OPTIONS, target, *more))
         log: str = nvrtc.getProgramLog(program)
-        # CuPy takes an image for a C string and drops its last byte. In a cubin that is the high
-        # byte of the last offset in the segment table: always 0, and added again here
+        # CuPy drops the last byte, taking the image for a C string. In a cubin that is the highest
+        # byte of the last offset in the segment table, which is always 0: it is added back here
         found: bytes = nvrtc.getCUBIN(program) + b"\0" if real else nvrtc.getPTX(program)
         return found, log
     except nvrtc.NVRTCError as error:
@@ -103,8 +103,7 @@ def compiled(
 def image(source: str, defines: tuple[str, ...], architecture: Architecture) -> bytes:
     """Return the image of ``compiled``, from the cache or stored there.
 
-    Where the cache cannot be written warns once, and the process continues with the compiled
-    image.
+    If the cache cannot be written, it warns once and continues with the compiled image.
     """
     words = (sources_digest(), source, defines, architecture, _nvrtc().getVersion())
     name = hashlib.sha256(repr(words).encode()).hexdigest()[:40]
@@ -131,7 +130,7 @@ def _nvrtc() -> Any:
 
 
 def _read(path: Path) -> bytes | None:
-    """Read the image in ``path``; None where it is missing or incomplete."""
+    """Read the image in ``path``; None if it is missing or incomplete."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -141,7 +140,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, found: bytes) -> None:
-    """Write to another name first: a reader sees the whole file or none. Raises OSError."""
+    """Write under another name first, so that a reader sees all or nothing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix="hybridcomp-", suffix=".part")
     try:

@@ -19,14 +19,14 @@ from hybridcomp.kernels.cuda import hip, images
 from hybridcomp.kernels.cuda.setup import install_of, setup
 from hybridcomp.kernels.cuda.workspaces import Workspaces
 
-THREADS = 256  # of a thread block, unless a kernel needs another number
+THREADS = 256  # threads per block, unless a kernel needs another number
 WARPS = THREADS // 32
-WHOLE = 2**64 - 1  # no chunk is skipped
-DTYPES = ("fp32", "bf16", "fp16")  # by dtype code
+WHOLE = 2**64 - 1  # value of ``skip`` if no chunk is skipped
+DTYPES = ("fp32", "bf16", "fp16")  # names by dtype code
 LIBCUDA = "libcuda.so.1"
 #: int64 words of a table
 Words = npt.NDArray[np.int64]
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -51,18 +51,18 @@ class Launcher(Protocol):
         """Return ``words`` int64 zeros on the device, ready on the stream of the launches."""
 
     def empty(self, words: int) -> Tensor:
-        """Return ``words`` int64 on the device, of any values."""
+        """Return ``words`` uninitialized int64 on the device."""
 
     def words(self, values: Words) -> Tensor:
-        """Copy ``values`` to the device, on the stream of the launches; nobody waits."""
+        """Copy ``values`` to the device, on the stream of the launches, without waiting."""
 
 
 class CudaLauncher:
     """Loads images compiled by ``images``, through CuPy, and launches on torch's current stream.
 
-    All memory is torch's: a CUDA graph that captures the stream captures the launches. Where
-    another context (on AMD's GPUs another device) is current in the thread, a launch switches to
-    the device's and back.
+    All memory is torch's: a CUDA graph that captures the stream captures the launches. If another
+    context (on AMD's GPUs another device) is current in the thread, a launch switches to this
+    device's and back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,8 +78,8 @@ class CudaLauncher:
         #: address and context of each kernel
         self._functions: dict[tuple[str, tuple[str, ...], str], tuple[int, int]] = {}
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
-        #: a second thread that loaded a module again would unload the first, and leave the
-        #: addresses of its functions dangling
+        #: if two threads loaded the same module, the second load would unload the first and leave
+        #: its function addresses dangling
         self._loading = threading.Lock()
 
     def launch(
@@ -110,17 +110,19 @@ class CudaLauncher:
         return host.to(self._device, non_blocking=True)
 
     def _zeroed(self, words: int) -> Tensor:
-        with torch.inference_mode(False):  # they stay, and are written outside of that mode, too
+        # these words are kept, and may be written outside inference_mode
+        with torch.inference_mode(False):
             return torch.zeros(words, dtype=torch.int64, device=self._device)
 
     def _architecture(self, device: Any) -> images.Architecture:
         return hip.target(self._index) if hip.version() else int(device.compute_capability)
 
     def _load(self, source: str, defines: tuple[str, ...], kernel: str) -> tuple[int, int]:
-        cuda.init()  # torch creates the primary context, which all share
+        cuda.init()  # torch creates the primary context, which everything shares
         device = self._cupy.cuda.Device(self._index)
         with device:
-            if (source, defines) not in self._modules:  # compiling takes seconds
+            # do not hold the lock while compiling, which takes seconds
+            if (source, defines) not in self._modules:
                 found = images.image(source, defines, self._architecture(device))
             with self._loading:
                 module = self._modules.get((source, defines))
@@ -144,7 +146,7 @@ def _cupy() -> Any:
             f"codecs on a GPU need CuPy ({error}); {install_of(setup())}, or leave this dimension "
             "native"
         ) from error
-    except OSError as error:  # it creates its folder on import
+    except OSError as error:  # CuPy creates its folder on import
         raise CodecError(
             f"CuPy cannot make its folder {images.cache_folder()} ({error}); set "
             "CUPY_CACHE_DIR to a folder that can be written"
@@ -176,7 +178,7 @@ def _extension() -> Any:
 
 
 def stream_getter() -> Callable[[int], int]:
-    """Return a function that gives the address of torch's current stream on a device.
+    """Return a function that returns the address of torch's current stream on a device.
 
     torch's raw getter, which Triton uses as well, costs 0.1 us; a stream object costs 2 us.
     """

@@ -8,7 +8,7 @@ from hybridcomp.kernels.cuda.launcher import WARPS, ceil_div
 from hybridcomp.kernels.cuda.pieces import CudaPieces
 from hybridcomp.kernels.pieces import PayloadPiece
 
-CHUNK = 1024  # words of 32 bits
+CHUNK = 1024  # 32-bit words per chunk
 
 
 class MpcOnCuda(CudaPieces):
@@ -52,5 +52,5 @@ class MpcOnCuda(CudaPieces):
 
 
 def _step(dtype: int) -> int:
-    """Return the values of a thread block."""
+    """Return the number of values per thread block."""
     return CHUNK * WARPS * (1 if dtype == 0 else 2)

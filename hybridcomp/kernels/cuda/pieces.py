@@ -1,4 +1,4 @@
-"""Lay out pieces of a message whose payloads vary in length, for kernels that take all of them."""
+"""Lay out pieces of a message with payloads of varying length, for kernels that take them all."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hybridcomp.kernels.cuda.functions import ALIGN, CudaFunctions
 from hybridcomp.kernels.cuda.launcher import THREADS, Launcher, Words
 from hybridcomp.kernels.pieces import PayloadPiece
 
-#: rows of a table that comes by value (``table.h``); a longer one is copied to the device
+#: rows of a table passed by value (``table.h``); a longer table is copied to the device
 NEAR, ROW_WORDS = 64, 7
-#: rows of a table: a grid has no more than 65,535 rows
+#: most rows of a table: a grid has at most 65,535 rows
 MOST = 1 << 15
-#: values that a thread block of pieces.cu takes
+#: values per thread block of pieces.cu
 STEP = 4096
-#: of kernels that take all pieces, where those for one tensor are an image of their own
+#: macro of kernels for all pieces, where kernels for one tensor are a separate image
 IMAGE = ("HC_PIECES=1",)
 
 
 @dataclass(frozen=True)
 class PieceTable:
-    """``Pieces`` of table.h, for launches on the stream that was current when it was made.
+    """``Pieces`` of table.h, for launches on the stream on which it was created.
 
     Attributes:
         table: the first argument of the kernels.
-        count: its pieces.
-        longest: values of the longest one.
-        blocks: thread blocks that all of them take.
-        scratch: words of 32 bits of the room between two kernels.
-        far: the rows on the device, which launches read as long as they are not freed.
+        count: number of pieces.
+        longest: values of the longest piece.
+        blocks: thread blocks for all pieces together.
+        scratch: 32-bit words of scratch memory between two kernels.
+        far: the rows on the device, which must live until the launches have read them.
     """
 
     table: bytes
@@ -48,17 +48,17 @@ def lay_out(
     launcher: Launcher, pieces: Sequence[PayloadPiece], step: int, room: tuple[int, int] = (0, 1),
     ranks: int = 1, aligned: bool = True,
 ) -> Iterator[PieceTable]:  # fmt: skip
-    """Yield one table of all ``pieces`` that have values, or several of more than ``MOST``.
+    """Yield a table of all non-empty ``pieces``, or several if there are more than ``MOST``.
 
     Args:
-        launcher: of the device of the pieces.
+        launcher: launcher of the pieces' device.
         pieces: payloads begin at multiples of 16 bytes, unless ``aligned`` is False.
-        step: values that a thread block takes.
-        room: (a, b): words of 32 bits in the room between two kernels, ceil(numel / 2)
-            + a * ceil(numel / b); none where a is 0.
-        ranks: so many pieces, one after the other, are for the same values and blocks.
+        step: values per thread block.
+        room: (a, b): 32-bit words of scratch memory per piece, ceil(numel / 2) + a * ceil(numel /
+            b); none if a is 0.
+        ranks: this many consecutive pieces are for the same values and blocks.
 
-    Raises ValueError for a payload that does not begin where it should.
+    Raises ValueError for a misaligned payload.
     """
     full = np.array(pieces, dtype=np.int64).reshape(-1, len(PayloadPiece._fields))
     full = full[full[:, 1] > 0]
@@ -101,7 +101,8 @@ class CudaPieces(CudaFunctions):
         threads: int = THREADS,
     ) -> None:  # fmt: skip
         for laid in lay_out(self._launcher, pieces, step):
-            work = self._launcher.zeros(1 + laid.blocks)  # the ticket, a word for each block
+            # words for the ticket, and one for each block
+            work = self._launcher.zeros(1 + laid.blocks)
             arguments = (*words, work.data_ptr())
             self._launch_all(source, kernel, laid, arguments, threads)
 
@@ -109,7 +110,9 @@ class CudaPieces(CudaFunctions):
         self, source: str, kernel: str, pieces: Sequence[PayloadPiece], step: int, *words: int,
         ranks: int, looks: bool = False, threads: int = THREADS,
     ) -> None:  # fmt: skip
-        """``looks``: decoders look back, and each rank's payloads need a word for each block."""
+        """Launch a decoder for all pieces; ``looks``: it needs a word per block and rank to look
+        back.
+        """
         for laid in lay_out(self._launcher, pieces, step, ranks=ranks):
             work = self._launcher.zeros(1 + laid.blocks * ranks) if looks else None
             arguments = (*words, ranks, *(() if work is None else (work.data_ptr(),)))

@@ -1,4 +1,4 @@
-"""Launch kernels for stretches of one tensor, however many they are; blockint has them."""
+"""Launch kernels for any number of slices of one tensor; only blockint has them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PlannedBlockInt:
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher, self._setting = launcher, setting
-        #: tables whose rows on a device CUDA graphs read at every replay: they are never freed
+        #: tables whose device rows CUDA graphs read at every replay, so they are never freed
         self._captured: set[StretchTable] = set()
 
     def table(self, stretches: Sequence[PlannedStretch], *, sums: bool = False) -> StretchTable:
-        """Number the tiles of all rows one after the other, from whole thread blocks on in sums."""
+        """Number the tiles of all rows consecutively; for sums, rows start at thread blocks."""
         if not sums:
             return StretchTable.of(stretches)
         for one in stretches:
@@ -83,7 +83,7 @@ class PlannedBlockInt:
     def _launch_near(
         self, kernel: str, like: Tensor, table: StretchTable, ranks: int, *words: int
     ) -> None:
-        """Launch with the rows by value, if they are few: then nothing is copied ahead."""
+        """Launch with the rows passed by value, if few, so that nothing is copied ahead."""
         if not table.tiles:
             return
         near = table.near or table.far(self._words(table, like.device))
@@ -105,12 +105,12 @@ class PlannedBlockInt:
 
 
 def _start_of(payloads: Tensor) -> int:
-    """Return the address of ``payloads``. Raises ValueError where kernels cannot write there."""
+    """Return the address of ``payloads``. Raises ValueError if it is misaligned."""
     start = payloads.data_ptr()
     if start % ALIGN:
         raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
     return start
 
 
-#: source and threads of a block, of sums and of all else
+#: source file and threads per block, for sums (True) and for other kernels
 _BLOCKS = {True: ("blockint_sum.cu", SUM_THREADS), False: ("blockint_table.cu", 32 * WARPS)}

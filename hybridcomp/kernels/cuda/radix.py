@@ -20,7 +20,7 @@ class RadixOnCuda(CudaPieces):
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
         out: int, nbytes: int, threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """Encode, a thread block for two segments, which look back together."""
+        """Encode, a thread block for every two segments, which look back together."""
         words = (values, numel, segment, _float_bits(bound), int(relative), dtype, out)
         tiles = ceil_div(numel, 2 * segment)
         return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words, size)
@@ -29,7 +29,10 @@ class RadixOnCuda(CudaPieces):
         self, segment: int, relative: bool, bound: float, dtype: int, payload: int, nbytes: int,
         out: int, numel: int, add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """Decode, half as many threads a segment for 16-bit values. ``check`` reports damage."""
+        """Decode, with half as many threads per segment for 16-bit values.
+
+        ``check`` reports damage.
+        """
         self._fixed(
             "radix.cu", (), "radix_add" if add else f"radix_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, segment),
@@ -58,7 +61,7 @@ class RadixOnCuda(CudaPieces):
 
 
 def _decoding_threads(dtype: int, add: bool) -> int:
-    """Return the threads of a segment."""
+    """Return the threads per segment."""
     return THREADS if add or dtype == 0 else THREADS // 2
 
 

@@ -1,4 +1,4 @@
-"""Launch the kernels of residuals of few bits alone, where nothing is encoded."""
+"""Launch the kernels of few-bit residuals alone, without encoding anything."""
 
 from __future__ import annotations
 

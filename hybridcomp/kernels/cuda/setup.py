@@ -1,6 +1,6 @@
-"""Report the versions of the driver, torch, CuPy and its compiler, and whether they fit together.
+"""Report the versions of driver, torch, CuPy and its compiler, and whether they fit together.
 
-No function starts a kernel or makes a context on a device; every fact may be missing.
+No function starts a kernel or creates a context on a device; any fact may be missing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hybridcomp.kernels.cuda import hip
 Version = tuple[int, int]
 #: lowest compute capability that the compiler of CUDA 13 supports (a V100 has 7.0)
 FIRST_OF_CUDA_13 = 75
-#: packages that contain CuPy, with the CUDA of each
+#: packages that contain CuPy, with the CUDA version of each
 CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13}
-#: those for AMD's GPUs, with the ROCm of each
+#: packages for AMD's GPUs, with the ROCm version of each
 CUPY_ROCM = {"cupy-rocm-5-0": 5, "cupy-rocm-7-0": 7}
 
 
@@ -28,11 +28,11 @@ CUPY_ROCM = {"cupy-rocm-5-0": 5, "cupy-rocm-7-0": 7}
 class CudaSetup:
     """CUDA versions of this process. ``None`` and empty: missing.
 
-    ``driver`` is the newest CUDA that the driver runs, ``torch`` the CUDA of torch's build,
-    ``rocm`` the ROCm of it, ``devices`` name and compute capability (90 for 9.0, of AMD's the name
-    of the target) of every GPU that torch sees, ``cupy`` the installed packages that contain CuPy,
-    with their versions, ``nvrtc`` the compiler that CuPy loads (hipRTC for AMD's),
-    ``architectures`` its targets, ``problem`` why it could not be loaded.
+    ``driver`` is the newest CUDA that the driver supports, ``torch`` and ``rocm`` the CUDA or ROCm
+    of torch's build, ``devices`` name and compute capability (90 for 9.0, of AMD's the name of the
+    target) of every GPU that torch sees, ``cupy`` the installed packages that contain CuPy, with
+    their versions, ``nvrtc`` the compiler that CuPy loads (hipRTC for AMD's), ``architectures`` its
+    targets, ``problem`` why it could not be loaded.
     """
 
     driver: Version | None = None
@@ -46,7 +46,7 @@ class CudaSetup:
 
 
 def setup() -> CudaSetup:
-    """Collect the CUDA versions of this process. Never raises for a missing one."""
+    """Collect the CUDA versions of this process. Never raises if one is missing."""
     nvrtc, architectures, problem = _nvrtc()
     return CudaSetup(
         driver=_driver(), torch=_version_of(torch.version.cuda), rocm=hip.version(),
@@ -61,8 +61,8 @@ def setup() -> CudaSetup:
 def extra_of(found: CudaSetup) -> str:
     """Return the extra of hybridcomp that fits: ``cuda12`` or ``cuda13``.
 
-    CUDA 13 no longer compiles for a V100. Otherwise the major version of torch's CUDA decides, as
-    its libraries are installed, then the driver's.
+    CUDA 13 no longer compiles for a V100. Otherwise the major version of torch's CUDA decides,
+    since its libraries are installed, then the driver's.
     """
     if any(architecture < FIRST_OF_CUDA_13 for _, architecture in _of_nvidia(found)):
         return "cuda12"
@@ -73,7 +73,7 @@ def extra_of(found: CudaSetup) -> str:
 
 
 def install_of(found: CudaSetup) -> str:
-    """Say how to get a CuPy that fits the GPUs and torch."""
+    """Return how to install a CuPy that fits the GPUs and torch."""
     return hip.install() if found.rocm else install_hint(extra_of(found))
 
 
@@ -155,7 +155,7 @@ def _version_of(text: str | None) -> Version | None:
 
 
 def _driver() -> Version | None:
-    """Read the driver's version from libcuda itself, as torch asks for a device first."""
+    """Read the driver's version from libcuda itself, as torch would initialize a device."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -185,7 +185,7 @@ def _installed(name: str) -> str | None:
 
 
 def _nvrtc() -> tuple[Version | None, tuple[int, ...], str]:
-    """Return version and architectures of the compiler, or why there is none."""
+    """Return version and architectures of the compiler, or why it cannot be loaded."""
     from hybridcomp.kernels.cuda import images
 
     try:

@@ -10,13 +10,14 @@ from hybridcomp.kernels.cuda.pieces import PieceTable, lay_out
 from hybridcomp.kernels.pieces import PayloadPiece
 
 SOURCE = "stepcode.cu"
-#: values of the smallest tile, which a warp codes; the grids are for tiles of this size
+#: values of the smallest tile, which one warp codes; grids are sized for tiles of this size
 TILE = 8192
 #: size of ``Plan`` in stepcode_plan.h in 64-bit words
 PLAN_WORDS = 1540
-#: words of 32 bits of a tile's room beside its values' (ROOM_HEAD, ROOM_SLACK in stepcode_encode.h)
+#: 32-bit words of scratch memory of a tile besides its values (ROOM_HEAD, ROOM_SLACK in
+#: stepcode_encode.h)
 LEAST_ROOM = 34 + 128
-#: thread blocks that count samples: of a piece at most, and of many pieces together
+#: most thread blocks that count samples: of one piece, and of many pieces together
 BLOCKS, ALL_BLOCKS = 256, 4096
 RUN = 512
 
@@ -46,11 +47,12 @@ class StepCodeOnCuda(CudaFunctions):
         self.decode_pieces(dtype, pieces=[PayloadPiece(out, numel, payload, nbytes, reference)])
 
     def encode_pieces(self, dtype: int, /, *, pieces: Sequence[PayloadPiece]) -> None:
-        """Encode all pieces that have values, in five launches; sizes are stored."""
+        """Encode all non-empty pieces in five launches, storing their sizes."""
         for laid in lay_out(self._launcher, pieces, TILE * WARPS, (LEAST_ROOM, TILE)):
             plans = self._launcher.zeros(PLAN_WORDS * laid.count)
             scratch = self._launcher.empty(ceil_div(laid.scratch, 2))
-            work = self._launcher.zeros(1 + laid.blocks)  # the ticket, a word for each block
+            # words for the ticket, and one for each block
+            work = self._launcher.zeros(1 + laid.blocks)
             head, room = (dtype, plans.data_ptr()), scratch.data_ptr()
             samples = (_sampling(laid), laid.count)
             self._launch("exponents", samples, laid, *head)
@@ -62,7 +64,7 @@ class StepCodeOnCuda(CudaFunctions):
     def decode_pieces(
         self, dtype: int, /, *, pieces: Sequence[PayloadPiece], ranks: int = 1, add: bool = False
     ) -> None:
-        """Decode all pieces that have values, in two launches. ``check`` reports damage."""
+        """Decode all non-empty pieces in two launches. ``check`` reports damage."""
         assert ranks == 1 and not add, "steps are not added up"
         for laid in lay_out(self._launcher, pieces, TILE * WARPS):
             plans = self._launcher.zeros(PLAN_WORDS * laid.count)
@@ -75,6 +77,6 @@ class StepCodeOnCuda(CudaFunctions):
 
 
 def _sampling(laid: PieceTable) -> int:
-    """Return how many blocks count the samples of each piece."""
+    """Return the number of thread blocks that count the samples of each piece."""
     most = min(BLOCKS, max(1, ALL_BLOCKS // laid.count))
     return min(most, ceil_div(laid.longest, RUN))

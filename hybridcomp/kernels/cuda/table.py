@@ -1,4 +1,4 @@
-"""Launch kernels for several tensors at once, each with its payload; blockint has them."""
+"""Launch kernels for several tensors at once, each with its payload; only blockint has them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 from hybridcomp.kernels.kept import Kept, bits_of, words_of
 from hybridcomp.kernels.stretches import TILE
 
-#: rows of table.h; more tensors take more launches
+#: rows of a table in table.h; more tensors take more launches
 ROWS = 84
 ROW_WORDS = 6
 
@@ -80,6 +80,6 @@ def _tables(
 
 
 def _packed(words: list[int]) -> bytes:
-    """Pack a ``Table`` of table.h, at full size whatever its count."""
+    """Pack a ``Table`` of table.h, always at full size."""
     empty = bytes(8 * (ROWS * ROW_WORDS - len(words)))
     return struct.pack(f"<{1 + len(words)}Q", len(words) // ROW_WORDS, *words) + empty

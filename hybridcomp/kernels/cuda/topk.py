@@ -24,7 +24,7 @@ class TopKOnCuda(CudaFunctions):
         if not numel:
             return 0
         chunks, settings = ceil_div(numel, CHUNK), (bits, rice, most, last)
-        # places and codes take 3 bytes a value that is kept
+        # positions and codes take 3 bytes per kept value
         room = self._launcher.empty(ceil_div(4 * HEAD_WORDS * chunks + 3 * chunks * most, 8))
         scratch = room.data_ptr()
         message = (*settings, numel, scratch, out)
@@ -41,7 +41,7 @@ class TopKOnCuda(CudaFunctions):
         self, bits: int, rice: int, most: int, last: int, dtype: int, payload: int, nbytes: int,
         out: int, numel: int, add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """Decode in two launches: one thread block for each chunk, or stretch of places.
+        """Decode in two launches: one thread block per chunk, or per range of positions.
 
         ``check`` reports damage.
         """

@@ -1,8 +1,8 @@
-"""Provide zeroed words for kernels, without a memset for each of them.
+"""Provide zeroed words for kernels without a memset for each launch.
 
-Encoders of variable size need a few zeroed words. Allocating them by torch costs the host about as
-much as the rest of a launch, and the GPU one more kernel. So they are cut from slabs that are
-zeroed at once; used words are never given out again, and a used-up slab is freed.
+Encoders of variable size need a few zeroed words. Allocating them with torch costs the host about
+as much as the rest of the launch, and the GPU one more kernel. So they are taken from slabs that
+are zeroed as a whole; words are never handed out twice, and a used-up slab is freed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ SLAB = 1 << 16
 
 
 class Workspaces:
-    """Slabs of one device, one for each stream, so that zeroing is ordered before its users.
+    """Slabs of one device, one per stream, so that zeroing is ordered before use.
 
     Args:
-        make: returns so many zeros, int64, on the current stream.
+        make: returns this many int64 zeros on the current stream.
     """
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         self._make = make
-        self._slabs: dict[int, tuple[Tensor, int]] = {}  # by stream, with the words used
+        self._slabs: dict[int, tuple[Tensor, int]] = {}  # slab and number of used words, by stream
         self._lock = threading.Lock()
 
     def take(self, words: int, stream: int) -> Tensor:
-        """Return ``words`` zeros that are given out once; ``stream`` must be current."""
+        """Return ``words`` zeros that are handed out only once; ``stream`` must be current."""
         if words > SLAB // 4:
             return self._make(words)
         with self._lock:

@@ -1,6 +1,6 @@
-"""Weights and updates of pipelines that do not wait; no upstream is named here.
+"""Weights and updates of pipelines that do not wait for a batch's end; upstream-independent.
 
-``versions`` keeps the weights that micro-batches under way have been computed with, ``corrections``
+``versions`` keeps the weights with which pending micro-batches were computed; ``corrections``
 change what an optimizer does with late gradients. ``patches/ds/async_pipeline.py`` runs them.
 """
 

@@ -1,15 +1,16 @@
-"""Change what an optimizer does with gradients that are late, around its ``step``.
+"""Correct an optimizer's update for late gradients, by hooks around its ``step``.
 
 Each correction works on the optimizer's own tensors, element by element, in hooks around ``step``,
-so those that change only the update work on master weights and their partitions as well. What one
-keeps lies in the optimizer's state, under ``KEY``, and is saved and restored with it.
+so corrections that only change the update also work on master weights and their partitions. A
+correction keeps its own state in the optimizer's state, under ``KEY``, so that it is saved and
+restored with it.
 
-With w_t the weights after t steps, U_t what step t subtracts without a correction, and D how many
-steps late this stage's gradients are on average:
+With w_t the weights after t steps, U_t the uncorrected update that step t subtracts, and D the
+average number of steps by which this stage's gradients are late:
 
-* ``error_feedback``: w_{t+1} = w_t - (2 U_t - U_{t-1}). A step applied U_{t-1} where U_t was due,
-  which is known one step later; the difference is made up for then. For a delay of one step, as in
-  "One-Step Gradient Delay is Not a Barrier" (Zmushko et al., 2026).
+* ``error_feedback``: w_{t+1} = w_t - (2 U_t - U_{t-1}). A step applied U_{t-1} where U_t was due;
+  U_t is known one step later, and the difference is then made up for. For a delay of one step, as
+  in "One-Step Gradient Delay is Not a Barrier" (Zmushko et al., 2026).
 * ``look_ahead``: w_{t+1} = w_t + d_t - (1 - g) U_t, with d_t = g (w_t - w_{t-1}) and gradients at
   w_t + d_t ("Nesterov Method for Asynchronous Pipeline Parallel Optimization", Ajanthan et al.,
   2025). The parameters hold w_t + d_t, as those of torch's Nesterov do.
@@ -34,19 +35,19 @@ from torch import Tensor
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.errors import ConfigError
 
-#: in the optimizer's state of a parameter
+#: key in the optimizer's state of a parameter
 KEY = "hybridcomp_correction"
-#: in messages
+#: name of the setting in messages
 NAME = "compression.pipeline.correction"
 
 
 class UpdateCorrection(ABC):
     """Hooks around the ``step`` of ``optimizer``; each correction implements some of them.
 
-    They act inside ``active`` only, so the same optimizer can step without them, too.
+    They act only inside ``active``, so the same optimizer can also step without them.
     """
 
-    #: whether passes need tensors of the optimizer that are the model's parameters
+    #: whether passes need optimizer tensors that are the model's own parameters
     needs_own_weights = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -65,7 +66,7 @@ class UpdateCorrection(ABC):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Correct the steps inside."""
+        """Apply the correction to all steps inside this context."""
         self._is_active = True
         try:
             yield
@@ -93,36 +94,36 @@ class UpdateCorrection(ABC):
             yield from (p for p in group["params"] if p.grad is not None)
 
     def before(self) -> None:  # noqa: B027
-        """Prepare a step; the weights are those before it."""
+        """Prepare a step; the weights are still those before it."""
 
     def after(self) -> None:  # noqa: B027
-        """Put back what ``before`` has changed."""
+        """Undo the changes of ``before``."""
 
     @abstractmethod
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
-        """Correct one parameter after the step (mutates it); ``before``: its values before."""
+        """Correct one parameter in place after the step; ``before``: its values before the step."""
 
     def forward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the weights of passes forward; None: those of the version."""
+        """Return the weights for forward passes; None: those of the pass's version."""
         return None
 
     def backward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the weights of passes backward; None: those of the version."""
+        """Return the weights for backward passes; None: those of the pass's version."""
         return None
 
     def kept(self, parameter: Tensor) -> Tensor | None:
-        """Return what was kept of ``parameter``, None before the first step."""
+        """Return the tensor kept for ``parameter``; None before the first step."""
         state = self.optimizer.state.get(parameter, {})
         found: Tensor | None = state.get(KEY)
         return found
 
     def keep(self, parameter: Tensor, values: Tensor) -> None:
-        """Keep ``values`` with ``parameter``."""
+        """Keep ``values`` for ``parameter``."""
         self.optimizer.state[parameter][KEY] = values
 
 
 class UpdateErrorFeedback(UpdateCorrection):
-    """Make up for the update that was one step late in the step before."""
+    """Make up in each step for the update that the previous step applied one step late."""
 
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
         """Subtract U_t - U_{t-1} once more."""
@@ -149,7 +150,7 @@ class LookAhead(UpdateCorrection):
 
 
 class PipeMare(UpdateCorrection):
-    """Smaller first learning rates for late gradients, and weights that are extrapolated back."""
+    """Reduce the first learning rates for late gradients, and extrapolate weights backward."""
 
     needs_own_weights = True
 
@@ -173,7 +174,7 @@ class PipeMare(UpdateCorrection):
             group["lr"] = group["lr"] / max(self._delay, 1.0) ** power
 
     def after(self) -> None:
-        """Put the schedule's learning rates back."""
+        """Restore the schedule's learning rates."""
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
 
@@ -184,7 +185,7 @@ class PipeMare(UpdateCorrection):
         self.keep(parameter, self._left * trend + (1 - self._left) * moved)
 
     def backward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the weights, moved against their trend by as many steps as gradients are late."""
+        """Return the weights moved back along their trend by the delay of the gradients."""
         if not self._delay:
             return None
         found = [self.kept(p) for p in parameters]
@@ -193,7 +194,7 @@ class PipeMare(UpdateCorrection):
 
 
 class SpikeCompensation(UpdateCorrection):
-    """Spike compensation of SGD with momentum, and prediction of the weights by its velocity."""
+    """Compensate SGD with momentum for delayed gradients, and predict weights by its velocity."""
 
     needs_own_weights = True
 
@@ -207,7 +208,7 @@ class SpikeCompensation(UpdateCorrection):
         self._delay = delay
 
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
-        """Weigh the velocity and the newest gradient, with its weight decay, anew."""
+        """Reweight the velocity and the newest gradient, including its weight decay."""
         velocity, momentum = self.optimizer.state[parameter]["momentum_buffer"], group["momentum"]
         assert parameter.grad is not None, "of a parameter that steps"
         grad = parameter.grad + group["weight_decay"] * before
@@ -216,7 +217,7 @@ class SpikeCompensation(UpdateCorrection):
         parameter.copy_(before - group["lr"] * (part * velocity + spread * grad))
 
     def forward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the weights at the time of the pass backward, if the velocity does not change."""
+        """Return the weights expected at the backward pass if the velocity does not change."""
         if not self._delay:
             return None
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
@@ -237,8 +238,8 @@ def make_correction(
 ) -> UpdateCorrection | None:
     """Return the correction of ``settings`` for a stage whose gradients are ``delay`` steps late.
 
-    ``step`` returns the steps without a flush so far. None: no correction. Raises ConfigError for
-    another optimizer than it is for.
+    ``step`` returns the number of flushless steps so far. Returns None for no correction. Raises
+    ConfigError if the correction does not support this optimizer.
     """
     if settings.correction == "error_feedback":
         return UpdateErrorFeedback(optimizer)

@@ -1,10 +1,10 @@
-"""PassOrder: which micro-batch a stage works on next, and with which weights.
+"""Decide which micro-batch a pipeline stage works on next, and with which weights.
 
-One forward, one backward, without an end: of S stages, stage s is d = (S - 1 - s) (1 + slack)
-micro-batches further with its passes forward than with those backward. A call for one batch of M
-micro-batches ends with the pass backward of the last of them, so every stage makes one optimizer
-step a call; its first passes forward of the next batch are made by then. A pass forward thus misses
-ceil(d / M) steps at most that are made before its pass backward.
+The schedule is 1F1B without an end: of S stages, stage s is d = (S - 1 - s) (1 + slack)
+micro-batches further in its forward passes than in its backward passes. A call for a batch of M
+micro-batches ends with the backward pass of the last one, so every stage makes one optimizer step
+per call; by then it has run its first forward passes of the next batch. So at most ceil(d / M)
+steps happen between a forward pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PassOrder:
     """Passes of one stage since it was last empty.
 
     Attributes:
-        ahead: micro-batches that passes forward are ahead, d.
-        forwarded, backwarded: micro-batches whose passes have been begun.
-        staleness: the most steps by which the weights of a pass forward were older than those that
-            its gradient has changed.
+        ahead: micro-batches by which forward passes are ahead, d.
+        forwarded, backwarded: number of micro-batches whose forward or backward pass has begun.
+        staleness: most steps by which the weights of a forward pass were older than the weights
+            that its gradient updated.
     """
 
     def __init__(self, versions: Versions, ahead: int, micro_batches: int) -> None:
@@ -34,7 +34,7 @@ class PassOrder:
 
     @property
     def bound(self) -> int:
-        """Largest staleness that may occur."""
+        """Return the largest staleness that may occur."""
         return 1 if self.versions == 2 else -(-self.ahead // self.micro_batches)
 
     def begin(self, newest: int) -> None:
@@ -44,13 +44,15 @@ class PassOrder:
         self._under_way.clear()
 
     def batch(self) -> Iterator[bool]:
-        """Yield the passes of one batch, True for forward, as long as the caller counts them."""
+        """Yield the passes of one batch, True for forward; the caller counts each pass as it
+        runs.
+        """
         last = self.backwarded + self.micro_batches
         while self.backwarded < last:
             yield self.forwarded <= self.backwarded + self.ahead
 
     def forward(self, newest: int) -> int:
-        """Count a pass forward; return the version that it computes with."""
+        """Count a forward pass; return the weight version that it uses."""
         version = newest
         if self.versions == 2:
             batch = self._base + self.forwarded // self.micro_batches
@@ -60,14 +62,14 @@ class PassOrder:
         return version
 
     def backward(self, newest: int) -> int:
-        """Count a pass backward; return the version that it computes with."""
+        """Count a backward pass; return the weight version that it uses."""
         version = self._under_way.popleft()
         self.backwarded += 1
         self.staleness = max(self.staleness, newest - version)
         return newest if self.versions == 1 else version
 
     def needed(self, newest: int) -> set[int]:
-        """Return the versions that are needed after the next step, which makes another newest."""
+        """Return the versions still needed after the next step, which creates a new version."""
         if self.versions == 1:
             return set()
         return {newest} if self.versions == 2 else set(self._under_way)

@@ -1,10 +1,10 @@
-"""WeightVersions: older versions of a stage's weights, and passes that compute with them.
+"""Keep older versions of a stage's weights, and run passes with them.
 
 The parameters of the model always hold the newest version, where the optimizer expects it; only
-during a pass their ``data`` is another tensor. A tensor that autograd saves and that is a parameter
-or a view of one is noted by its place, and taken from the parameter in the backward pass: so the
-pass backward computes with the weights that it is given, and not with what autograd has saved,
-which the optimizer has overwritten since.
+during a pass their ``data`` is another tensor. If autograd saves a parameter or a view of one, only
+its position is stored, and the tensor is taken from the parameter in the backward pass. So the
+backward pass computes with the weights that it is given, instead of saved tensors that the
+optimizer has since overwritten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(frozen=True)
 class _SavedWeight:
-    """A view of parameter ``index`` that autograd has saved, by its place in it."""
+    """A view of parameter ``index`` that autograd has saved, stored as its position."""
 
     index: int
     size: tuple[int, ...]
@@ -31,12 +31,12 @@ class _SavedWeight:
 
 
 class WeightVersions:
-    """The newest weights, which the model has, and copies of older ones.
+    """The newest weights, held by the model, and copies of older versions.
 
     Attributes:
-        parameters: those that are trained, of which versions are kept.
-        newest: number of optimizer steps since the beginning, the name of the newest version.
-        most_held: versions that were held at once, the newest included.
+        parameters: trained parameters, of which versions are kept.
+        newest: number of optimizer steps so far, which identifies the newest version.
+        most_held: most versions held at once, including the newest.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -47,11 +47,11 @@ class WeightVersions:
 
     @property
     def held(self) -> int:
-        """Number of versions that are held now, the newest included."""
+        """Return the number of versions held now, including the newest."""
         return 1 + len(self._kept)
 
     def before_step(self, needed: Iterable[int]) -> None:
-        """Copy the newest weights if they are ``needed`` after the step; drop what is not."""
+        """Copy the newest weights if they are ``needed`` after the step; drop unneeded versions."""
         wanted = set(needed)
         self._kept = {name: kept for name, kept in self._kept.items() if name in wanted}
         if self.newest in wanted:
@@ -59,7 +59,7 @@ class WeightVersions:
         self.most_held = max(self.most_held, self.held)
 
     def after_step(self) -> None:
-        """Count a step of the optimizer."""
+        """Count an optimizer step."""
         self.newest += 1
 
     def drop(self) -> None:
@@ -67,12 +67,12 @@ class WeightVersions:
         self._kept.clear()
 
     def at(self, version: int) -> Sequence[Tensor] | None:
-        """Return the weights of ``version``; None: the newest, which the model has."""
+        """Return the weights of ``version``; None: the newest, which the model holds."""
         return None if version == self.newest else self._kept[version]
 
     @contextmanager
     def inside(self, weights: Sequence[Tensor] | None) -> Iterator[None]:
-        """Compute with ``weights`` inside, None for the newest; the parameters are put back."""
+        """Compute with ``weights`` inside this context, None for the newest; then restore them."""
         if weights is None:
             yield
             return
@@ -87,7 +87,7 @@ class WeightVersions:
 
     @contextmanager
     def forward(self, weights: Sequence[Tensor] | None) -> Iterator[None]:
-        """Run a pass forward with ``weights``; autograd saves places instead of weights."""
+        """Run a forward pass with ``weights``; autograd saves positions instead of weights."""
         with self.inside(weights):
             places = _Places(self.parameters)
             with saved_tensors_hooks(places.pack, self._unpack):
@@ -102,7 +102,7 @@ class WeightVersions:
 
 
 class _Places:
-    """Places of the parameters in their storages, several of which may lie in one."""
+    """Positions of the parameters in their storages, several of which may share one."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         found: dict[int, list[tuple[int, int, int]]] = {}
@@ -113,7 +113,9 @@ class _Places:
         self._storages = {key: sorted(rows) for key, rows in found.items()}
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return the place of a tensor that is a view of a parameter; other tensors unchanged."""
+        """Return the position of a tensor that is a view of a parameter; return others as they
+        are.
+        """
         rows = self._storages.get(tensor.untyped_storage().data_ptr())
         if rows is None:
             return tensor

@@ -44,12 +44,12 @@ def ring_attention(
         k: keys (B, K, S, D); K divides H (grouped queries).
         v: values (B, K, S, E).
         group: the context-parallel group; None: all ranks.
-        causal: whether a token sees only itself and the tokens before it.
+        causal: whether a token attends only to itself and earlier tokens.
         scale: factor of the scores; None: 1 / sqrt(D).
         layout: how sequences are cut: ``zigzag``, or ``contiguous``, which leaves the first ranks
             idle under a causal mask.
         documents: document numbers of the whole sequence, (B or 1, tokens), equal on every rank. A
-            token sees those with its number; -1 is padding. None: all tokens see each other.
+            token attends to tokens with its own number; -1 is padding. None: one document.
 
     Returns the context (B, H, S, E), of the dtype of ``q``; B and S may be 0. Raises ValueError on
     shapes that do not fit.
@@ -62,7 +62,7 @@ def ring_attention(
     held = None
     if documents is not None:
         held = _documents(documents, length, ranks, group, layout)
-    if not q.shape[0] or not length:  # on all ranks: nothing to send
+    if not q.shape[0] or not length:  # nothing to send on any rank
         nothing = q.sum() + k.sum() + v.sum()
         return nothing.to(q.dtype).expand(*q.shape[:3], v.shape[3]).contiguous()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -102,7 +102,7 @@ class RingAttention(nn.Module):
     ) -> Tensor:
         """Compute the context, its dimensions in ``order`` like those of the queries.
 
-        ``more``: options of other attentions, which may be None. Raises ValueError on any other.
+        ``more``: options of other attention functions; raises ValueError unless all are None.
         """
         for name, value in more.items():
             if value is not None:
@@ -136,7 +136,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
 def _documents(
     whole: Tensor, length: int, ranks: int, group: dist.ProcessGroup | None, layout: Layout
 ) -> list[Tensor]:
-    """Cut the document numbers of the whole sequence into those of every rank, by rank."""
+    """Shard the document numbers of the whole sequence; return every rank's part, by rank."""
     if whole.dim() != 2 or whole.shape[1] != length * ranks:
         raise ValueError(
             f"documents: expected (batch, {length * ranks}), all tokens of {ranks} ranks, found "

@@ -1,4 +1,4 @@
-"""Attention of one block, some queries with some keys, in plain torch, tile by tile.
+"""Compute attention of one block (some queries, some keys) in plain torch, tile by tile.
 
 Shapes: B samples, H heads of queries, K heads of keys and values (K divides H), S queries, T keys,
 D width of a head. Scores and sums are fp32, or fp64 where the values are. A block returns the
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: most elements of the scores at a time: 1 Mi fp32 values stay in a core's cache for a while
+#: most score elements at a time: 1 Mi fp32 values fit in a core's cache for a while
 TILE = 1 << 20
-#: a causal block is cut into at least so many tiles of at least so many rows: a tile computes all
-#: keys that its last row sees, so a single tile would compute twice the scores that count
+#: a causal block is cut into at least this many tiles of at least this many rows: a tile computes
+#: all keys that its last row sees, so a single tile would compute twice the scores that count
 CAUSAL_TILES, CAUSAL_ROWS = 8, 64
 
 
@@ -54,7 +54,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    """Return a block's context (B, H, S, D) and logarithms (B, H, S), as ``accumulator`` dtype.
+    """Return a block's context (B, H, S, D) and row logarithms (B, H, S), in ``accumulator`` dtype.
 
     A row that sees nothing has the context 0 and the logarithm -inf.
     """
@@ -141,7 +141,7 @@ def _grouped(values: Tensor, heads: int) -> Tensor:
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Return scaled scores (B, K, G, s, T) of queries (B, H, s, D) and keys (B, K, D, T)."""
+    """Return the scaled scores (B, K, G, s, T) of queries (B, H, s, D) and keys (B, K, D, T)."""
     return _by_group(_grouped(q.to(keys.dtype), keys.shape[1]) * scale, keys)
 
 
@@ -152,5 +152,5 @@ def _by_group(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply (B, K, G, s, x) and (B, K, G, s, y) to (B, K, x, y), summed over G and s."""
+    """Multiply (B, K, G, s, x) by (B, K, G, s, y) to (B, K, x, y), summing over G and s."""
     return left.flatten(2, 3).transpose(-1, -2) @ right.flatten(2, 3)

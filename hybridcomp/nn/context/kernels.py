@@ -1,9 +1,9 @@
-"""Attention of one block by the fastest kernel of a device: torch's kernels on a GPU.
+"""Compute attention of one block with a device's fastest kernel: torch's kernels on a GPU.
 
 torch's flash kernel takes fp16 and bf16 and heads of up to 256 values, its memory-efficient kernel
-fp32 as well. Both return the logarithm of each row's sum, and their backward pass takes that of the
-whole context, so that a block's gradients are its part of the whole gradients. They are called
-below ``scaled_dot_product_attention``, which returns no logarithm. Inputs that they do not take
+fp32 as well. Both return the logarithm of each row's sum. Their backward pass takes the logarithms
+of the whole context, so a block's gradients are its part of the whole gradients. They are called
+directly, since ``scaled_dot_product_attention`` returns no logarithms. Inputs that they do not take
 (documents, fp64), and all inputs on a CPU, are computed in plain torch (``blocks``).
 """
 
@@ -19,10 +19,10 @@ from hybridcomp.nn.context import blocks
 from hybridcomp.nn.context.blocks import Mask
 
 Kind = Literal["flash", "efficient", "plain"]
-#: largest head of the flash kernel, and the multiple that both kernels want of a head's width
+#: largest head width of the flash kernel, and the multiple that both kernels require of it
 FLASH_WIDTH, STEP = 256, 8
-#: largest head with a backward pass on GPUs with little shared memory: torch itself leaves heads of
-#: 193 to 224 values to other kernels there
+#: largest head width with a backward pass on GPUs with little shared memory: torch itself leaves
+#: heads of 193 to 224 values to other kernels there
 SMALL_WIDTH, SMALL = 192, ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 #: the efficient kernel pads the rows of its logarithms to a multiple of this
 ROWS = 32
@@ -39,7 +39,7 @@ def kind_of(q: Tensor, v: Tensor, masked: bool) -> Kind:
 
 
 def _flash_width(device: torch.device) -> int:
-    """Return the largest head that the flash kernel takes on this GPU; 0 before Ampere."""
+    """Return the largest head width of the flash kernel on this GPU; 0 before Ampere."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return 0
@@ -49,7 +49,7 @@ def _flash_width(device: torch.device) -> int:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kind: Kind
 ) -> tuple[Tensor, Tensor]:
-    """Run ``blocks.forward`` by the kernel ``kind``; torch's kernels keep the dtype of ``q``."""
+    """Run ``blocks.forward`` with kernel ``kind``; torch's kernels keep the dtype of ``q``."""
     if kind == "plain":
         return blocks.forward(q, k, v, mask, scale)
     width = v.shape[-1]
@@ -78,15 +78,17 @@ def backward(
     scale: float,
     kind: Kind,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``blocks.backward`` by the kernel ``kind``; torch's kernels keep the dtype of ``q`` and
-    take the context ``out`` (B, H, S, D) over all keys instead of ``delta``."""
+    """Run ``blocks.backward`` with kernel ``kind``. torch's kernels keep the dtype of ``q`` and
+    take the context ``out`` (B, H, S, D) over all keys instead of ``delta``.
+    """
     if kind == "plain":
         return blocks.backward(grad, q, k, v, delta, logs, mask, scale)
     widths = [values.shape[-1] for values in (q, k, v)]
     heads, kept = q.shape[1], k.shape[1]
     grad, q, k, v, out = (_padded(values) for values in (grad, q, k, v, out))
     if kind == "flash":
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+        # seed and offset of dropout, which is off
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logs.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
             mask.causal, seed, seed[0], scale=scale,
@@ -108,9 +110,9 @@ def backward(
 
 
 def _padded(values: Tensor) -> Tensor:
-    """Pad heads with zeros to a multiple of ``STEP``; this changes neither scores nor context.
+    """Pad heads with zeros to a multiple of ``STEP``, which changes neither scores nor context.
 
-    Makes a tensor contiguous whose heads are not, such as an expanded gradient: kernels need it.
+    It also makes heads contiguous, as kernels require, for example of an expanded gradient.
     """
     missing = -values.shape[-1] % STEP
     if missing:
@@ -119,11 +121,11 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def _by_tokens(out: Tensor) -> Tensor:
-    """Return a context (B, H, S, D) in whose memory the heads of a token lie side by side.
+    """Return a context (B, H, S, D) in memory order (B, S, H, D).
 
     The efficient kernel assumes this layout for 16-bit values (``o_strideM`` in torch's
-    ``mem_eff_attention/kernel_backward.h``) and else reads the rows of other heads. Its forward
-    pass returns the context in this layout, which ``_padded`` does not keep.
+    ``mem_eff_attention/kernel_backward.h``) and otherwise reads rows of other heads. Its forward
+    pass returns this layout, which ``_padded`` does not preserve.
     """
     heads, width = out.shape[1], out.shape[3]
     if out.stride()[1:] == (width, heads * width, 1):
@@ -138,7 +140,7 @@ def _expanded(values: Tensor, heads: int) -> Tensor:
 
 
 def _reduced(values: Tensor, kept: int) -> Tensor:
-    """Add up the gradients of repeated heads (B, H, T, D) to (B, K, T, D), in fp32."""
+    """Sum the gradients of repeated heads, (B, H, T, D) to (B, K, T, D), in fp32."""
     if values.shape[1] == kept:
         return values
     return values.view(values.shape[0], kept, -1, *values.shape[2:]).float().sum(2)

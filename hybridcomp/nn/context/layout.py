@@ -1,10 +1,11 @@
-"""Cut a sequence over the ranks of context parallelism, and each block over their queries.
+"""Shard a sequence over context-parallel ranks, and select the part of a block that a rank
+computes.
 
-With a causal mask the first tokens of a sequence see few others and the last ones all of them. In
-the layout ``zigzag`` a sequence is cut into two chunks for each rank, and rank r of N holds chunks
-r and 2 N - 1 - r, so that every rank computes as much as any other, at every step of the ring.
-Megatron cuts sequences in the same way. ``contiguous`` is one chunk a rank, for attention without
-a mask, and where sequences are cut so already.
+With a causal mask the first tokens of a sequence see few others and the last ones see all. In the
+layout ``zigzag`` a sequence is cut into two chunks per rank, and rank r of N holds chunks r and 2 N
+- 1 - r, so that all ranks compute equally much in every step of the ring. Megatron shards sequences
+in the same way. ``contiguous`` is one chunk per rank, for attention without a mask, or if sequences
+are already sharded like that.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 @dataclass(frozen=True)
 class BlockPart:
-    """The queries and keys of a block that a rank computes, as slices of those that ranks hold.
+    """Queries and keys of a block that a rank computes, as slices of the tokens that ranks hold.
 
-    ``causal``: row i of the slice sees keys 0 to i of its keys; else all of them.
+    ``causal``: row i of the slice sees keys 0 to i; otherwise all keys.
     """
 
     queries: slice
@@ -36,7 +37,7 @@ class BlockPart:
 
 
 def chunks_of(rank: int, ranks: int, layout: Layout) -> tuple[int, ...]:
-    """Return the numbers of the chunks of a sequence that a rank holds, in its order."""
+    """Return the numbers of the chunks of a sequence that ``rank`` holds, in its order."""
     return (rank, 2 * ranks - 1 - rank) if layout == "zigzag" else (rank,)
 
 
@@ -53,13 +54,13 @@ def part(
     if layout == "contiguous":
         return BlockPart(whole, whole, False) if owner < rank else None
     half = length // 2
-    if owner < rank:  # the owner's first chunk is before both of ours, its second after
+    if owner < rank:  # the owner's first chunk precedes both of ours, its second follows both
         return BlockPart(whole, slice(0, half), False)
     return BlockPart(slice(half, length), whole, False)
 
 
 def check_length(length: int, ranks: int, layout: Layout) -> None:
-    """Raise ValueError where ``length`` tokens cannot be cut over ``ranks``."""
+    """Raise ValueError if ``length`` tokens cannot be sharded over ``ranks``."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout: expected one of {LAYOUTS}, found {layout!r}")
     chunks = ranks * len(chunks_of(0, ranks, layout))
@@ -87,7 +88,7 @@ def shard(
         layout: the cut; as in ``ring_attention``.
         rank: number in the group; None: this rank.
 
-    Raises ValueError where the sequence cannot be cut evenly.
+    Raises ValueError if the sequence cannot be sharded evenly.
     """
     ranks = dist.get_world_size(group)
     me = dist.get_rank(group) if rank is None else rank
@@ -113,7 +114,7 @@ def gather(
     dim: int = 1,
     layout: Layout = "zigzag",
 ) -> Tensor:
-    """All-gather the parts of ``group`` natively and ``unshard`` them; without a gradient."""
+    """All-gather the parts of ``group`` natively and ``unshard`` them; without gradients."""
     return unshard(small_messages.gather(held, group), dim=dim, layout=layout)
 
 
@@ -129,7 +130,7 @@ def positions(
 
 
 def documents_of(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Return document numbers, int32, (1, length), of sequences packed one behind the other.
+    """Return document numbers, int32, (1, length), of sequences that are packed back to back.
 
     ``cu_seqlens``: the start of each sequence and the end of the last, as for FlashAttention.
     Tokens behind the last one are padding: -1.

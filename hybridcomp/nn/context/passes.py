@@ -36,7 +36,9 @@ class RingCall:
         return part(rank, owner, length, ranks=ranks, causal=self.causal, layout=self.layout)
 
     def mask(self, what: BlockPart, owner: int) -> Mask:
-        """Return the mask of this rank's block ``what`` with the keys of ``owner``."""
+        """Return the mask of the block ``what`` of this rank's queries with the keys of
+        ``owner``.
+        """
         if self.documents is None:
             return Mask(what.causal)
         rows = self.documents[self.traffic.rank][:, what.queries]
@@ -44,7 +46,9 @@ class RingCall:
 
     @property
     def halves(self) -> int:
-        """Chunks in which keys are encoded: 2 where some ranks decode only the first half."""
+        """Return into how many chunks keys are encoded: 2 if some ranks decode only the first
+        half.
+        """
         split = self.causal and self.layout == "zigzag" and self.traffic.ranks > 1
         return 2 if split else 1
 
@@ -54,7 +58,7 @@ class RingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
-        """Compute the context; saves the packed keys for the backward pass."""
+        """Compute the context; save the packed keys for the backward pass."""
         # 1
         shapes = (_first(k).shape, _first(v).shape)
         keys = _packed(k, v, call)
@@ -94,7 +98,7 @@ class RingFunction(torch.autograd.Function):
 
 
 class _Backward:
-    """Backward pass: gradients of queries stay, those of keys and values go to their owners."""
+    """Run the backward pass: query gradients stay, key and value gradients go to their owners."""
 
     def __init__(
         self,
@@ -114,14 +118,14 @@ class _Backward:
         wide = accumulator(q.dtype)
         self._delta = (out.to(wide) * grad.to(wide)).sum(-1)
         self._grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        # gradients of keys and values, the sequence first: as they travel
+        # gradients of keys and values in the layout in which they travel, sequence dimension first
         self._totals = [torch.zeros(s, dtype=wide, device=q.device) for s in shapes]
 
     def run(self, keys: RingKV | None) -> tuple[Tensor, Tensor, Tensor]:
         """1 send gradients to their owner, 2 compute a block, 3 add the last gradients.
 
-        Gradients of a block are sent after the next keys were received and passed on: other ranks
-        wait for keys, which would share the link, while gradients are needed only at the end.
+        Gradients of a block are sent only after the next keys were received and passed on: other
+        ranks wait for keys, but need gradients only at the end, and both share the link.
         """
         call, (k, v) = self._call, (self._k, self._v)
         rank, ranks, length = call.traffic.rank, call.traffic.ranks, self._q.shape[2]
@@ -160,7 +164,7 @@ class _Backward:
         return self._grad_q.to(self._q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
     def _block(self, ks: Tensor, vs: Tensor, what: BlockPart, owner: int) -> tuple[Tensor, Tensor]:
-        """Return the gradients of a block's keys and values; adds those of its queries in place."""
+        """Return gradients of a block's keys and values; add those of its queries in place."""
         rows, call = what.queries, self._call
         grad_q, grad_k, grad_v = kernels.backward(
             self._grad[:, :, rows], self._q[:, :, rows], ks, vs, self._out[:, :, rows],
@@ -171,7 +175,9 @@ class _Backward:
         return grad_k, grad_v
 
     def _flat(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Cast and flatten gradients of keys and values, the sequence first, for a message."""
+        """Cast and flatten gradients of keys and values, sequence dimension first, for a
+        message.
+        """
         return [tensor.to(dtype).contiguous().view(-1) for tensor in tensors]
 
     def _expected(self, sender: int) -> Contents | None:
@@ -182,7 +188,9 @@ class _Backward:
         return Contents(tuple(total[what.keys].numel() for total in self._totals), self._k.dtype)
 
     def _add(self, gradients: Gradients, under_way: int) -> None:
-        """Add the parcels of all steps but the last ``under_way`` to the first rows of totals."""
+        """Add the gradients of all steps except the last ``under_way`` to the totals' first
+        rows.
+        """
         for came in gradients.arrived(under_way):
             numels = came.contents.numels
             flat = [t.view(-1)[:n] for t, n in zip(self._totals, numels, strict=True)]
@@ -190,23 +198,23 @@ class _Backward:
 
 
 def _first(values: Tensor) -> Tensor:
-    """View (B, K, S, D) as (S, B, K, D): then a part of the sequence is one range of memory."""
+    """View (B, K, S, D) as (S, B, K, D), so that a part of the sequence is contiguous."""
     return values.permute(2, 0, 1, 3)
 
 
 def _packed(k: Tensor, v: Tensor, call: RingCall) -> RingKV | None:
-    """Pack keys and values for the ring; None where there is one rank."""
+    """Pack keys and values for the ring; return None if there is only one rank."""
     return None if call.traffic.ranks == 1 else call.traffic.keys(_stretches(k, v, call))
 
 
 def _stretches(k: Tensor, v: Tensor, call: RingCall) -> list[Tensor]:
-    """Cut keys and values into the flat tensors of a message, those of the first half first."""
+    """Cut keys and values into the flat tensors of a message, the first half's first."""
     pairs = zip(*(_first(t).contiguous().chunk(call.halves) for t in (k, v)), strict=True)
     return [values.reshape(-1) for pair in pairs for values in pair]
 
 
 def _around(keys: RingKV | None, call: RingCall) -> Any:
-    """Iterate ``keys.around()``, or over this rank alone where nothing travels."""
+    """Iterate ``keys.around()``, or only over this rank if there are no messages."""
     return iter([(call.traffic.rank, None, None)]) if keys is None else keys.around()
 
 

@@ -1,9 +1,9 @@
-"""Pass a flat tensor from rank to rank, through the interface of torch's own ring attention.
+"""Pass a flat tensor from rank to rank, behind the interface of torch's own ring attention.
 
 Torch's ``context_parallel`` computes the blocks and the sums itself and asks a *rotater* for the
 tensor of the previous rank. Keys and values are passed on unchanged, so the received payload is
-sent again. Sums of gradients change at every rank and are encoded again at each: the first addend
-is rounded N - 1 times. ``ring_attention`` sends gradients straight to their owners instead.
+forwarded. Sums of gradients change at every rank and are encoded again at each, so that the first
+addend is rounded N - 1 times. ``ring_attention`` sends gradients straight to their owners instead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hybridcomp.nn.context.traffic import RingTraffic
 
 
 class Rotater:
-    """Tensor of each rank on its way round; the methods are those of torch's ``_RingRotater``.
+    """Pass each rank's tensor round the ring, with the methods of torch's ``_RingRotater``.
 
     Args:
-        traffic: sends the messages; it has channels.
+        traffic: sends the messages; must have channels.
         direction: ``forward`` for keys and values, ``backward`` for sums of their gradients.
-        make_native: makes torch's own rotater, for messages without a codec.
+        make_native: creates torch's own rotater, for messages without a codec.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Rotater:
         self._shape, self._dtype = torch.Size(), torch.float32
 
     def exchange_buffers(self, curr_buffer: Tensor) -> None:
-        """Send ``curr_buffer``, or the payload that it was decoded from, to the next rank."""
+        """Send ``curr_buffer``, or the payload from which it was decoded, to the next rank."""
         values = curr_buffer.detach().contiguous()
         if self._ring is None and self._native is None:
             self._choose(values)
@@ -57,7 +57,7 @@ class Rotater:
         self._coming = ring.shift(self._held, 1, self._held.contents)
 
     def next_buffer(self) -> Tensor:
-        """Return the tensor of the previous rank, decoded; waits for it."""
+        """Wait for the previous rank's tensor and return it, decoded."""
         if self._native is not None:
             found: Tensor = self._native.next_buffer()
             return found
@@ -69,7 +69,8 @@ class Rotater:
         ring.open(came, 0, out.view(-1))
         self._held = came
         self._traffic.record_ring_traffic(ring, out.nbytes, self._direction)
-        ring.meter = self._traffic.ring(ring.codec, ring.device).meter  # for the next message
+        # a new meter for the next message
+        ring.meter = self._traffic.ring(ring.codec, ring.device).meter
         return out
 
     def _choose(self, values: Tensor) -> None:

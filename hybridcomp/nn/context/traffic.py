@@ -1,17 +1,17 @@
 """Send the messages of one call of ring attention, through the channel ``cp`` or natively.
 
 Keys and values go round the ring: their owner encodes them once, and every rank passes on the
-payload that it received. In the backward pass the same payload goes round once more, as keeping
-the payloads of other ranks would take the memory that cutting a sequence saves. The owner keeps its
+payload that it received. In the backward pass the same payload goes round once more, since keeping
+other ranks' payloads would cost the memory that sharding the sequence saves. The owner keeps its
 payload between the passes, unless it is the values themselves.
 
-Gradients of keys and values do not. A running sum has to be encoded at every hop: of N ranks its
-last addend is quantized once and its first N - 1 times, each time with the whole sum so far.
-Instead every rank encodes its part once and sends it to the owner, who adds the parts in fp32. The
-error of the sum is that of N - 1 roundings of single parts and not of N (N - 1) / 2 (a factor of
-sqrt(N / 2) for uncorrelated parts), a bound on each message is one on the sum, and with a causal
-mask only the nonzero half of a part travels: three quarters of the bytes of a ring. Between nodes a
-ring would send less, as it enters each node once.
+Gradients of keys and values do not go round. A running sum would have to be encoded at every hop:
+with N ranks its last addend is quantized once and its first N - 1 times, each time with the whole
+sum so far. Instead every rank encodes its part once and sends it to the owner, who adds the parts
+in fp32. So the error of the sum comes from N - 1 roundings of single parts instead of N (N - 1) / 2
+(a factor of sqrt(N / 2) for uncorrelated parts), a bound on each message also bounds the sum, and
+with a causal mask only the nonzero half of a part travels: three quarters of a ring's bytes.
+Between nodes a ring would send less, since it enters each node only once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class RingTraffic:
     ranks: int
 
     def keys(self, tensors: Sequence[Tensor]) -> RingKV:
-        """Pack keys and values, flat tensors of one dtype, each of which is decoded on its own."""
+        """Pack keys and values, flat tensors of one dtype, each of which can be decoded
+        separately.
+        """
         numel = sum(tensor.numel() for tensor in tensors)
         codec = self.codec(numel, tensors[0].dtype, "forward")
         for tensor in tensors[:2]:
@@ -57,7 +59,9 @@ class RingTraffic:
     def again(
         self, sealed: SavedKV, message: Tensor | None, pack: Callable[[], Sequence[Tensor]]
     ) -> RingKV:
-        """Return the keys and values for the backward pass, from ``pack`` if none were saved."""
+        """Return the keys and values for the backward pass, repacked by ``pack`` if none were
+        saved.
+        """
         if message is not None:
             own = PackedMessage(sealed.contents, message, sealed.nbytes, sealed.head)
             return RingKV(self, sealed.codec, own, None)
@@ -74,8 +78,8 @@ class RingTraffic:
     ) -> Gradients:
         """Return the sender of gradients to their owners.
 
-        ``numel``: elements of all keys and values of a rank. ``expected``: gives the sizes of the
-        message from the rank that is so many steps ahead, None for no message.
+        ``numel``: elements of all keys and values of a rank. ``expected``: returns the sizes of the
+        message from the rank that is a given number of steps ahead, None for no message.
         """
         codec = self.codec(numel, dtype, "backward")
         return Gradients(self, codec, self.ring(codec, device), expected)
@@ -91,7 +95,7 @@ class RingTraffic:
         codec = self._channel.codec(numel, dtype, self.group, direction)
         if codec is None:
             return None
-        if direction == "forward":  # passed on unchanged
+        if direction == "forward":  # keys and values are forwarded unchanged
             return codec.split_error_budget(1, 1, result=dtype)[0]
         return codec.split_error_budget(1, self.ranks, result=dtype, exact=1)[0]
 
@@ -119,7 +123,7 @@ class RingTraffic:
 
 @dataclass(frozen=True)
 class SavedKV:
-    """Metadata of a parcel whose message is saved for the backward pass."""
+    """Metadata of a packed message that is saved for the backward pass."""
 
     codec: Codec | None
     contents: Contents
@@ -129,9 +133,9 @@ class SavedKV:
 
 @dataclass(eq=False)
 class RingKV:
-    """Packed keys and values of this rank, which go round once in each pass.
+    """Packed keys and values of this rank, which go round the ring once per pass.
 
-    ``meter``: the costs of packing them, counted with their first time round.
+    ``meter``: costs of packing, counted with the first time round.
     """
 
     traffic: RingTraffic
@@ -140,7 +144,7 @@ class RingKV:
     meter: Meter | None
 
     def seal(self) -> tuple[SavedKV, Tensor | None]:
-        """Return what the backward pass needs; no message where packing again costs nothing."""
+        """Return what the backward pass needs; no message if packing again costs nothing."""
         own = self.own
         sealed = SavedKV(self.codec, own.contents, own.nbytes, own.head)
         return sealed, None if self.codec is None else own.message
@@ -148,9 +152,9 @@ class RingKV:
     def around(self) -> Iterator[tuple[int, PackedMessage, Ring]]:
         """Yield the keys and values of every rank with their owner, this rank's first.
 
-        1 send the held parcel to the next rank while that of the previous rank arrives, 2 let the
-        caller compute with the held parcel meanwhile, 3 wait, and go on with the received parcel.
-        The caller may read a parcel only until it asks for the next one.
+        1 send the held message to the next rank while the previous rank's arrives, 2 let the caller
+        compute with the held message meanwhile, 3 wait, and continue with the received message. The
+        caller may read a message only until it requests the next one.
         """
         traffic, device = self.traffic, self.own.message.device
         ring = traffic.ring(self.codec, device)
@@ -178,9 +182,9 @@ class RingKV:
 class _Moving:
     """Sends and receives of keys and values on their way round the ring.
 
-    Over gloo a message leaves once its receiver has posted the receive. Posted a hop ahead, a rank
-    that still computes delays nobody, and a received parcel is passed on before anything else. NCCL
-    takes a send and a receive as one call, so nothing is posted ahead there.
+    Over gloo a message leaves once its receiver has posted the receive. With receives posted one
+    hop ahead, a rank that still computes delays nobody, and a received message is forwarded first.
+    NCCL takes a send and a receive as one call, so nothing is posted ahead there.
     """
 
     def __init__(self, ring: Ring, contents: Contents, hops: int) -> None:
@@ -192,13 +196,13 @@ class _Moving:
             self.expect()
 
     def expect(self) -> None:
-        """Post the receive of one more parcel, where receives may be posted on their own."""
+        """Post the receive of one more message, if receives may be posted separately."""
         if self._ahead and self._to_expect:
             self._to_expect -= 1
             self._coming.append(self._ring.shift(None, 1, self._contents))
 
     def send(self, held: PackedMessage) -> Pending[PackedMessage | None] | None:
-        """Send ``held`` to the next rank; None: it has been at every rank."""
+        """Send ``held`` to the next rank; None: it has already been at every rank."""
         if not self._to_send:
             return None
         self._to_send -= 1
@@ -209,7 +213,7 @@ class _Moving:
         return both
 
     def next(self) -> PackedMessage:
-        """Wait for the next parcel and return it."""
+        """Wait for the next message and return it."""
         came = self._coming.popleft().wait()
         assert came is not None
         return came
@@ -218,10 +222,10 @@ class _Moving:
 class Gradients:
     """Gradients of keys and values that each rank sends to their owners.
 
-    Over gloo the receive of a step is posted a step ahead, the first one before keys and values are
-    sent: posted later, the notice to the sender would queue behind those keys, and its gradients
-    would wait as long. Between two ranks keys and gradients come from the same rank, in the order
-    of their receives.
+    Over gloo the receive of a step is posted one step ahead, the first one before keys and values
+    are sent: if posted later, its notice to the sender would queue behind those keys, and the
+    gradients would wait for them. With two ranks keys and gradients come from the same rank, in the
+    order of their receives.
     """
 
     def __init__(
@@ -231,7 +235,9 @@ class Gradients:
         ring: Ring,
         expected: Callable[[int], Contents | None],
     ) -> None:
-        """``expected``: sizes of the message from the rank that is so many steps ahead, or None."""
+        """Store ``expected``: returns a message's sizes by how many steps ahead its sender is, or
+        None.
+        """
         self._traffic, self._codec, self._ring = traffic, codec, ring
         self._expected, self._raw_nbytes = expected, 0
         self._ahead = traffic.ranks > 2 and ring.posts_ahead
@@ -245,7 +251,7 @@ class Gradients:
             self._coming.append(self._ring.shift(None, -step, self._expected(step)))
 
     def pack(self, parts: Sequence[Tensor] | None) -> PackedMessage | None:
-        """Encode the gradients for one owner; None: this rank has not used its keys."""
+        """Encode the gradients for one owner; return None if this rank has not used its keys."""
         if parts is None:
             return None
         self._traffic.sample(parts[0], self._codec, "backward")
@@ -254,7 +260,7 @@ class Gradients:
         return parcel
 
     def send(self, step: int, parcel: PackedMessage | None) -> None:
-        """Send ``parcel`` to the rank ``step`` behind; receive one from the rank ``step`` ahead."""
+        """Send ``parcel`` to the rank ``step`` behind; receive from the rank ``step`` ahead."""
         if self._ahead:
             self._sent.append(self._ring.shift(parcel, -step, None))
             self._expect(step + 1)
@@ -263,9 +269,10 @@ class Gradients:
             self._coming.append(self._sent[-1])
 
     def arrived(self, under_way: int) -> Iterator[PackedMessage]:
-        """Wait for the parcels of all steps but the last ``under_way``, and yield them in order.
+        """Yield the messages of all steps except the last ``under_way``, in order, waiting for
+        each.
 
-        A step in which the other rank has not used this rank's keys has no parcel.
+        A step in which the other rank has not used this rank's keys has no message.
         """
         while len(self._sent) > under_way:
             came = self._coming.popleft().wait()
@@ -280,5 +287,5 @@ class Gradients:
         parcel.release()
 
     def record(self) -> None:
-        """Record the bytes sent, once the last parcel was added."""
+        """Record the bytes sent, after the last message was added."""
         self._traffic.record_ring_traffic(self._ring, self._raw_nbytes, "backward")

@@ -1,9 +1,9 @@
-"""KVCache: keys and values of the slices before the current one of a stage, with their gradients.
+"""Keep keys and values of earlier slices of a stage's sequence, with their gradients.
 
-One buffer holds those of the whole sequence, and every slice reads its beginning, so that only the
-new keys and values of a slice are copied. The backward pass runs from the last slice to the first.
-When it reaches a slice, all later slices have added their gradients with respect to its keys and
-values to one sum for the whole sequence, from which the slice takes its part.
+One buffer holds keys and values of the whole sequence, and every slice reads a prefix of it, so
+only a slice's new keys and values are copied. The backward pass runs from the last slice to the
+first. When it reaches a slice, all later slices have added their gradients for its keys and values
+to one sum over the whole sequence, from which the slice takes its part.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class _Kept:
         self._grads: list[Tensor] | None = None
 
     def put(self, start: int, room: int, news: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the tokens from ``start`` on; returns those of all so far.
+        """Store the keys and values of the tokens from ``start`` on; return those of all so far.
 
-        The result shares memory with the buffer, but not its version: later writes go behind it.
+        The result shares the buffer's memory but not autograd's version counter: later writes go
+        behind it.
         """
         stop = start + news[0].shape[2]
         if not self._held or self._held[0].shape[2] < stop:
@@ -51,7 +52,7 @@ class _Kept:
             self._held.append(held)
 
     def add(self, start: int, grads: tuple[Tensor, ...]) -> list[Tensor]:
-        """Add the gradients of a slice with respect to all tokens to its end; returns its own part.
+        """Add a slice's gradients for all tokens up to its end; return those of its own tokens.
 
         Sums are in the dtype of the gradients, added from the latest slice to the first.
         """
@@ -74,13 +75,13 @@ class _Extend(torch.autograd.Function):
     def forward(
         ctx: Any, key: Tensor, value: Tensor, kept: _Kept, start: int, room: int
     ) -> tuple[Tensor, Tensor]:
-        """Store them, and return those of all tokens so far."""
+        """Store them, and return the keys and values of all tokens so far."""
         ctx.kept, ctx.start = kept, start
         return kept.put(start, room, (key, value))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Add this slice's gradients to the sums, and return the part of its own tokens."""
+        """Add this slice's gradients to the sums, and return those of its own tokens."""
         key, value = ctx.kept.add(ctx.start, grads)
         return key, value, None, None, None
 
@@ -88,9 +89,9 @@ class _Extend(torch.autograd.Function):
 class KVCache:
     """Keys and values of a step's sequence, as one slice of a stage sees them.
 
-    Each slice has its ``KVCache``, on memory that all slices share: a layer that is recomputed in
-    the backward pass (activation checkpointing) then reads the start and the tokens of its slice,
-    even if later slices have run since.
+    Each slice has its own ``KVCache`` on memory that all slices share. So a layer that is
+    recomputed in the backward pass (activation checkpointing) still sees its own slice, even if
+    later slices have run since.
     """
 
     def __init__(self, tokens: int = 0) -> None:
@@ -101,12 +102,12 @@ class KVCache:
 
     @property
     def start(self) -> int:
-        """Tokens before the slice; its first position."""
+        """Return the number of tokens before the slice, which is its first position."""
         return self._start
 
     @property
     def room(self) -> int:
-        """Return the tokens of the sequence, 0 if unknown."""
+        """Return the number of tokens of the sequence, 0 if unknown."""
         return self._tokens
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
@@ -117,12 +118,12 @@ class KVCache:
         """Extend the keys and values by the slice's, and attend to them, (B, H, T, D).
 
         Arguments as for ``extend``, and the slice's queries (B, H, T, D), positions applied. A
-        layer that calls this and ``positions`` also generates (``hybridcomp.generate``).
+        layer that uses this and ``positions`` also works in ``hybridcomp.generate``.
         """
         return attend(query, *self.extend(layer, key, value))
 
     def at(self, start: int) -> KVCache:
-        """Return the past of the slice that begins with token ``start``, on the same memory."""
+        """Return the cache of the slice that begins with token ``start``, on the same memory."""
         later = KVCache(self._tokens)
         later._start, later._kept = start, self._kept
         return later
@@ -130,15 +131,15 @@ class KVCache:
     def extend(self, layer: Hashable, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens to this slice's end, (B, H, start + T, D) each.
 
-        Each attention layer calls it once a slice, under a unique name, and again only where it
-        is recomputed in the backward pass. ``key`` and ``value`` are (B, H, T, D), positions
-        applied; they are stored for the slices that follow.
+        Each attention layer calls it once per slice, under a unique name, and again only if it is
+        recomputed in the backward pass. ``key`` and ``value`` are (B, H, T, D), positions applied;
+        they are stored for the slices that follow.
 
-        Raises ConfigError where a name comes twice in a forward pass, or with another T.
+        Raises ConfigError if a name occurs twice in a forward pass, or with a different T.
         """
         self._check(layer, key.shape[2])
         if self.start == 0 and key.shape[2] == self._tokens:
-            return key, value  # no slice follows
+            return key, value  # no later slice needs them
         kept = self._kept.setdefault(layer, _Kept())
         if not torch.is_grad_enabled():
             return kept.put(self.start, self._tokens, (key, value))
@@ -148,7 +149,7 @@ class KVCache:
         return found
 
     def _check(self, layer: Hashable, length: int) -> None:
-        """Raise ConfigError where these keys would overwrite others of the same slice."""
+        """Raise ConfigError if these keys would overwrite others of the same slice."""
         before = self._lengths.setdefault(layer, -1)
         self._lengths[layer] = length
         again = torch._C._current_graph_task_id() != -1  # a backward pass is running
@@ -163,7 +164,7 @@ class KVCache:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend causally from a slice, (B, H, T, D), to all tokens to its end, (B, H, S + T, D)."""
+    """Attend causally from a slice, (B, H, T, D), to all tokens up to its end, (B, H, S + T, D)."""
     length, whole = query.shape[2], key.shape[2]
     if length == whole:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -3,11 +3,11 @@
 TeraPipe (Li et al., ICML 2021): with batch 1 only one of the S stages of a pipeline works at a
 time. Cut into K slices, stage s works on slice k while stage s + 1 works on slice k - 1, and one
 pass takes ``sum of the slices + (S - 1) * slowest slice``. Later slices attend to all the tokens
-before them, so equal lengths are not equal times. Where a stage waits for a message before it can
-begin, as the later ones do until the first slices reach them, the slice takes its ``hop`` longer.
-For every possible slowest slice the dynamic program finds the smallest sum; slowest slices are
-tried by rising time, until even the smallest sum of all cannot win any more. The result is exact
-for the times passed in.
+before them, so equal lengths are not equal times. If a stage must wait for a message before it can
+begin, as later stages do until the first slices reach them, the slice takes its ``hop`` longer. For
+every possible slowest slice the dynamic program finds the smallest sum; slowest slices are tried in
+ascending order, until even the smallest possible sum cannot win any more. The result is exact for
+the times passed in.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: seconds of a stage for the granules [start, stop), with keys and values of those before start
+#: seconds of a stage for granules [start, stop), given keys and values of those before start
 SliceSeconds = Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Slices in order, in granules: slice k ends behind ``stops[k]`` granules."""
+    """Slices in order, in granules: slice k ends after ``stops[k]`` granules."""
 
     stops: tuple[int, ...]
-    slowest: float  # seconds of the slowest slice on one stage, with its hop
+    slowest: float  # seconds of the slowest slice on one stage, including its hop
     total: float  # seconds of all slices on one stage
 
     def seconds(self, stages: int) -> float:
@@ -45,14 +45,14 @@ def no_hop(start: int, stop: int) -> float:
 def token_slices(
     granules: int, stages: int, seconds: SliceSeconds, hop: SliceSeconds = no_hop
 ) -> Slices:
-    """Find the slices with which one pass through ``stages`` equal stages is fastest.
+    """Find the slices for which a pass through ``stages`` equal stages is fastest.
 
     Args:
-        granules: the most slices of the sequence, at least 1.
-        stages: of the pipeline, at least 1.
-        seconds: of one slice on a stage, which can then begin with the next one. It is never called
-            for slices of no granule.
-        hop: seconds beyond that until the next stage has its message.
+        granules: most slices of the sequence, at least 1.
+        stages: stages of the pipeline, at least 1.
+        seconds: returns the seconds of one slice on a stage, until it can begin the next. Never
+            called for empty slices.
+        hop: returns the further seconds until the next stage has its message.
 
     Raises ValueError where there is nothing to slice.
     """
@@ -70,7 +70,7 @@ def token_slices(
     best = unbound
     for slowest in sorted({value for row in full for value in row}):
         if unbound.total + (stages - 1) * slowest >= best.seconds(stages):
-            break  # those that follow have a slower slowest slice, and no sum is smaller
+            break  # all further candidates have a slower slowest slice, and no sum is smaller
         found = _fewest_seconds(cost, full, slowest)
         if found is not None and found.seconds(stages) < best.seconds(stages):
             best = found
@@ -80,14 +80,14 @@ def token_slices(
 def uniform_slices(
     granules: int, count: int, seconds: SliceSeconds, hop: SliceSeconds = no_hop
 ) -> Slices:
-    """Cut ``count`` slices as equal as granules allow, for comparison. Raises ValueError."""
+    """Cut ``count`` slices, as equal as granules allow, for comparison. Raises ValueError."""
     if not 1 <= count <= granules:
         raise ValueError(f"found {count} slices of {granules} granules; expected 1 to {granules}")
     return timed_slices([granules * (k + 1) // count for k in range(count)], seconds, hop)
 
 
 def timed_slices(stops: Sequence[int], seconds: SliceSeconds, hop: SliceSeconds = no_hop) -> Slices:
-    """Return the slices that end behind the granules ``stops``, with their times."""
+    """Return the slices that end after ``stops`` granules, with their times."""
     cuts = list(pairwise((0, *stops)))
     times = [seconds(*cut) for cut in cuts]
     slowest = max(time + hop(*cut) for time, cut in zip(times, cuts, strict=True))
@@ -97,7 +97,7 @@ def timed_slices(stops: Sequence[int], seconds: SliceSeconds, hop: SliceSeconds 
 def _fewest_seconds(
     cost: Sequence[Sequence[float]], full: Sequence[Sequence[float]], slowest: float
 ) -> Slices | None:
-    """Find the slices of least total ``cost``, none above ``slowest`` in ``full``; else None."""
+    """Find slices of least total ``cost`` with none above ``slowest`` in ``full``; else None."""
     sums, starts = [0.0], [0]
     for row, whole in zip(cost, full, strict=True):
         best, at = float("inf"), -1

@@ -1,9 +1,9 @@
 """SlicePipeline: one stage of a pipeline over slices of a sequence.
 
-Its messages are those of ``pp``: activations to the next stage, their gradients back. Sends are
+Its messages belong to ``pp``: activations to the next stage, their gradients back. Sends are
 asynchronous, so that a slice travels while the stage works on the next one, and the receiver posts
-one receive ahead. No upstream's pipeline takes slices of different lengths with a backward pass in
-reverse order, so this schedule is built on public functions of torch alone.
+one receive ahead. No upstream pipeline supports slices of different lengths with a backward pass in
+reverse order, so this schedule uses only public functions of torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridcomp.session import process
 
 
 class StageLayers(Protocol):
-    """Layers of a stage: map tokens or hidden states of a slice, (B, T, ...), to its outputs."""
+    """Layers of a stage: map a slice's tokens or hidden states, (B, T, ...), to its outputs."""
 
     def __call__(self, values: Tensor, past: KVCache) -> Tensor: ...
 
@@ -45,7 +45,7 @@ class SliceUnderWay:
     done: Callable[[], None] | None = None
 
     def wait(self) -> Tensor:
-        """Wait for it, call ``done``, and return its values."""
+        """Wait for the message, call ``done``, and return its values."""
         self.work.wait()
         if self.done is not None:
             self.done()
@@ -64,13 +64,13 @@ class Passed:
 
     @property
     def loss(self) -> Tensor:
-        """Mean loss of the batch, on the last stage, without a graph."""
+        """Return the detached mean loss of the batch, on the last stage."""
         total: Tensor = torch.stack([output.detach() for output in self.outputs]).sum()
         return total
 
 
 class SlicePipeline:
-    """This rank's stage of a pipeline whose messages are slices of a sequence."""
+    """This rank's stage of a pipeline that works on slices of a sequence."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class SlicePipeline:
             stage: this rank's layers; attention layers take keys and values from ``KVCache``.
             slices: tokens of each slice, in order (``plan.algorithms.slices.Slices.lengths``).
             width: width of the hidden states (B, T, width) between stages.
-            loss: maps logits and labels of a slice to the mean over its tokens that count; the last
-                stage calls it.
+            loss: maps logits and labels of a slice to the mean loss over counted tokens; called on
+                the last stage.
             group: None: all ranks.
-            dtype, device: those of the hidden states.
+            dtype, device: dtype and device of the hidden states.
             channels: returns the channels of the messages, None for native ones; by default those
                 of this process.
-            ignore_index: tokens with this label do not count, where labels are integers; with other
-                labels all tokens count.
+            ignore_index: tokens with this integer label do not count; with non-integer labels all
+                tokens count.
 
         Raises ConfigError on slices without tokens.
         """
@@ -117,7 +117,7 @@ class SlicePipeline:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this stage takes the tokens."""
+        """Return whether this stage reads the tokens."""
         return self.number == 0
 
     @property
@@ -127,11 +127,11 @@ class SlicePipeline:
 
     @property
     def _edges(self) -> list[tuple[int, int]]:
-        """First token and end of every slice."""
+        """Return the first token and the end of every slice."""
         return list(pairwise(accumulate(self.slices, initial=0)))
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
-        """Run forward and backward passes of one batch; adds to the gradients of the parameters.
+        """Run forward and backward passes of one batch, adding to the parameters' gradients.
 
         ``tokens``, ``labels``: (B, T), with T the sum of the slices; the first stage reads the
         tokens, the last the labels, the others only B. Returns the mean loss on the last stage,
@@ -149,10 +149,10 @@ class SlicePipeline:
     def forward(self, tokens: Tensor, labels: Tensor, stage: StageLayers | None = None) -> Passed:
         """Run the forward passes of all slices of a batch as in ``step``, before ``backward``.
 
-        ``stage`` replaces the pipeline's stage, for example with other parameters. Only without
-        gradients (``torch.no_grad``) may ``backward`` be left out. Raises ConfigError as ``step``
-        does, where stages differ in slices, width or dtype, and where hidden states have another
-        shape than these say.
+        ``stage`` replaces the pipeline's stage, for example with other parameters. ``backward``
+        must follow unless gradients are off (``torch.no_grad``). Raises ConfigError like ``step``,
+        if stages differ in slices, width or dtype, and if hidden states do not have the declared
+        shape.
         """
         self._check(tokens)
         self._agree()
@@ -170,7 +170,7 @@ class SlicePipeline:
             if self.is_last:
                 if shares[index]:
                     out = self.loss(out, labels[:, start:stop]) * shares[index]
-                else:  # a mean over nothing is NaN; 0, with gradients of 0
+                else:  # the mean over no tokens is NaN: use 0, with gradients of 0
                     out = out[:, :0].sum()
             else:
                 out = self._hidden(out, (len(tokens), stop - start, self.width))
@@ -182,7 +182,7 @@ class SlicePipeline:
         return Passed(inputs, outputs)
 
     def _agree(self) -> None:
-        """Compare with the other stages what messages are made by; a collective where it is new."""
+        """Compare the properties of messages with other stages; a collective if they are new."""
         mine = {"slices": self.slices, "width": self.width, "dtype": self.dtype}
         if mine == self._agreed:
             return
@@ -195,17 +195,17 @@ class SlicePipeline:
         self._agreed = mine
 
     def _hidden(self, out: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        """Return hidden states in the dtype of the messages: under autocast they have another."""
+        """Cast hidden states to the dtype of messages, from which autocast may differ."""
         if tuple(out.shape) != shape:
             found = Shown(f"hidden states {tuple(out.shape)}")
             raise ConfigError("pp", found, f"expected {shape}: batch, tokens, width; set width")
         return out.to(self.dtype)
 
     def _shares(self, labels: Tensor) -> list[float]:
-        """Return each slice's share of the mean loss: of the labels (B, T) that count.
+        """Return each slice's share of the mean loss: its part of the labels (B, T) that count.
 
-        Where no label counts, slices count by length, so that the loss is called as for the whole
-        model. The host waits for labels on a GPU, before it receives the first slice.
+        If no label counts, slices count by length, so that the loss is still called as for the
+        whole model. The host waits for labels on a GPU before it receives the first slice.
         """
         counts: list[int] = list(self.slices)
         if not (labels.is_floating_point() or labels.is_complex()):
@@ -215,9 +215,9 @@ class SlicePipeline:
         return [count / sum(counts) for count in counts]
 
     def backward(self, passed: Passed, scale: Tensor | None = None) -> None:
-        """Run the backward passes, last slice first: a slice's keys then have all their gradients.
+        """Run the backward passes, last slice first, so that each slice's keys have all gradients.
 
-        ``scale``: gradient of the loss, with which the last stage begins; None: 1.
+        ``scale``: gradient of the loss, from which the last stage starts; None: 1.
         """
         inputs, outputs, edges = passed.inputs, passed.outputs, self._edges
         last, batch, sent = len(edges) - 1, len(inputs[0]), []
@@ -244,7 +244,7 @@ class SlicePipeline:
         return None if channels is None else channels["pp"]
 
     def neighbour(self, sends: bool, direction: Direction) -> int:
-        """Return the global rank to which this stage sends, or from which it receives."""
+        """Return the global rank that this stage sends to, or receives from."""
         ahead = sends is (direction == "forward")
         return int(self._ranks[self.number + (1 if ahead else -1)])
 

@@ -1,9 +1,9 @@
 """SlicedStage: a pipeline stage as a module whose forward runs all slices through the pipeline.
 
-An engine such as DeepSpeed's trains it like any module that returns its loss. For autograd all
-slices are one operation, so every gradient arrives once, scaled as the engine scales the loss, and
-the engine's handling of gradients (buckets, ZeRO 1 and 2, accumulation over micro-batches,
-clipping) works unchanged. Inside, slices run on leaves that share the memory of the parameters.
+An engine such as DeepSpeed's trains it like any module that returns its loss. To autograd all
+slices are one operation, so every gradient arrives once, scaled like the loss, and the engine's
+handling of gradients (buckets, ZeRO 1 and 2, accumulation over micro-batches, clipping) works
+unchanged. Inside, slices run on leaf tensors that share the parameters' memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class _AllSlices(torch.autograd.Function):
-    """Forward and backward of all slices as one operation on the parameters of a stage."""
+    """Run forward and backward of all slices as one operation on a stage's parameters."""
 
     @staticmethod
     def forward(
@@ -38,7 +38,7 @@ class _AllSlices(torch.autograd.Function):
     ) -> Tensor:
         """Return the mean loss on the last stage, 0 on the others.
 
-        ``always`` requires a gradient, and gets none: so a stage whose parameters are all frozen
+        ``always`` requires a gradient but gets none, so that a stage with only frozen parameters
         also takes part in the backward pass, for which its neighbours wait.
         """
         module = pipeline.stage
@@ -60,10 +60,10 @@ class _AllSlices(torch.autograd.Function):
 
 
 class OnLeaves:
-    """Calls a stage with other tensors in place of its parameters."""
+    """Call a stage with other tensors in place of its parameters."""
 
     def __init__(self, module: nn.Module, leaves: Sequence[Tensor]) -> None:
-        """``leaves``: one for each parameter of ``module``, in order."""
+        """Store ``leaves``, one for each parameter of ``module``, in order."""
         names = (name for name, _ in module.named_parameters())
         self._module, self._parameters = module, dict(zip(names, leaves, strict=True))
 
@@ -75,7 +75,7 @@ class OnLeaves:
     def within(self, do: Callable[[], None]) -> None:
         """Call ``do`` while the module's parameters are replaced by the leaves.
 
-        Otherwise a layer that is recomputed in the backward pass would use the module's parameters,
+        Otherwise a layer that is recomputed in the backward pass would use the module's parameters
         and add gradients to them slice by slice, bypassing the engine.
         """
         inside = {f"stage.{name}": leaf for name, leaf in self._parameters.items()}
@@ -83,7 +83,7 @@ class OnLeaves:
 
 
 class _Inside(nn.Module):
-    """Parent module of a stage whose forward calls a function."""
+    """Parent module of a stage; its forward calls a given function."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -121,7 +121,8 @@ class SlicedStage(nn.Module):
         channels: Callable[[], Channels | None] | None = None,
         ignore_index: int = -100,
     ) -> None:
-        """Arguments as for ``SlicePipeline``; dtype and device are those of the parameters.
+        """Set up the stage; arguments as for ``SlicePipeline``, dtype and device from the
+        parameters.
 
         Raises ConfigError on slices without tokens.
         """
@@ -135,7 +136,7 @@ class SlicedStage(nn.Module):
 
     @property
     def slices(self) -> tuple[int, ...]:
-        """Tokens of each slice."""
+        """Return the tokens of each slice."""
         return self._pipeline.slices
 
     @slices.setter
@@ -144,14 +145,14 @@ class SlicedStage(nn.Module):
 
     @property
     def count(self) -> int:
-        """Number of stages of the pipeline."""
+        """Return the number of stages of the pipeline."""
         return self._pipeline.count
 
     @property
     def pipeline(self) -> SlicePipeline:
-        """The pipeline, set to the dtype and device of the parameters.
+        """Return the pipeline, set to the dtype and device of the parameters.
 
-        Raises ConfigError where an engine has cut the parameters (ZeRO 3, FSDP2).
+        Raises ConfigError if an engine has sharded the parameters (ZeRO 3, FSDP2).
         """
         first = next(self.stage.parameters())
         if hasattr(first, "ds_id") or hasattr(first, "placements"):
@@ -165,8 +166,8 @@ class SlicedStage(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of the batch (B, T) on the last stage, 0 on the others: a scalar.
 
-        Its backward pass runs that of all slices: call it on all stages. Raises ConfigError on
-        sequences that are not as long as the slices.
+        Call ``backward`` on it on all stages, which runs the backward passes of all slices. Raises
+        ConfigError if sequences are not as long as the slices together.
         """
         pipeline = self.pipeline
         if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""Estimate the times of slices of a sequence on pipeline stages by fits through measured ones."""
+"""Predict the times of a sequence's slices on pipeline stages by fitting measured times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hybridcomp.nn.slices.lengths import Slices, timed_slices, token_slices, uniform_slices
 
-#: a fitted time: the weight of each of its parts, in seconds
+#: a fitted time: the weight, in seconds, of each of its parts
 Line = Sequence[float]
 
 
@@ -17,10 +17,10 @@ Line = Sequence[float]
 class FittedTimes:
     """Fitted times of slices on one stage.
 
-    first: computing and coding of a slice that begins the sequence: none of its tokens attends to
-        an earlier slice, and kernels need no mask. later: of all other slices.
-    post: posting the messages of a slice, both ways, by the stage itself. arrive: until they have
-        arrived.
+    first: computing and coding a slice that begins the sequence, whose tokens attend to no earlier
+        slice and whose kernels need no mask. later: the same for all other slices.
+    post: time in which the stage posts the messages of a slice, both ways. arrive: time until they
+        arrive.
     """
 
     first: Line
@@ -29,9 +29,9 @@ class FittedTimes:
     arrive: Line
 
     def seconds(self, start: int, stop: int) -> float:
-        """Return the seconds of the slice of these tokens, until the stage can begin the next one.
+        """Return the seconds of a slice until the stage can begin the next one.
 
-        Messages travel while the stage works on the next slice, so the longer of both counts.
+        Messages travel while the stage works on the next slice, so the longer of the two counts.
         """
         message = of_message(stop - start)
         busy = weighed(self.later if start else self.first, of_computing(start, stop))
@@ -45,10 +45,10 @@ class FittedTimes:
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """Times of slices of one sequence in a pipeline: those of the slowest stage for each slice.
+    """Times of a sequence's slices in a pipeline, each on the stage that is slowest for it.
 
-    each: times of the stage of every rank that measured. stages: number of pipeline stages.
-    granule: tokens of which slices are multiples. count: granules of the sequence.
+    each: fitted times of every measured rank's stage. stages: number of pipeline stages. granule:
+    slices are multiples of this many tokens. count: granules of the sequence.
     """
 
     each: Sequence[FittedTimes]
@@ -66,13 +66,13 @@ class SliceTimes:
 
     @property
     def call(self) -> float:
-        """Seconds of a slice that do not depend on its tokens, as fitted."""
+        """Return the fitted seconds of a slice that do not depend on its tokens."""
         return max(times.later[0] + times.post[0] for times in self.each)
 
     def fastest(self, dearer: float = 0.0) -> Slices:
-        """Return the slices of the fastest pass, if each took ``dearer`` seconds longer.
+        """Return the slices of the fastest pass if each took ``dearer`` seconds longer.
 
-        Their predicted seconds are without ``dearer``.
+        Their predicted seconds exclude ``dearer``.
         """
 
         def seconds(start: int, stop: int) -> float:
@@ -82,26 +82,26 @@ class SliceTimes:
         return self.of(found.stops) if dearer else found
 
     def of(self, stops: Sequence[int]) -> Slices:
-        """Return the slices that end behind these granules, with their predicted times."""
+        """Return the slices that end after these granules, with their predicted times."""
         return timed_slices(stops, self.seconds, self.hop)
 
     def uniform(self, parts: int) -> Slices:
-        """Return so many slices, as equal as granules allow. Raises ValueError."""
+        """Return ``parts`` slices, as equal as granules allow. Raises ValueError."""
         return uniform_slices(self.count, parts, self.seconds, self.hop)
 
 
 def of_computing(start: int, stop: int) -> list[float]:
-    """Return the parts of a slice's computing time: a call; its tokens; pairs of its tokens; pairs
-    of one of them and an earlier one; and all tokens to its end, whose keys get gradients.
+    """Return the parts of a slice's computing time: one call; its tokens; pairs of its tokens;
+    pairs of its and earlier tokens; all tokens up to its end, whose keys get gradients.
 
-    Pairs count in full, as kernels with a mask also compute the masked ones.
+    Masked pairs count too, since kernels compute them.
     """
     tokens = stop - start
     return [1.0, tokens / 1e3, tokens * tokens / 1e6, tokens * start / 1e6, stop / 1e3]
 
 
 def of_message(tokens: int) -> list[float]:
-    """Return the parts of a message's time: a call, and its tokens."""
+    """Return the parts of a message's time: one call, and its tokens."""
     return [1.0, tokens / 1e3]
 
 
@@ -111,10 +111,10 @@ def weighed(line: Line, parts: Sequence[float]) -> float:
 
 
 def fitted(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Fit the weights, none below 0, with the least relative errors against ``seconds``.
+    """Fit non-negative weights with the least relative errors against ``seconds``.
 
-    Relative, as most slices are short, and their errors would vanish beside those of long ones.
-    Tries every subset of the few parts, which is exact.
+    Errors are relative, since those of the many short slices would vanish beside those of long
+    ones. It tries every subset of the few parts, which is exact.
     """
     took = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1)
     rows = torch.tensor(parts, dtype=torch.float64) / took

@@ -56,10 +56,10 @@ def slice_times(
         stage: the stage of this rank.
         length: tokens of a sequence.
         batch: sequences of a micro-batch.
-        granule: slices are multiples of so many tokens, a divisor of ``length``; None: at most 64
+        granule: slices are multiples of this many tokens, a divisor of ``length``; None: at most 64
             granules.
         repeats: how often each slice is timed; the median counts.
-        agree: ranks that have to choose the same slices.
+        agree: ranks that must choose the same slices.
     """
     size, pipeline = granule or granule_of(length), stage.pipeline
     with together("timing token slices", ends=True, group=agree):
@@ -71,7 +71,7 @@ def slice_times(
 
 
 def now(device: torch.device) -> float:
-    """Return the clock in seconds, once ``device`` has finished its queued work."""
+    """Return the time in seconds, once ``device`` has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -94,7 +94,7 @@ def undisturbed(pipeline: SlicePipeline) -> Iterator[None]:
 
 
 class _Timer:
-    """Runs slices of a stage as in a step: after earlier keys and values, with later gradients."""
+    """Run slices of a stage as in a step: after earlier keys and values, with later gradients."""
 
     def __init__(self, pipeline: SlicePipeline, length: int, batch: int, repeats: int) -> None:
         self._pipeline, self._batch, self._repeats = pipeline, batch, repeats
@@ -106,7 +106,7 @@ class _Timer:
             self._values = torch.zeros(whole, dtype=pipeline.dtype, device=device)
         module = pipeline.stage
         assert isinstance(module, nn.Module)
-        # new leaves, so that the stage's gradients stay unchanged and no hook of an engine runs
+        # new leaves: the stage's gradients stay unchanged, and no hook of an engine runs
         self._run: StageLayers = OnLeaves(module, leaves_of(module.parameters()))
 
     def lines(self, granule: int) -> tuple[Line, Line]:
@@ -135,7 +135,7 @@ class _Timer:
                 self._run(self._values[:, start : start + tokens], self._past.at(start))
 
     def _median(self, start: int, stop: int) -> float:
-        self._once(start, stop)  # allocates
+        self._once(start, stop)  # first run, which allocates
         return statistics.median(self._once(start, stop) for _ in range(self._repeats))
 
     def _once(self, start: int, stop: int) -> float:
@@ -149,7 +149,7 @@ class _Timer:
         out = self._run(own, self._past.at(start))
         if pipeline.is_last:
             out = pipeline.loss(out, self._labels[:, start:stop])
-        if out.requires_grad:  # false on a first stage whose parameters are all frozen
+        if out.requires_grad:  # false on a first stage with only frozen parameters
             out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
         for coder in coders:
             coder()
@@ -157,12 +157,12 @@ class _Timer:
 
 
 def _line(edges: list[tuple[int, int]], seconds: list[float]) -> Line:
-    """Fit the times of some slices; zeros where there are none, as in a sequence of one granule."""
+    """Fit the times of some slices; zeros if there are none, as for a sequence of one granule."""
     return fitted([of_computing(*each) for each in edges], seconds) if edges else [0.0] * 5
 
 
 def _codec(pipeline: SlicePipeline, numel: int, way: Direction) -> Codec | None:
-    """Return the codec of such a message once the block's first step has come; None: native."""
+    """Return the codec of such a message after the block's start step; None: native."""
     channels = pipeline.channels()
     if channels is None:
         return None
@@ -171,14 +171,16 @@ def _codec(pipeline: SlicePipeline, numel: int, way: Direction) -> Codec | None:
 
 
 def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[], None]:
-    """Return a function that encodes and decodes one slice's messages of this stage, one way."""
+    """Return a function that encodes and decodes this stage's messages of one slice, one way."""
     numel = tokens * pipeline.width
     codec = _codec(pipeline, numel, way)
     ends = (not pipeline.is_first) + (not pipeline.is_last)
     values = torch.randn(numel, device=pipeline.device).to(pipeline.dtype)
 
     def run() -> None:
-        """Encode one and decode one on a middle stage; do one of the two on an outer one."""
+        """Encode one and decode one message on a middle stage; do only one of these on an outer
+        one.
+        """
         if codec is None:
             return
         payload = torch.empty(
@@ -196,12 +198,12 @@ def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[],
 def _messages(
     pipeline: SlicePipeline, length: int, granule: int, batch: int, repeats: int
 ) -> tuple[Line, Line]:
-    """Fit the times of a slice's messages, both ways: of posting them, and until they arrive."""
+    """Fit the times of a slice's messages, both ways: until posted, and until arrived."""
     if pipeline.count == 1:
         return [0.0, 0.0], [0.0, 0.0]
     few, many = granule, max(granule + 1, length)
     took = []
-    for tokens in (few, few, many):  # leaves out the first, which waits for neighbours
+    for tokens in (few, few, many):  # the first one, which waits for neighbours, is left out
         taken = [_both_ways(pipeline, batch * tokens * pipeline.width) for _ in range(repeats)]
         took.append([statistics.median(column) for column in zip(*taken, strict=True)])
     _, low, high = took
@@ -212,7 +214,7 @@ def _messages(
 
 
 def _through(low: tuple[int, float], high: tuple[int, float]) -> Line:
-    """Fit the seconds of a call and of 1,000 tokens, none below 0, to two ``(tokens, seconds)``."""
+    """Fit non-negative seconds of a call and of 1,000 tokens to two ``(tokens, seconds)``."""
     slope = max(0.0, high[1] - low[1]) / (high[0] - low[0])
     return [max(0.0, low[1] - slope * low[0]), 1e3 * slope]
 
@@ -224,7 +226,9 @@ def _both_ways(pipeline: SlicePipeline, numel: int) -> tuple[float, float]:
 
 
 def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[float, float]:
-    """Time one message of the codec's size one way, to one neighbour and from the other."""
+    """Time a message of the codec's size one way: sent to one neighbour, received from the
+    other.
+    """
     codec = _codec(pipeline, numel, way)
     nbytes = numel * pipeline.dtype.itemsize
     if codec is not None:
@@ -237,7 +241,7 @@ def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[floa
         works.append(dist.irecv(values[1], pipeline.neighbour(False, way), group=pipeline.group))
     if not last:
         works.append(dist.isend(values[0], pipeline.neighbour(True, way), group=pipeline.group))
-    posted = time.perf_counter()  # not ``now``, which on a GPU waits for the messages
+    posted = time.perf_counter()  # ``now`` would wait for the messages on a GPU
     for work in works:
         work.wait()
     return posted - begin, now(pipeline.device) - begin

@@ -1,4 +1,4 @@
-"""Try the most promising ways of slicing in real steps, which decide over predicted times.
+"""Try the most promising slicings in real steps, whose times override predictions.
 
 Predictions (``times``) are off by some percent, and the gain of the chosen slices over equal ones
 may be no larger. A trial step does what a training step does but leaves nothing behind: it runs on
@@ -27,14 +27,14 @@ from hybridcomp.nn.slices.timing import now, slice_times, undisturbed
 
 #: numbers of equal slices to try
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: factors by which a call may exceed its fitted time
+#: factors by which a call's true time may differ from its fitted time
 CALLS = (2.0, 0.5)
-#: most ways to try, and how much slower than the fastest they may be predicted to be
+#: most slicings to try, and the factor by which their prediction may exceed the fastest
 MOST, WORSE = 6, 1.25
-#: timed turns of each way, after one warm-up turn that allocates
+#: timed turns of each slicing, after one warm-up turn that allocates
 TURNS = 8
-#: share of the turns in which other slices must beat the predicted ones to be taken instead:
-#: single steps vary by more than the difference between two good ways
+#: share of the turns in which other slices must beat the predicted ones to replace them: single
+#: steps vary by more than the difference between two good slicings
 OFTEN = 0.75
 #: no turn begins once the trials have taken this long
 LIMIT_S = 60.0
@@ -42,9 +42,9 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class TriedSlices:
-    """A way of slicing and the seconds of its steps on the slowest rank, the median of its turns.
+    """Slices and the seconds of their steps on the slowest rank, as the median of its turns.
 
-    seconds: None where there was only one candidate, which is taken without a trial.
+    seconds: None if there was only one candidate, which is used without a trial.
     """
 
     slices: Slices
@@ -62,11 +62,11 @@ def chosen_slices(
     turns: int = TURNS,
     limit: float = LIMIT_S,
 ) -> tuple[Slices, int]:
-    """Choose the slices with which a pass is fastest now; returns them and their granule.
+    """Choose the slices for which a pass is fastest now; return them and their granule.
 
-    Takes the fastest slices by ``slice_times``, or others that are faster in real steps
-    (``tried_slices``). Logs the trials on rank 0. Arguments as of these two functions; ``turns`` 0
-    skips the steps.
+    It uses the fastest slices by ``slice_times``, or others that are faster in real steps
+    (``tried_slices``), and logs the trials on rank 0. Arguments as for these two functions;
+    ``turns`` 0 skips the real steps.
     """
     times = slice_times(stage, length, batch, granule=granule, repeats=repeats, agree=agree)
     if not turns:
@@ -78,7 +78,7 @@ def chosen_slices(
 
 
 def describe_trials(tried: Sequence[TriedSlices], times: SliceTimes) -> str:
-    """Describe the measured and predicted seconds of each way, in a line."""
+    """Describe the measured and predicted seconds of all slicings in one line."""
     texts = []
     for each in tried:
         shown = ",".join(map(str, each.slices.lengths(times.granule)))
@@ -90,10 +90,10 @@ def describe_trials(tried: Sequence[TriedSlices], times: SliceTimes) -> str:
 def candidates(times: SliceTimes, most: int = MOST, worse: float = WORSE) -> list[Slices]:
     """Return the slices that are predicted to be fastest, and others that may be faster.
 
-    The others are those that would be fastest if a call took ``CALLS`` times as long as fitted,
-    which times of single slices show least, and the best equal slices of the numbers ``PARTS``. At
-    most ``most`` ways, each once, none predicted to take more than ``worse`` times as long as the
-    first.
+    The others are the slices that would be fastest if a call took ``CALLS`` times as long as
+    fitted, which single slices measure worst, and the best equal slices of the numbers ``PARTS``.
+    There are at most ``most``, all distinct, none predicted to take more than ``worse`` times as
+    long as the first.
     """
     best = times.fastest()
     bound = worse * best.seconds(times.stages)
@@ -116,9 +116,9 @@ def tried_slices(
     limit: float = LIMIT_S,
     agree: ProcessGroup | None = None,
 ) -> list[TriedSlices]:
-    """Time the ``candidates`` in real steps; returns them with the one to take first.
+    """Time the ``candidates`` in real steps; return them with the chosen one first.
 
-    That is the predicted fastest, unless another one was faster in most turns. Every rank of
+    The choice is the predicted fastest, unless another was faster in most turns. Every rank of
     ``agree`` calls it (None: of the whole job); all get the same result. Gradients, the random
     state, buffers, the ledger and the stage's slices stay unchanged.
 
@@ -126,10 +126,10 @@ def tried_slices(
         stage: the stage of this rank.
         times: the predicted times of its slices.
         batch: sequences of a micro-batch.
-        turns: timed turns of each way, after one that does not count.
-        limit: no turn begins after so many seconds. Then the finished turns count, even if that is
-            the first one alone.
-        agree: ranks that have to choose the same slices.
+        turns: timed turns of each slicing, after an uncounted one.
+        limit: no turn begins after this many seconds. Then the finished turns count, even if only
+            the first one is.
+        agree: ranks that must choose the same slices.
     """
     ways = candidates(times)
     if len(ways) == 1:
@@ -143,7 +143,7 @@ def tried_slices(
             for index in order if turn % 2 else reversed(order):
                 took[index].append(_slowest(runs[index], agree))
                 spent += took[index][-1]
-            if spent >= limit:  # the same number on all ranks
+            if spent >= limit:  # ``spent`` is the same number on all ranks
                 break
     counted = [each[1:] or each for each in took]
     found = [
@@ -158,7 +158,9 @@ def _seconds(tried: TriedSlices) -> float:
 
 
 def _taken(took: Sequence[Sequence[float]]) -> int:
-    """Return the index of the way to take, by its seconds in all turns; the first is predicted."""
+    """Return the index of the slicing to use, from its seconds in all turns; 0 is the predicted
+    one.
+    """
     often = [
         index
         for index, each in enumerate(took)
@@ -168,13 +170,13 @@ def _taken(took: Sequence[Sequence[float]]) -> int:
 
 
 def _slowest(run: Callable[[], float], agree: ProcessGroup | None) -> float:
-    """Run a step on all ranks at once; returns the seconds of the slowest."""
+    """Run a step on all ranks at once; return the seconds of the slowest."""
     small_messages.wait_for_all(agree)
     return max(small_messages.gather_objects(run(), agree))
 
 
 class _Steps:
-    """Trial steps of a stage with some slices, which leave nothing behind; a call runs one."""
+    """Trial steps of a stage with given slices, which leave nothing behind; each call runs one."""
 
     def __init__(self, stage: SlicedStage, lengths: Sequence[int], batch: int) -> None:
         own, module = stage.pipeline, stage.stage
@@ -188,19 +190,19 @@ class _Steps:
         self._tokens = torch.zeros((batch, sum(lengths)), dtype=torch.int64, device=own.device)
 
     def __call__(self) -> float:
-        """Run one forward and backward pass; returns its seconds on this rank."""
+        """Run one forward and backward pass; return its seconds on this rank."""
         begin = now(self.device)
         passed = self._pipeline.forward(self._tokens, self._tokens, self._fresh())
         self._pipeline.backward(passed)
         return now(self.device) - begin
 
     def _fresh(self) -> OnLeaves:
-        """Return the stage on new leaves, which have no gradient and no hook of an engine."""
+        """Return the stage on new leaves, without gradients and without hooks of an engine."""
         return OnLeaves(self._module, leaves_of(self._module.parameters()))
 
 
 def _apart(channels: Channels) -> Channels:
-    """Return channels with a new ledger that encode as ``channels`` do once the block has begun."""
+    """Return channels with a new ledger that encode like ``channels`` after the start step."""
     ledger = channels.config.ledger.model_copy(update={"sample_every": 0})
     found = Channels(channels.config.model_copy(update={"ledger": ledger}))
     found.policy, found.verdicts = channels.policy, channels.verdicts

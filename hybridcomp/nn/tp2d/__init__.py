@@ -3,17 +3,14 @@
 q * q ranks share every matrix and every activation: rank (i, j) of a ``Mesh`` holds rows i of the
 batch and columns j of the features, and one block of each weight (Optimus, arXiv 2104.05343). For a
 product, blocks are broadcast along rows (activations) and columns (weights) of the mesh, and
-addends are reduced to the rank that keeps the sum (gradients): three kinds of traffic, each with
-settings of its own in the block.
+addends are reduced to the rank that keeps the sum (gradients): three kinds of messages, each with
+its own settings in the block.
 
-mesh      the ranks and their groups, and the collectives between them
-lines     broadcasts and reductions along a row or a column, behind the products
-products  C = AB, C = AB^T, C = A^T B, and their gradients
-norms     LayerNorm and RMSNorm over cut features
-loss      cross entropy over a cut vocabulary
-layers    modules that replace those of ``torch.nn``
-layouts   the part of a whole weight that a rank holds; cutting and joining
-weights   whole models: to and from the state of the plain model
+mesh the ranks and their groups, and the collectives between them lines broadcasts and reductions
+along a row or a column, behind the products products C = AB, C = AB^T, C = A^T B, and their
+gradients norms LayerNorm and RMSNorm over cut features loss cross entropy over a cut vocabulary
+layers modules that replace those of ``torch.nn`` layouts each rank's part of a whole weight;
+cutting and joining weights converting whole models to and from the plain model's state
 """
 
 from __future__ import annotations

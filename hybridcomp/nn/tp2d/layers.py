@@ -1,8 +1,8 @@
-"""Modules on a mesh that replace those of ``torch.nn``, made from the whole layers.
+"""Modules on a mesh that replace those of ``torch.nn`` and are made from the whole layers.
 
-Every rank makes the whole layer with the same weights and keeps its part. Parameters keep the names
-of the whole layer's, and are marked as cut (``tensor_model_parallel``), which the gradient norms of
-DeepSpeed and megatron-core need.
+Every rank builds the whole layer with the same weights and keeps its part. Parameters keep the
+whole layer's names and are marked as sharded (``tensor_model_parallel``), which DeepSpeed's and
+megatron-core's gradient norms need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridcomp.nn.tp2d.products import linear, looked_up, projected, spread
 
 
 class Cut(nn.Module):
-    """A module whose parameters are cut over a mesh.
+    """A module whose parameters are sharded over a mesh.
 
     Attributes:
         mesh: the ranks.
@@ -63,13 +63,13 @@ class Linear(Cut):
 
         Args:
             mesh: the ranks.
-            whole: the layer, equal on all ranks.
-            parts: number of stacked matrices that are each cut on their own, such as 3 for query,
-                key and value.
-            vocabulary: number of words, where outputs are words; they are padded to a multiple of
-                q. None: outputs are no words. Not with a bias or parts.
+            whole: the whole layer, equal on all ranks.
+            parts: number of stacked matrices that are cut separately, such as 3 for query, key and
+                value.
+            vocabulary: number of words if outputs are words, which are padded to a multiple of q;
+                not with a bias or parts. None: outputs are not words.
 
-        Raises ConfigError where the sizes cannot be cut.
+        Raises ConfigError if the sizes cannot be cut.
         """
         matrix: WeightCut = MatrixCut(parts) if vocabulary is None else Output(vocabulary)
         super().__init__(mesh, {"weight": matrix, "bias": Vector(parts)})
@@ -91,7 +91,7 @@ class Embedding(Cut):
     def __init__(self, mesh: Mesh, whole: nn.Embedding) -> None:
         """Keep this rank's part of ``whole``, its ``padding_idx`` and ``scale_grad_by_freq``.
 
-        Raises ConfigError where q does not divide it, and on ``max_norm`` and ``sparse``.
+        Raises ConfigError if q does not divide the sizes, and on ``max_norm`` and ``sparse``.
         """
         _refuse(whole)
         super().__init__(mesh, {"weight": Table(whole.num_embeddings)})
@@ -100,11 +100,11 @@ class Embedding(Cut):
         self._keep("weight", whole.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up the tokens of this row's samples.
+        """Look up the tokens of this mesh row's samples.
 
         Raises ConfigError on an uneven batch, and fails like ``nn.Embedding`` on tokens beyond the
-        table: with an IndexError on a CPU, a device-side assertion on a GPU. All ranks fail, as all
-        have the whole batch.
+        table: with an IndexError on a CPU, a device-side assertion on a GPU. All ranks fail, since
+        all have the whole batch.
         """
         _check_tokens(tokens, self.num_embeddings)
         own = self.mesh.part(tokens)
@@ -114,7 +114,7 @@ class Embedding(Cut):
         return looked_up(own, self.weight, self.mesh, scales)
 
     def _scales(self, tokens: Tensor) -> Tensor:
-        """Return the factor of each token's gradient, for the tokens of the whole batch."""
+        """Return the factor of each token's gradient, from token counts in the whole batch."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         scales = torch.ones(tokens.shape, dtype=wide, device=tokens.device)
         if self.scale_grad_by_freq:
@@ -127,7 +127,7 @@ class Embedding(Cut):
 
 
 def _refuse(whole: nn.Embedding) -> None:
-    """Raise ConfigError on options of an embedding that its parts cannot follow."""
+    """Raise ConfigError on options of an embedding that its parts cannot support."""
     for name, value in (("max_norm", whole.max_norm), ("sparse", whole.sparse)):
         if value:
             found = Shown(f"nn.Embedding({name}={value})")
@@ -135,7 +135,7 @@ def _refuse(whole: nn.Embedding) -> None:
 
 
 def _check_tokens(tokens: Tensor, count: int) -> None:
-    """Fail as torch does where a token is not in a table of ``count`` rows."""
+    """Fail as torch does if a token is not in a table of ``count`` rows."""
     inside = (tokens >= 0) & (tokens < count)
     fail_unless(inside.all(), f"tokens of a vocabulary of {count} words")
 
@@ -149,7 +149,8 @@ class LayerNorm(Cut):
     def __init__(self, mesh: Mesh, whole: nn.LayerNorm | nn.RMSNorm) -> None:
         """Keep this rank's part of ``whole``.
 
-        Raises ConfigError where q^2 does not divide it, and over more than the last dimension.
+        Raises ConfigError if q^2 does not divide the features, or if it normalizes more than the
+        last dimension.
         """
         if len(whole.normalized_shape) != 1:
             found = Shown(f"{type(whole).__name__}({list(whole.normalized_shape)})")
@@ -160,7 +161,7 @@ class LayerNorm(Cut):
         self._keep("bias", getattr(whole, "bias", None))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Normalize with exchanges of a few numbers a token; see ``norms.NormFunction``."""
+        """Normalize, exchanging a few numbers per token; see ``norms.NormFunction``."""
         weight, bias = self._spread(self.weight), self._spread(self.bias)
         eps = torch.finfo(values.dtype).eps if self.eps is None else self.eps
         return normed(values, weight, bias, self.mesh, eps, self.centred)
@@ -173,5 +174,5 @@ class RMSNorm(LayerNorm):
 
 
 def project(table: Embedding, hidden: Tensor) -> Tensor:
-    """Return logits (..., V / q) by the weights of an embedding, for models that tie the two."""
+    """Return logits (..., V / q) from an embedding's weights, for models that tie the two."""
     return projected(hidden, table.weight, table.mesh)

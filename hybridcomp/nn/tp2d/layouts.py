@@ -14,12 +14,12 @@ from hybridcomp.errors import ConfigError
 
 
 class WeightCut(Protocol):
-    """Cut of a weight over a mesh."""
+    """How a weight is cut over a mesh."""
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
         """Return the part of rank (``row``, ``column``), a copy.
 
-        Raises ConfigError where q does not divide it.
+        Raises ConfigError if q does not divide its sizes.
         """
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
@@ -33,7 +33,7 @@ def _check(what: str, length: int, by: int) -> None:
 
 
 def _line(parts: Sequence[Tensor], q: int, column: int) -> Sequence[Tensor]:
-    """Select the parts of one column from those of all ranks, by row."""
+    """Select one column's parts from all ranks' parts, by row."""
     return [parts[row * q + column] for row in range(q)]
 
 
@@ -41,7 +41,7 @@ def _line(parts: Sequence[Tensor], q: int, column: int) -> Sequence[Tensor]:
 class MatrixCut:
     """(outputs, inputs): outputs are cut over the columns, inputs over the rows.
 
-    Each of ``parts`` stacked matrices is cut on its own, so that query, key and value of a rank
+    Each of ``parts`` stacked matrices is cut separately, so that a rank's query, key and value
     belong to the same heads.
     """
 
@@ -110,7 +110,7 @@ class Output:
 class Vector:
     """(features,): cut over the columns, then each part over the rows, so that no two ranks share.
 
-    ``parts``: as of ``MatrixCut``.
+    ``parts``: as for ``MatrixCut``.
     """
 
     parts: int = 1

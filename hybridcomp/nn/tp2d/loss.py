@@ -1,6 +1,7 @@
-"""Compute ``F.cross_entropy`` over a vocabulary that is cut over the ranks of a row.
+"""Compute ``F.cross_entropy`` over a vocabulary that is sharded over the ranks of a row.
 
-Sends three numbers a token along the row, in fp32, and three numbers along the column, natively.
+It sends three numbers per token along the row, in fp32, and three numbers along the column,
+natively.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return ``softmax - target`` for this rank's logits, scaled; sends no message."""
+        """Return ``softmax - target`` for this rank's logits, scaled; send no message."""
         logits, labels, log_sum, count = ctx.saved_tensors
         values, local, here = _parts(logits, labels, ctx.mesh, ctx.vocabulary)
         out = (values - log_sum.unsqueeze(-1)).exp()
@@ -59,7 +60,7 @@ def _parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return flat wide logits without padding words, the labels' local indices, and ``here``.
 
-    ``here``: whether this rank holds the label's logit; where it does not, the index is 0.
+    ``here``: whether this rank holds the label's logit; if not, the index is 0.
     """
     width = logits.shape[-1]
     values = logits.detach().reshape(-1, width)
@@ -86,7 +87,7 @@ def cross_entropy(
         logits: (..., V / q), of this rank.
         labels: (...), integers, of this row's samples.
         mesh: the ranks.
-        vocabulary: V before it was padded to a multiple of q; None: it was not.
+        vocabulary: V before padding to a multiple of q; None: it is not padded.
         ignore_index: tokens with this label do not count.
 
     Fails like ``F.cross_entropy``, on all ranks, on any other label beyond the vocabulary: with an

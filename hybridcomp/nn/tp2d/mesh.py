@@ -20,7 +20,7 @@ from hybridcomp.config.policy import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import process
 
-#: a line of the mesh through this rank: ``row`` of rank (i, j) has the ranks (i, 0) to (i, q - 1)
+#: a line of the mesh through this rank: the ``row`` of rank (i, j) is ranks (i, 0) to (i, q - 1)
 Axis = Literal["row", "column"]
 
 R = TypeVar("R")
@@ -40,7 +40,7 @@ class BroadcastUnderWay:
 
 
 class Mesh:
-    """q * q ranks that share one replica of a model; this rank is (``row``, ``column``) of them.
+    """q * q ranks that share one replica of a model; this rank is at (``row``, ``column``).
 
     Attributes:
         q: ranks on a side.
@@ -59,7 +59,7 @@ class Mesh:
             channels: returns the channels of the messages, None for native ones; by default those
                 of this process: of a DeepSpeed engine, or of ``hybridcomp.install``.
 
-        Raises ConfigError where ``q * q`` does not divide the ranks of the job.
+        Raises ConfigError if ``q * q`` does not divide the number of ranks.
         """
         world_size = dist.get_world_size()
         if q < 1 or world_size % (q * q):
@@ -85,11 +85,11 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the mesh."""
+        """Return the number of this rank in the mesh."""
         return self.row * self.q + self.column
 
     def place(self, axis: Axis) -> int:
-        """Return this rank's position on its row (its column), or on its column (its row)."""
+        """Return this rank's position in its row (its column), or in its column (its row)."""
         return self.column if axis == "row" else self.row
 
     def channel(self) -> Channel | None:
@@ -100,7 +100,7 @@ class Mesh:
     def part(self, whole: Tensor) -> Tensor:
         """Return this row's part of a batch, (B, ...) to (B / q, ...), a view.
 
-        Raises ConfigError where the batch cannot be cut evenly.
+        Raises ConfigError if the batch cannot be cut evenly.
         """
         if whole.shape[0] % self.q:
             todo = f"expected a multiple of {self.q}, the rows of the mesh; change the batch size"
@@ -110,7 +110,7 @@ class Mesh:
     def broadcast(
         self, values: Tensor, root: int, axis: Axis, kind: Direction
     ) -> BroadcastUnderWay:
-        """Broadcast ``values`` (1-D, contiguous) of place ``root`` to its line (``Broadcast``)."""
+        """Broadcast ``values`` (1-D, contiguous) from position ``root`` to its line."""
         message = Broadcast(
             numel=values.numel(), dtype=values.dtype, group=self._groups[axis], direction=kind,
             values=values, root=root,
@@ -122,7 +122,7 @@ class Mesh:
     def reduce(
         self, values: Tensor, out: Tensor | None, root: int, axis: Axis, kind: Direction
     ) -> Handle:
-        """Sum ``values`` (1-D, contiguous) of the line into ``out`` of place ``root``."""
+        """Sum ``values`` (1-D, contiguous) of the line into ``out`` at position ``root``."""
         message = Reduce(
             numel=values.numel(), dtype=values.dtype, group=self._groups[axis], direction=kind,
             values=values, out=out, root=root,
@@ -138,7 +138,7 @@ class Mesh:
     def gather(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
         """All-gather the ``values`` of a line, stacked in front: (q, ...).
 
-        Native and exact: for vectors, statistics and losses, which are short.
+        It is native and exact: for short tensors such as vectors, statistics and losses.
         """
         known, flat = self._group(axis), values.detach().contiguous().reshape(-1)
         out = flat.new_empty(self.q * flat.numel())
@@ -153,7 +153,7 @@ class Mesh:
     def scatter_sum(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
         """Reduce-scatter over a line: sum ``values`` (q, n) to (n) of this rank, in rank order.
 
-        Native and exact, as ``gather``: adds in fp32 or wider, for any floating dtype.
+        It is native and exact like ``gather``, and adds in fp32 or wider for any floating dtype.
         """
         wide = values.detach().to(torch.promote_types(values.dtype, torch.float32)).contiguous()
         out = torch.empty_like(wide)
@@ -183,7 +183,7 @@ class Mesh:
 
 def fail_unless(inside: Tensor, what: str) -> None:
     """Raise the error of an out-of-range index unless the scalar ``inside`` is true."""
-    if inside.is_cuda:  # the host does not wait
+    if inside.is_cuda:  # the host does not wait for a GPU
         torch._assert_async(inside)
     elif not inside:
         raise IndexError(f"index out of range: {what}")

@@ -1,7 +1,7 @@
 """Broadcast the blocks of a row or column of the mesh in turn, and reduce sums along it.
 
-Transfers hide behind products: the next block is under way during the product with the current
-one, and a sum during the product after it. Every rank of a line posts the same messages in order.
+Transfers overlap with products: the next block travels during the product with the current one, and
+a sum during the product after it. Every rank of a line posts the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hybridcomp.nn.tp2d.mesh import Axis, BroadcastUnderWay, Mesh
 
 
 class LineBlocks:
-    """Iterator over the blocks of the ranks of a line, broadcast to all of them; used once.
+    """Iterate over the blocks of a line's ranks, each broadcast to all of them; used once.
 
     The first broadcast starts on construction. At most two blocks are in memory.
     """
 
     def __init__(self, mesh: Mesh, axis: Axis, block: Tensor, kind: Direction) -> None:
-        """Start the first broadcast. ``block``: this rank's, of one shape and dtype on the line."""
+        """Start the first broadcast. ``block``: this rank's; one shape and dtype on the line."""
         self._mesh, self._axis, self._kind = mesh, axis, kind
         self._own = block.detach().contiguous()
         self._posted = 0
@@ -49,16 +49,16 @@ class LineBlocks:
 
 
 class LineSums:
-    """Reductions of one sum to each rank of a line, from the addends of all its ranks."""
+    """Reduce one sum to each rank of a line, from addends of all its ranks."""
 
     def __init__(self, mesh: Mesh, axis: Axis, kind: Direction) -> None:
-        """Begin with no addend."""
+        """Start without addends."""
         self._mesh, self._axis, self._kind = mesh, axis, kind
         self._under_way: deque[Handle] = deque()
         self._own: Tensor | None = None
 
     def add(self, root: int, part: Tensor) -> None:
-        """Post the reduction of ``part``, this rank's addend of the sum for place ``root``."""
+        """Post the reduction of ``part``, this rank's addend to the sum of position ``root``."""
         part, out = part.contiguous(), None
         if self._mesh.place(self._axis) == root:
             wide = torch.promote_types(part.dtype, torch.float32)
@@ -70,7 +70,7 @@ class LineSums:
             self._under_way.popleft().wait()
 
     def own(self, dtype: torch.dtype) -> Tensor:
-        """Wait for all reductions and return the sum that this rank keeps."""
+        """Wait for all reductions and return the sum that belongs to this rank."""
         while self._under_way:
             self._under_way.popleft().wait()
         assert self._own is not None, "nothing was added for this rank"

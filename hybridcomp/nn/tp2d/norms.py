@@ -1,6 +1,6 @@
-"""Compute LayerNorm and RMSNorm over features that are cut over the ranks of a row.
+"""Compute LayerNorm and RMSNorm over features that are sharded over the ranks of a row.
 
-A few numbers a token are sent along the row, in fp32 or wider, natively.
+It sends a few numbers per token along the row, natively, in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, mesh: Mesh, centred: bool) -> tuple[Tensor, Tensor]:
-    """Return mean (0 unless ``centred``) and mean square around it of whole rows, (..., 1) each.
+    """Return mean (0 unless ``centred``) and mean square around it of whole rows, both (..., 1).
 
-    Each rank first takes deviations from its own mean, so that a large mean costs no digits.
+    Each rank first subtracts its own mean, so that a large mean costs no precision.
     """
     if not centred:
         square = mesh.gather(values.square().mean(-1), "row", "activations").mean(0)
@@ -34,7 +34,7 @@ def _moments(values: Tensor, mesh: Mesh, centred: bool) -> tuple[Tensor, Tensor]
 
 
 class NormFunction(torch.autograd.Function):
-    """``(values - mean) / deviation * weight + bias``; saves values and two numbers a token."""
+    """Compute ``(values - mean) / deviation * weight + bias``; save two numbers per token."""
 
     @staticmethod
     def forward(
@@ -62,7 +62,9 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of values, weight and bias; the vectors' from this rank's tokens."""
+        """Return gradients of values, weight and bias; those of the vectors from this rank's
+        tokens.
+        """
         values, weight, mean, scale = ctx.saved_tensors
         normed, grad = (_wide(values) - mean) * scale, _wide(grad)
         tokens = tuple(range(grad.dim() - 1))

@@ -1,7 +1,8 @@
 """Multiply matrices that are cut into q * q blocks, by SUMMA, with their gradients.
 
-Rank (i, j) holds block (i, j) of activations: samples i, features j. Of a weight (outputs, inputs),
-as torch stores it, it holds outputs j and inputs i, so that C = A W^T is the form AB of the paper.
+Rank (i, j) holds block (i, j) of activations: samples i, features j. Of a weight, stored as
+(outputs, inputs) like torch's, it holds outputs j and inputs i, so that C = A W^T has the paper's
+form AB.
 
 Source: Optimus, arXiv 2104.05343, section 3; van de Geijn and Watts, SUMMA (1997).
 """
@@ -37,13 +38,13 @@ def transposed_times(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiplied(product: Product, left: Tensor, right: Tensor) -> Tensor:
-    """Multiply without autocast, which may be on in either pass: operands are cast before."""
+    """Multiply without autocast, which may be on in either pass: operands were cast before."""
     with torch.autocast(left.device.type, enabled=False):
         return product(left, right)
 
 
 def add_up(lefts: LineBlocks, rights: LineBlocks, product: Product) -> Tensor:
-    """Form AB: sum the products of the blocks broadcast along the row and along the column.
+    """Compute form AB: sum the products of blocks broadcast along the row and the column.
 
     16-bit products are added in fp32 and rounded once.
     """
@@ -59,7 +60,7 @@ def add_up(lefts: LineBlocks, rights: LineBlocks, product: Product) -> Tensor:
 
 
 def hand_out(rights: LineBlocks, own: Tensor, sums: LineSums, product: Product) -> Tensor:
-    """Forms AB^T and A^T B: multiply each block and reduce the product to the block's place."""
+    """Compute forms AB^T and A^T B: multiply each block, reduce the product to its position."""
     for place, block in enumerate(rights):
         part = _multiplied(product, own, block)
         sums.add(place, part)
@@ -71,7 +72,7 @@ def _flat(values: Tensor) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """``values @ weight^T`` on the mesh; saves this rank's blocks only, none of other ranks."""
+    """Compute ``values @ weight^T`` on the mesh; save only this rank's blocks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
@@ -102,13 +103,15 @@ class LinearFunction(torch.autograd.Function):
 
 
 class ProjectFunction(torch.autograd.Function):
-    """``values @ table^T`` with an embedding's table, whose words are cut over the mesh's rows."""
+    """Compute ``values @ table^T`` with an embedding's table, whose words are cut over mesh
+    rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
         """Map (..., features / q) and (vocabulary / q, features / q) to (..., vocabulary / q).
 
-        Form AB^T, which reduces activations here.
+        This is form AB^T, which here reduces activations.
         """
         ctx.mesh = mesh
         ctx.save_for_backward(values, table)
@@ -142,7 +145,7 @@ def _second_transposed_times_first(own: Tensor, block: Tensor) -> Tensor:
 
 
 class LookUpFunction(torch.autograd.Function):
-    """Rows of a table that tokens select: a product with a matrix of zeros and ones."""
+    """Select the table rows of tokens, as a product with a matrix of zeros and ones."""
 
     @staticmethod
     def forward(
@@ -168,7 +171,8 @@ class LookUpFunction(torch.autograd.Function):
         own, flat = _flat(grad), tokens.reshape(-1)
         if scales is not None:
             scales = scales.reshape(-1, 1).to(own.dtype)
-            own = torch.where(scales > 0, own * scales, 0.0)  # gradients of padding may be NaN
+            # gradients of padding may be NaN, so multiplying by 0 would not clear them
+            own = torch.where(scales > 0, own * scales, 0.0)
         sums, local = LineSums(ctx.mesh, "column", "gradients"), flat.remainder(ctx.rows)
         for place in range(ctx.mesh.q):
             part = own.new_zeros(ctx.rows, own.shape[1])
@@ -178,15 +182,15 @@ class LookUpFunction(torch.autograd.Function):
 
 
 def _is_here(tokens: Tensor, place: int, rows: int) -> Tensor:
-    """Return whether each of the flat ``tokens`` is in the rows of ``place``, (numel, 1).
+    """Return whether each of the flat ``tokens`` is in the rows of position ``place``, (numel, 1).
 
-    A mask and not a list of such tokens, for whose length the host would have to wait for a GPU.
+    It returns a mask, because for the length of a list the host would have to wait for a GPU.
     """
     return ((tokens >= place * rows) & (tokens < (place + 1) * rows)).unsqueeze(1)
 
 
 class SpreadFunction(torch.autograd.Function):
-    """All-gather of a vector whose parts lie on the ranks of a column."""
+    """All-gather a vector whose parts lie on the ranks of a column."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
@@ -202,10 +206,10 @@ class SpreadFunction(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast ``tensors`` to the dtype of ``torch.autocast`` for products, where it is on.
+    """Cast ``tensors`` to the dtype of ``torch.autocast``, if it is on.
 
-    As ``F.linear`` does, by casts that autograd sees, so gradients have the dtype of the
-    parameters. fp64 stays, as torch leaves it.
+    Autograd sees the casts, as in ``F.linear``, so gradients have the dtype of the parameters. fp64
+    stays, as in torch.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -222,7 +226,7 @@ def linear(values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
 
 
 def projected(values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
-    """Compute logits by the table of an embedding; see ``ProjectFunction``."""
+    """Compute logits from an embedding's table; see ``ProjectFunction``."""
     values, table = _autocast(values, table)
     out: Tensor = ProjectFunction.apply(values, table, mesh)  # type: ignore[no-untyped-call]
     return out

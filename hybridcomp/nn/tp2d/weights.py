@@ -1,6 +1,6 @@
 """Convert the state of whole models on a mesh to and from that of the plain model.
 
-Parameters that belong to no layer of this package are equal on all ranks and stay unchanged.
+Parameters of other layers are equal on all ranks and stay unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = Mapping[str, Tensor]
 
 
 def layouts_of(model: nn.Module) -> dict[str, WeightCut]:
-    """Return the layouts of the cut parameters of ``model``, by name."""
+    """Return the layouts of the sharded parameters of ``model``, by name."""
     return {
         f"{path}.{name}" if path else name: layout
         for path, module in model.named_modules()
@@ -56,7 +56,7 @@ def cut_state(
 def gather_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor] | None:
     """Gather the state of the plain model on the CPU of the mesh's first rank; None elsewhere.
 
-    A collective over the mesh. Only one parameter at a time is whole on a device.
+    A collective over the mesh. Only one whole parameter at a time is on a device.
     """
     layouts, joined = layouts_of(model), {}
     for name, own in model.state_dict().items():
@@ -73,7 +73,7 @@ def gather_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor] | None:
 def load_state(model: nn.Module, mesh: Mesh, plain: State) -> Any:
     """Load this rank's part of the plain model's weights; sends no message.
 
-    Returns the result of ``load_state_dict``. Raises ConfigError where names or shapes differ.
+    Returns the result of ``load_state_dict``. Raises ConfigError if names or shapes differ.
     """
     own, layouts = model.state_dict(), layouts_of(model)
     if own.keys() != plain.keys():
