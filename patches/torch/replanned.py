@@ -21,8 +21,8 @@ from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
-from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
 from hybridcomp.patches.common.first_rank import on_first
+from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
 from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
 from hybridcomp.patches.torch.attach import attach
 

@@ -43,7 +43,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[Outcome]]:
-    jobs = {"plain", "nan", *wanted(request, "job")}
+    jobs = {"plain", "checkpoint", "nan", *wanted(request, "job")}
     keys = [(job, block) for job in JOBS if job in jobs for block in BLOCKS]
     by_rank = run_ranks(2, run, [replace(JOBS[job], block=BLOCKS[block]) for job, block in keys])
     return {key: [found[i] for found in by_rank] for i, key in enumerate(keys)}
