@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 from tests.paths import ROOT
+from tests.ranks import RankPool
 
 PACKAGE = ROOT / "hybridcomp"
 
@@ -48,13 +52,16 @@ def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[
     return found
 
 
-def graph() -> dict[str, set[str]]:
-    """By module the modules that it imports, inside of functions too: that hides a circle."""
+def graph(nodes: Callable[[ast.Module], Iterable[ast.AST]] = ast.walk) -> dict[str, set[str]]:
+    """By module the modules that it imports, inside of functions too: that hides a circle.
+
+    ``at_import`` as ``nodes``: outside of functions.
+    """
     modules = sources()
     return {
         name: {
             target
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes(ast.parse(path.read_text()))
             if isinstance(node, ast.Import | ast.ImportFrom)
             for target in targets(node, modules) - {name}
         }
@@ -84,19 +91,51 @@ def test_no_circle() -> None:
     assert not circles, [sorted(circle) for circle in circles]
 
 
-ALONE = """
-import importlib, sys
-for name in sys.argv[1:]:
-    room = ".".join(name.split(".")[:2])
-    for other in list(sys.modules):  # imports run one way: rooms below stay
-        if other == "hybridcomp" or other == room or other.startswith(room + "."):
-            if not other.startswith("hybridcomp.kernels._"):  # compiled ones load once
-                del sys.modules[other]
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        raise SystemExit(f"{name} alone: {error}")
-"""
+class Stored(MetaPathFinder, Loader):
+    """Imports a module of the package again without running it, and then what it imports.
+
+    So each module is run once, among exactly the modules that importing it alone brings.
+    """
+
+    def __init__(self, imports: dict[str, set[str]]) -> None:
+        self.modules: dict[str, ModuleType] = {}
+        self.imports = imports
+
+    def import_alone(self, name: str) -> None:
+        """Import ``name`` where nothing of the package is imported, and store it."""
+        for other in [other for other in sys.modules if other.partition(".")[0] == "hybridcomp"]:
+            if other.startswith("hybridcomp.kernels._"):  # compiled ones load once
+                continue
+            del sys.modules[other]
+            parent, _, child = other.rpartition(".")
+            if parent in self.modules:
+                vars(self.modules[parent]).pop(child, None)
+        self.modules[name] = import_module(name)
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Find what is stored already."""
+        return spec_from_loader(name, self) if name in self.modules else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Take the stored module."""
+        return self.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import what it imported."""
+        for other in self.imports[module.__name__]:
+            import_module(other)
+
+
+def import_each_alone(names: list[str]) -> list[str]:
+    """Import each of the modules alone, in this process; those that fail and why."""
+    stored, failures = Stored(graph(at_import)), []
+    sys.meta_path.insert(0, stored)
+    for name in names:
+        try:
+            stored.import_alone(name)
+        except (ImportError, AttributeError) as error:
+            failures.append(f"{name} alone: {error!r}")
+    return failures
 
 
 #: modules that need a package which hybridcomp does not bring -> that package
@@ -113,9 +152,8 @@ NEEDS = {
 
 def test_every_module_can_be_imported_alone() -> None:
     absent = {name for name, package in NEEDS.items() if find_spec(package) is None}
-    names = sorted(name for name in sources() if not name.endswith("__main__"))
-    names = [name for name in names if name not in absent]
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, *names], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    arrows = graph()
+    names = [name for name in arrows if not name.endswith("__main__") and name not in absent]
+    names.sort(key=lambda name: len(reached(arrows, name)))  # what a module imports is before it
+    with RankPool(1) as pool:
+        assert pool.run(import_each_alone, names) == [[]]

@@ -24,8 +24,8 @@ from hybridcomp.elastic.batches import lr_factor
 from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
+from hybridcomp.patches.common.first_rank import on_first
 from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
-from hybridcomp.patches.common.together import on_first
 from hybridcomp.patches.ds import conversion
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -22,6 +22,7 @@ from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
+from hybridcomp.patches.common.first_rank import on_first
 from hybridcomp.patches.common.resumed_parts import (
     KEY,
     WHAT,
@@ -30,7 +31,6 @@ from hybridcomp.patches.common.resumed_parts import (
     scale,
     whole_index,
 )
-from hybridcomp.patches.common.together import on_first
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 

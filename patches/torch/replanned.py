@@ -22,6 +22,7 @@ from hybridcomp.elastic.freezing import plain
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
+from hybridcomp.patches.common.first_rank import on_first
 from hybridcomp.patches.common.resumed_parts import (
     INDEX,
     KEY,
@@ -31,7 +32,6 @@ from hybridcomp.patches.common.resumed_parts import (
     scale,
     whole_index,
 )
-from hybridcomp.patches.common.together import on_first
 from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
 from hybridcomp.patches.torch.attach import attach
 

@@ -4,15 +4,10 @@
     python scripts/benchmarks/bench_deltas.py                        # tables: bits and speeds
     python scripts/benchmarks/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
     python scripts/benchmarks/bench_deltas.py --check                # exit 1 if a target is missed
-    python scripts/benchmarks/bench_deltas.py --models               # other models of the step
-    python scripts/benchmarks/bench_deltas.py --eight-bits           # matrices as FP8 and MXFP8
-    python scripts/benchmarks/bench_deltas.py --tuned llama gpt2     # fine-tuning, and GRPO
     python scripts/benchmarks/bench_deltas.py --json out.json
 
 A byte-level GPT learns the text of this checkout in fp32 with AdamW at 1e-3; then, from there, the
 last of a few steps at each learning rate is the trace: all weights cast to bf16 before and after.
-With `--tuned` models of transformers (`deltas_bench/tuned.py`) are pretrained in its place, and the
-traces are of fine-tuning on another text and of GRPO, after `--settle` steps of a new AdamW each.
 `static model` is Laplace steps whose scale is the message's only parameter, `short codes` an ideal
 prefix code for each exponent without its table. Speeds are bytes of weights per second on one core,
 for a trace repeated to `--mbytes`, by the clock of bench_codecs.py; `x copy` divides the best time
@@ -26,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -36,11 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from benchmarks.bench_codecs import timed
 from benchmarks.deltas_bench.bits import compressors, sent
-from benchmarks.deltas_bench.eight_bits import eight_bits
-from benchmarks.deltas_bench.models import models
 from benchmarks.deltas_bench.others import speeds_of_others
 from benchmarks.deltas_bench.traces import Size, Trace, traces
-from benchmarks.deltas_bench.tuned import NAMES, tuned
 from hybridcomp.codecs import StepCode
 
 RATES = [1e-3, 3e-4, 1e-4, 1e-6]
@@ -145,34 +137,18 @@ def parser_of(doc: str, mbytes: int, what: str, repeats: int) -> argparse.Argume
     return parser
 
 
-def all_traces(arguments: argparse.Namespace) -> Iterator[Trace]:
-    """Yield the traces that were asked for."""
-    if not arguments.tuned:
-        size = Size(arguments.width, arguments.layers)
-        yield from traces(size, arguments.rates, arguments.warmup, arguments.settle)
-    for name in arguments.tuned:
-        yield from tuned(name, arguments.warmup, arguments.settle)
-
-
 def main() -> int:
     """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
     parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
     parser.add_argument("--others-mbytes", type=int, default=16, help="to time others on")
-    parser.add_argument("--eight-bits", action="store_true", help="bits as FP8 and MXFP8 instead")
-    parser.add_argument("--models", action="store_true", help="bits of other models instead")
-    parser.add_argument(
-        "--tuned", nargs="+", choices=NAMES, default=[], help="traces of these architectures"
-    )
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not any(name.startswith("zstd") for name in compressors()):
         print("zlib stands in for zstd: pip install zstandard")
     rows: dict[str, Row] = {}
-    for trace in all_traces(arguments):
-        if arguments.models or arguments.eight_bits:
-            rows[trace.label] = models(trace) if arguments.models else eight_bits(trace)
-            continue
+    size = Size(arguments.width, arguments.layers)
+    for trace in traces(size, arguments.rates, arguments.warmup, arguments.settle):
         row = sent(trace.reference, trace.values)
         row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
         row["bits a changed value"] = row["stepcode"] / row["changed"] if row["changed"] else 0.0
@@ -186,12 +162,6 @@ def main() -> int:
             flush=True,
         )
     names = list(next(iter(rows.values())))
-    if arguments.models:
-        print("\nBits a value with a model that knows:\n" + table(rows, names, 3))
-        return 0
-    if arguments.eight_bits:
-        print("\nBits a weight of the matrices:\n" + table(rows, names, 4))
-        return 0
     fast = [name for name in names if "GB/s" in name or "x copy" in name]
     print("\nBits a value:\n" + table(rows, [name for name in names if name not in fast], 3))
     print("\nSpeed on one core:\n" + table(rows, fast, 2))

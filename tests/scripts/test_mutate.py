@@ -76,6 +76,7 @@ def test_its_own_test_comes_first(root: Path) -> None:
     assert mutate.tests_of(Path("patches/ds/zero3.py"), ROOT)[0].parts[-3:-1] == ("patches", "ds")
 
 
+@pytest.mark.nightly
 def test_survivors_are_named_and_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (source,) = mutate.modules_in([root / "hybridcomp"])
     before = (root / source).read_text()
@@ -88,6 +89,7 @@ def test_survivors_are_named_and_counted(root: Path, capsys: pytest.CaptureFixtu
     assert (root / source).read_text() == before
 
 
+@pytest.mark.nightly
 def test_a_test_that_fails_anyway_kills_nothing(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

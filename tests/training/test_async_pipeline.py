@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 
 from tests.nn.async_pipeline import simulation
 from tests.ranks import RankPool, run_ranks
+from tests.selection import by_day
 from tests.training import async_trainer
 from tests.training.async_trainer import AsyncJob, AsyncOutcome
 
@@ -58,7 +59,7 @@ def late(job: AsyncJob, ahead: int) -> int:
     return 1 if job.pipeline["versions"] == 2 else -(-ahead // job.micro_batches)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", by_day([2, 4], [2]))
 def test_recurrences(stages: int) -> None:
     """Each equals its single-process simulation after 20 steps, and keeps its bounds."""
     rows = {name: RECURRENCES[name] for name in RECURRENCES if stages == 4 or name not in ONCE}

@@ -15,6 +15,7 @@ import pytest
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
+from tests.selection import by_day
 from tests.training import mcore_trainer, pipe_trainer, trainer
 from tests.training.devices import run_on
 from tests.training.test_offload import BLOCKINT, offloading, with_block
@@ -49,7 +50,7 @@ def test_zero(stage: int) -> None:
     check_zero("cuda", stage, 20)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", by_day([1, 3], [3]))
 def test_zero_through_staged_tensors_on_a_cpu(stage: int) -> None:
     check_zero("cpu", stage, 5)
 
@@ -91,6 +92,7 @@ def test_offload_with_overlap(stage: int) -> None:
     assert lossy.losses[-1] == pytest.approx(base.losses[-1], rel=0.1)
 
 
+@pytest.mark.nightly
 def test_offload_in_a_process_of_its_own_on_a_cpu() -> None:
     check_offload("cpu", 2, 4, [(2, "host")])
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import RankPool
+from tests.selection import by_day
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -246,7 +247,7 @@ def test_frozen_weights_are_gathered_once(pool: RankPool, engine: str) -> None:
         assert kept[2] < 0.80 * 2 * frozen, "by expcode"
 
 
-@pytest.mark.parametrize("way", ["merge", "write", "thaw"])
+@pytest.mark.parametrize("way", by_day(["merge", "write", "thaw"], ["merge"]))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_changes_are_noticed_and_sent_anew(pool: RankPool, engine: str, way: str) -> None:
     plain = engine.replace("hpz", "zero3")  # hpZ's own copy misses what is written by hand
@@ -259,7 +260,7 @@ def test_changes_are_noticed_and_sent_anew(pool: RankPool, engine: str, way: str
         assert (sent[3] - sent[2] > share * once) == anew and sent[4] == sent[2]
 
 
-@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", by_day(["zero3", "fsdp2"], ["zero3"]))
 def test_four_bits_on_the_host(pool: RankPool, engine: str) -> None:
     """All passes compute with what is decoded, the first forward pass too."""
     native, few = (pool.run(trained, engine, block) for block in (None, FEW))
@@ -294,7 +295,7 @@ def thawed(engine: str, block: dict[str, Any] | None, steps: int = 3) -> tuple[l
     return losses, (job.whole(job.model[1].base.weight) - before).abs().max().item()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", by_day(ENGINES, ["hpz"]))
 def test_a_thawed_weight_trains(pool: RankPool, engine: str) -> None:
     native, exact = (pool.run(thawed, engine, block) for block in (None, EXACT))
     assert exact == native

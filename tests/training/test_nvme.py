@@ -135,6 +135,7 @@ def loaded(job: NvmeJob, checkpoint: str) -> list[dict[str, str]] | str:
         engine.destroy()
 
 
+@pytest.mark.nightly
 def test_checkpoints_that_cannot_be_read_and_plain_ones(
     pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,7 +142,7 @@ def assert_all_encoded(job: Job, outcomes: list[Outcome]) -> None:
             assert messages > 0 and native == 0 and wire > 0
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", by_day(LONG, ["tp", "cp"]))
 def test_eight_bits_train_as_well(train: Train, name: str) -> None:
     job = LONG[name]
     base, lossy = train(job), train(replace(job, block=block(job, BLOCKINT)))
@@ -228,7 +228,9 @@ def test_residual_names(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "job"), [("autotp2", Job(tp=2)), ("ulysses2", Job(sp=2))], ids=["autotp", "ulysses"]
+    ("recipe", "job"),
+    by_day([("autotp2", Job(tp=2)), ("ulysses2", Job(sp=2))], [("autotp2", Job(tp=2))]),
+    ids=["autotp", "ulysses"],
 )
 def test_committed_configurations_train(recipe: str, job: Job) -> None:
     """The files, on ranks of their own: a mesh of DeepSpeed stays for the process."""

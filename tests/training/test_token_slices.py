@@ -82,6 +82,7 @@ def test_weights_that_are_cut_are_refused(outcomes: dict[str, list[Any]]) -> Non
     assert "cut over ranks (ZeRO 3" in outcomes["zero 3"][0]
 
 
+@pytest.mark.nightly
 def test_replicas_of_a_sliced_pipeline() -> None:
     """Two pipelines of two stages: ZeRO 1 and 2, error feedback between them."""
     feedback = {"dp": {"codec": "blockint", "bits": 8, "error_feedback": True}, **EIGHT}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.training_bench import cells, ring
 from doc_pages import bits
 from tests.ranks import run_ranks
+from tests.selection import by_day
 
 STEPS, WARMUP, WIDTH, LAYERS = 4, 2, 512, 6
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -191,7 +192,7 @@ def test_the_ledger_of_a_mesh_tells_what_the_sockets_sent() -> None:
         assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
 
 
-@pytest.mark.parametrize("job", ["hpz", "fsdp2"])
+@pytest.mark.parametrize("job", by_day(["hpz", "fsdp2"], ["hpz"]))
 def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(job: str) -> None:
     """Steps, copies inside the nodes and digests; natively every gather crosses, or every other."""
     ranks = run_ranks(4, train_each, [job], False)

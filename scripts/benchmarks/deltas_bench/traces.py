@@ -13,17 +13,6 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def kinds_of(model: nn.Module) -> Tensor:
-    """Return a number for each weight of ``flat``, the same for a parameter in every layer."""
-    numbers: dict[str, int] = {}
-    found = []
-    for name, weight in model.named_parameters():
-        kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        number = numbers.setdefault(kind, len(numbers))
-        found.append(torch.full((weight.numel(),), number, dtype=torch.uint8))
-    return torch.cat(found)
-
-
 @dataclass(frozen=True)
 class Size:
     """Shape of the model and of a batch."""
@@ -36,25 +25,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Trace:
-    """All weights of the model as bf16, before and after the last step at ``rate``.
-
-    before: those before the step before; kinds: a number for each weight, by the name of its
-    parameter within a layer, uint8; name: what a table calls it, "" for the rate; shapes: of the
-    parameters, in their order.
-    """
+    """All weights of the model as bf16, before and after the last step at ``rate``."""
 
     rate: float
     reference: Tensor
     values: Tensor
-    before: Tensor
-    kinds: Tensor
-    name: str = ""
-    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def label(self) -> str:
         """Return what a table calls the trace."""
-        return self.name or f"{self.rate:g}"
+        return f"{self.rate:g}"
 
 
 class SmallGpt(nn.Module):
@@ -136,11 +116,7 @@ def traces(size: Size, rates: list[float], warmup: int, settle: int) -> Iterator
     for rate in rates:
         training.model.load_state_dict(kept[0])
         training.optimizer.load_state_dict(deepcopy(kept[1]))
-        training.steps(max(0, settle - 1), rate)
-        before = flat(training.model)
-        training.steps(min(1, settle), rate)
+        training.steps(settle, rate)
         reference = flat(training.model)
         training.steps(1, rate)
-        shapes = tuple(tuple(weight.shape) for weight in training.model.parameters())
-        kinds = kinds_of(training.model)
-        yield Trace(rate, reference, flat(training.model), before, kinds, shapes=shapes)
+        yield Trace(rate, reference, flat(training.model))

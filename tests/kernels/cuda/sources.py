@@ -19,11 +19,11 @@ FEW = tuple(f"HC_KEPT={bits}" for bits in KEPT)
 #: of all dtypes at once; a run compiles those of its own
 SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *((name, (f"HC_BITS={bits}",)) for name in BLOCKINT for bits in WIDTHS),
-    *((name, ("HC_BITS=4", "HC_LEVELS=2")) for name in BLOCKINT),
+    *((name, ("HC_BITS=4", "HC_LEVELS=2")) for name in BLOCKINT if NIGHTLY),
     *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_LEVELS=1")) for name in BLOCKINT if NIGHTLY),
     *((name, (f"HC_BITS={bits}", "HC_ROTATE=1")) for name in BLOCKINT for bits in ROTATED),
     *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in OF_KEPT),
-    *((name, ("HC_PIECES=1",)) for name in OF_PIECES),
+    *((name, ("HC_PIECES=1",)) for name in OF_PIECES if NIGHTLY),
     *(("residual.cu", (few,)) for few in FEW),
     *((name, ("HC_BITS=4", few)) for name in (*BLOCKINT, "blockint_table.cu") for few in FEW),
     *(

@@ -19,6 +19,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import moe
 from hybridcomp.seams.patching import Patch, apply_all, revert_all
 from tests.ranks import run_ranks
+from tests.selection import by_day, wanted
 from tests.training.moe_trainer import EXPERTS, TOKENS, WIDTH, Job, exchange_rows, run
 from tests.training.pipe_trainer import Outcome
 
@@ -41,8 +42,9 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, str], list[Outcome]]:
-    keys = [(job, block) for job in JOBS for block in BLOCKS]
+def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[Outcome]]:
+    jobs = {"plain", "checkpoint", "nan", *wanted(request, "job")}
+    keys = [(job, block) for job in JOBS if job in jobs for block in BLOCKS]
     by_rank = run_ranks(2, run, [replace(JOBS[job], block=BLOCKS[block]) for job, block in keys])
     return {key: [found[i] for found in by_rank] for i, key in enumerate(keys)}
 
@@ -52,7 +54,9 @@ def ledger(outcome: Outcome) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("block", ["none", "mpc"])
-@pytest.mark.parametrize("job", [name for name in JOBS if name != "nan"])
+@pytest.mark.parametrize(
+    "job", by_day([name for name in JOBS if name != "nan"], ["plain", "checkpoint"])
+)
 def test_identical(job: str, block: str, results: dict[tuple[str, str], list[Outcome]]) -> None:
     for native, found in zip(results[job, "native"], results[job, block], strict=True):
         assert native.losses == found.losses
@@ -61,7 +65,9 @@ def test_identical(job: str, block: str, results: dict[tuple[str, str], list[Out
 
 
 @pytest.mark.parametrize("block", ["blockint", "forward"])
-@pytest.mark.parametrize("job", [name for name in JOBS if name != "nan"])
+@pytest.mark.parametrize(
+    "job", by_day([name for name in JOBS if name != "nan"], ["plain", "checkpoint"])
+)
 def test_lossy_ends_near(
     job: str, block: str, results: dict[tuple[str, str], list[Outcome]]
 ) -> None:

@@ -19,6 +19,7 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
 
 from hybridcomp.autotune.zero3_moves import Knobs, fewest, simulate
 from hybridcomp.errors import ConfigError
+from tests.selection import by_day
 from tests.training import nvme_trainer
 from tests.training.nvme_trainer import NvmeJob
 
@@ -130,7 +131,7 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("threshold", [0, 100])
-@pytest.mark.parametrize("kind", ["plain", "recomputing", "leaves"])
+@pytest.mark.parametrize("kind", by_day(["plain", "recomputing", "leaves"], ["recomputing"]))
 def test_deepspeed_gathers_what_is_computed(pool: RankPool, kind: str, threshold: int) -> None:
     for every in pool.run(compared, kind, threshold, timeout=280):
         for shares, (measured, computed) in zip(SHARES, every, strict=True):
@@ -162,7 +163,7 @@ def planned_steps(share: float) -> tuple[Any, ...]:
     return choice, moves, has_differed, bound, written, again
 
 
-@pytest.mark.parametrize("share", [0.35, 0.6])
+@pytest.mark.parametrize("share", by_day([0.35, 0.6], [0.35]))
 def test_the_plan_fits_and_is_near_the_fewest(pool: RankPool, share: float) -> None:
     limit = int(share * sum(p.numel() for p in Model().parameters()))
     for choice, moves, differed, bound, written, again in pool.run(

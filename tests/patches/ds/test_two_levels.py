@@ -87,7 +87,7 @@ def residual_sum(job: Job, load: str | None, save: str | None) -> dict[str, floa
     return sums
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), by_day([(1, 2), (2, 1)], [(2, 1)]))
 def test_residuals_survive_other_nodes(
     pool: RankPool, before: int, after: int, tmp_path: Any
 ) -> None:

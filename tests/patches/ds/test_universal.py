@@ -16,6 +16,7 @@ import torch
 
 from hybridcomp.tools.commands import validate
 from tests.ranks import run_ranks
+from tests.selection import by_day
 from tests.training.test_checkpoint import WIDTH, add, make_engine, sums, train
 
 pytest.importorskip("deepspeed")
@@ -131,7 +132,7 @@ def hold(loaded: list[Any], before: list[Sums], stages: tuple[int, ...] = STAGES
         assert {rank[index][2] for rank in loaded} == {3}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", by_day([2, 4], [4]))
 def test_state_is_taken_from_the_checkpoint_that_was_converted(
     converted: tuple[Path, list[Sums]], ranks: int
 ) -> None:
@@ -187,7 +188,7 @@ def pipeline(folder: str, stages: int, is_loaded: bool) -> tuple[Sums, int, str]
     return found, engine.global_steps, said.getvalue()
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("ranks", "stages"), by_day([(2, 2), (4, 1)], [(2, 2)]))
 def test_residuals_of_a_pipeline_go_to_other_ranks_and_stages(
     tmp_path_factory: pytest.TempPathFactory, ranks: int, stages: int
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.paths import ROOT
+from tests.selection import by_day
 
 yaml = pytest.importorskip("yaml")
 
@@ -191,7 +192,12 @@ def test_modules_beside_the_file_do_not_hide_those_of_the_checkout(checkout: Pat
 
 
 @pytest.mark.parametrize(
-    ("script", "words"), [("deepy", []), ("train", ["--megatron_config", "x"])], ids=str
+    ("script", "words"),
+    by_day(
+        [("deepy", []), ("train", ["--megatron_config", "x"])],
+        [("train", ["--megatron_config", "x"])],
+    ),
+    ids=str,
 )
 def test_a_package_that_the_checkout_lacks_is_one_line(
     checkout: Path, script: str, words: list[str]

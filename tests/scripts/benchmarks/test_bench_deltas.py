@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import bench_deltas
-from benchmarks.deltas_bench import bits, models, others, traces, tuned
+from benchmarks.deltas_bench import bits, others, traces
 
 
 def test_bits_of_known_steps() -> None:
@@ -102,54 +102,3 @@ def test_a_trace_is_one_step() -> None:
     assert trace.values.dtype == torch.bfloat16
     assert 0 < int((trace.values != trace.reference).sum()) < 0.2 * trace.values.numel()
     assert math.isfinite(float(trace.values.float().abs().max()))
-
-
-def test_models_know_what_their_context_says() -> None:
-    """Steps that repeat the last one take no bits where it is known, and one each where it is not.
-
-    Symbols and extra bits are those of the codec: together they name the step.
-    """
-    generator = torch.Generator().manual_seed(3)
-    moves = torch.randint(0, 2, (1 << 16,), generator=generator, dtype=torch.int16) * 2 - 1
-    start = torch.full((1 << 16,), 1.5, dtype=torch.bfloat16)
-    now, then = ((start.view(torch.int16) + n * moves).view(torch.bfloat16) for n in (1, 2))
-    trace = traces.Trace(1e-3, now, then, start, torch.zeros(1 << 16, dtype=torch.uint8))
-    found = models.models(trace)
-    assert found["the exponent (stepcode)"] == pytest.approx(1.0, abs=0.01)
-    assert found["where it went in the last step"] < 0.01
-    assert found["the kind of the tensor"] == pytest.approx(1.0, abs=0.01)
-    moved = np.array([0, 1, -1, 15, 16, -16, 100, -3000])
-    symbols, extra = models.symbols_of(moved)
-    assert symbols.tolist() == [0, 2, 1, 30, 32, 31, 42, 61] and extra.tolist()[:4] == [0] * 4
-    assert extra.tolist()[4:] == [3, 0, 5, 10]
-
-
-def test_kinds_are_those_of_a_layer() -> None:
-    model = traces.SmallGpt(traces.Size(64, 2))
-    kinds = traces.kinds_of(model)
-    assert len(kinds) == len(traces.flat(model)) and int(kinds.max()) + 1 < len(
-        list(model.parameters())
-    )
-
-
-def test_rewards_are_of_the_answer() -> None:
-    """An answer earns its share of small letters; models are of the size that is claimed."""
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    texts = tuned.Texts()
-    small = torch.tensor(texts._tokenizer.encode("some words").ids)
-    assert texts.rewards(small[None]).tolist() == [1.0]
-    assert texts.rewards(torch.tensor([texts._tokenizer.encode("A7").ids])).tolist() == [0.0]
-    for name in tuned.NAMES:
-        assert sum(weight.numel() for weight in tuned.made(name).parameters()) > 10e6
-
-
-def test_traces_of_tuning_have_a_name_and_a_step() -> None:
-    """The step is that of the new optimizer after ``settle`` others."""
-    model = torch.nn.Linear(64, 64)
-    found = tuned._step("m tuning", model, lambda: model(torch.ones(64)).square().sum(), 1e-6, 1)
-    assert found.label == "m tuning 1e-06" and found.rate == 1e-6
-    moved = (found.values != found.reference).float().mean()
-    assert 0 < moved < 0.2 and (found.reference != found.before).any()
-    made = traces.Trace(1e-3, found.values, found.values, found.values, found.kinds)
-    assert made.label == "0.001"

@@ -240,6 +240,7 @@ def test_every_kernel_has_a_row_that_measures_it(modules: dict[str, Any]) -> Non
     assert {image[0] for image in launched} == {path.name for path in images.FOLDER.glob("*.cu")}
 
 
+@pytest.mark.nightly
 def test_kernels_of_feedback_are_measured(modules: dict[str, Any]) -> None:
     """Each exists by the name that is launched, takes its arguments, and has its target."""
     from benchmarks.gpu_bench import feedback

@@ -174,6 +174,7 @@ def test_what_a_wheel_needs_is_read_from_it(tmp_path: Path) -> None:
         prepare_gpu._needed(place, "other")
 
 
+@pytest.mark.nightly
 def test_a_command_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
     words = (sys.executable, "-c", "import sys; print('first'); sys.exit('last')")
     with pytest.raises(prepare_gpu.PrepareError, match="last$"):

@@ -19,6 +19,7 @@ from gpt.weights import ModelConfig
 from benchmarks import train_peer
 from benchmarks.peers.torch_engines import METHODS, CountedTrainer, Native, engine_of
 from tests.ranks import RankPool
+from tests.selection import by_day
 
 SETTINGS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
@@ -60,7 +61,7 @@ def train(kind: Kind, name: str | None, folder: Path) -> tuple[list[float], dict
     return losses, row, total
 
 
-@pytest.mark.parametrize("kind", list(METHODS))
+@pytest.mark.parametrize("kind", by_day(list(METHODS), ["ddp", "hsdp"]))
 def test_ways_of_torch_learn_alike_and_are_counted(
     two: RankPool, kind: Kind, tmp_path: Path
 ) -> None:
