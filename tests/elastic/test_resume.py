@@ -211,6 +211,7 @@ def test_ranks_change_at_random_by_day(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("group", SWEEP)
 def test_ranks_change_at_random(group: str, tmp_path: Path) -> None:
     """4, 2, 4 and five random sequences; the figures are those of docs/elastic.md."""

@@ -143,6 +143,7 @@ def test_half_of_the_ranks_leave_and_come_back(codec: str, tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(5400)
 def test_half_of_the_ranks_leave_and_come_back_fifty_times(tmp_path: Path) -> None:
     """Fifty jobs, killed at another step each; HYBRIDCOMP_ELASTIC_JOBS: so many."""
     wanted = {codec: unbroken(tmp_path / codec, block_of(codec)[0]) for codec in ("none", "4bits")}
