@@ -116,8 +116,8 @@ def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     """
     items: list[Any] = request.session.items
     asking = [i for i in items if request.fixturename in getattr(i, "fixturenames", ())]
-    found = [i.callspec.params[argument] for i in asking if i.path == request.path]
-    return list(dict.fromkeys(found))
+    cases = [i.callspec.params for i in asking if i.path == request.path and hasattr(i, "callspec")]
+    return list(dict.fromkeys(case[argument] for case in cases))
 
 
 def by_day(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
