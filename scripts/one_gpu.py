@@ -43,7 +43,7 @@ def environment(
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "LOCAL_SIZE": "1",
-        # of DeepSpeed's launcher and of torchrun: the node
+        # the node, as DeepSpeed's launcher and torchrun set it
         "CROSS_RANK": str(rank // per_node),
         "CROSS_SIZE": str(ranks // per_node),
         "GROUP_RANK": str(rank // per_node),

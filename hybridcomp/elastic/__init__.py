@@ -1,4 +1,4 @@
-"""Go on with another number of ranks: samples, batches, and checkpoints that are taken over.
+"""Resume with another number of ranks: divide samples and batches, and read checkpoints.
 
 Imported only by scripts that call ``hybridcomp.resume`` or use ``hybridcomp.ElasticSampler``, and
 by ``hybridcomp replan``.

@@ -45,7 +45,7 @@ def micro_batches(samples: int, replicas: int, most: int) -> tuple[int, int]:
 
 
 def lr_factor(before: int | None, now: int | None, scaling: str | None) -> float:
-    """Return the factor on the learning rate where a step has ``now`` samples, not ``before``.
+    """Return the factor on the learning rate if a step has ``now`` samples instead of ``before``.
 
     None: nobody knows that batch, so that nothing is scaled. Raises ConfigError for an unknown
     ``scaling``, and where the batch has changed and the user has not named one.

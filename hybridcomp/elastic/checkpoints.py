@@ -1,4 +1,4 @@
-"""State what a checkpoint says of the job that saved it, and pick the newest whole one."""
+"""Read from a checkpoint which job saved it, and pick the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridcomp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavedJob:
-    """The job that saved a checkpoint, as far as its files say; None: they do not.
+    """The job that saved a checkpoint, as its files describe it; None: they do not say.
 
     Attributes:
         folder: of this checkpoint.
@@ -74,7 +74,7 @@ class ResumedJob:
     client_state: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: a checkpoint, or None, and why newer ones were skipped
+#: a checkpoint or None, and the reasons why newer ones were skipped
 Picked = tuple[SavedJob | None, list[str]]
 
 
@@ -85,7 +85,7 @@ def number_of(folder: Path) -> int:
 
 
 def newest(folders: Iterable[Path], read: Callable[[Path], SavedJob]) -> Picked:
-    """Return the first of ``folders`` that ``read`` finds whole, and why others were skipped.
+    """Return the first complete checkpoint of ``folders``, and why others were skipped.
 
     Raises CheckpointError where there are checkpoints and none is whole.
     """

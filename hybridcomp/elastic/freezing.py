@@ -1,4 +1,4 @@
-"""Say which parameters are meant by names and modules, and how many blocks to freeze next."""
+"""Find the parameters that names and modules refer to, and how many blocks to freeze next."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hybridcomp.errors import ConfigError
 What = str | nn.Module | Tensor | Iterable[Any]
 #: parts of names that wrappers add
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-#: where no parameter of this process is meant
+#: stands for parameters that this process does not hold
 ELSEWHERE = "(elsewhere)"
 
 
 def plain(name: str) -> str:
-    """Return a parameter's name without what torch.compile and checkpointing add to it."""
+    """Return a parameter's name without the prefixes of torch.compile and checkpointing."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
@@ -47,7 +47,7 @@ def asked(what: What, named: Mapping[str, Tensor], key: str) -> list[str]:
 
 
 def chosen(names: Iterable[str], named: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Return the parameters meant by ``names``, in the model's order, and names of nothing."""
+    """Return the parameters that ``names`` refer to, in the model's order, and unknown names."""
     unknown, wanted = [], set()
     for name in dict.fromkeys(names):
         inside = f"{name}."
@@ -59,7 +59,7 @@ def chosen(names: Iterable[str], named: Mapping[str, Tensor]) -> tuple[list[str]
 
 
 def nearest(name: str, named: Iterable[str]) -> str:
-    """Return the name of a parameter or module that looks like ``name``; "" where none does."""
+    """Return a parameter or module name that resembles ``name``; "" if none does."""
     every: dict[str, None] = {}
     for one in named:
         parts = one.split(".")

@@ -1,4 +1,4 @@
-"""Keep the outputs of a model's frozen front on the host, for when the samples come again."""
+"""Keep the outputs of a model's frozen front on the host, for the next time a sample comes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.log import say
 
 KEY = "hybridcomp.FrozenFront"
-#: share of the host's free memory that the fronts of its ranks may take together
+#: fraction of the host's free memory that the fronts of its ranks may use together
 SHARE = 0.5
 
 
 class _Kept(NamedTuple):
-    """Output of one sample behind ``depth`` blocks, encoded, on the host."""
+    """Output of one sample after ``depth`` blocks, encoded, on the host."""
 
     depth: int
     payload: Tensor
@@ -87,7 +87,7 @@ class FrozenFront:
         return count
 
     def free(self) -> None:
-        """Free what is kept."""
+        """Free all kept outputs."""
         self._kept.clear()
         self.nbytes = 0
 
@@ -208,7 +208,7 @@ class FrozenFront:
 
 
 def _mark(block: nn.Module) -> list[int]:
-    """Return what shows whether the weights of a block have changed: sums of their bits."""
+    """Return sums of the bits of a block's weights, which show whether they have changed."""
     shares: list[Tensor] = []
     for value in (*block.parameters(), *block.buffers()):
         own = _own(value)

@@ -78,7 +78,7 @@ class ElasticSampler(Sampler[int]):
         self.length, self.samples, self.seed = length, samples, seed
         self.shuffle, self.tail = shuffle, tail
         self.epoch = self.seen = self.steps = self.trained = 0
-        self._drawn = self._counted = 0  # samples of this rank: since the last iterator began
+        self._drawn = self._counted = 0  # samples drawn by this rank since the last iterator began
 
     def micro_batches(self, most: int) -> tuple[int, int]:
         """Return the largest micro-batch up to ``most``, and how many of them make up a step."""
@@ -98,7 +98,7 @@ class ElasticSampler(Sampler[int]):
         return steps * self.share
 
     def stepped(self) -> None:
-        """Move the position behind the samples of an optimizer step; every rank calls it.
+        """Move the position past the samples of an optimizer step; every rank calls it.
 
         Raises ConfigError where this rank has not drawn the samples of so many steps.
         """
@@ -113,7 +113,7 @@ class ElasticSampler(Sampler[int]):
         self._turn()
 
     def _turn(self) -> None:
-        """Go to the next epoch where this one has no step left."""
+        """Begin the next epoch if this one has no step left."""
         if self.tail == "keep" and self.seen >= self.length:
             self.epoch, self.seen = self.epoch + 1, self.seen - self.length
         elif self.tail == "drop" and self.seen + self.samples > self.length:
@@ -157,7 +157,7 @@ class ElasticSampler(Sampler[int]):
         }  # fmt: skip
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise an error where ``load_state_dict`` would; change nothing.
+        """Raise the error that ``load_state_dict`` would raise; change nothing.
 
         ConfigError: the state is of another data set or order. CheckpointError: it is damaged.
         """
@@ -191,9 +191,9 @@ class ElasticSampler(Sampler[int]):
         self._turn()
 
 
-#: where the job is: epoch, samples of it, steps and samples of all epochs
+#: position of the job: epoch, samples of it, steps, and samples of all epochs
 _POSITION = ("epoch", "seen", "steps", "trained")
-#: what the order depends on, and with it the position's meaning
+#: values that determine the order, and so the meaning of a position
 _ORDER = ("length", "seed", "shuffle", "tail")
 _CALL = (
     "samples were drawn and no step was counted, so that they would be read twice: call "

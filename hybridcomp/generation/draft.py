@@ -1,4 +1,4 @@
-"""A small model that guesses what a target will write, with or without a look at its keys.
+"""A small model that predicts a target's next tokens, with or without reading its keys.
 
 GliDe's block (Du et al., GliDe with a CaPE, ICML 2024): self-attention, then attention to the keys
 and values that a top layer of the target holds (already rotated, not projected again), then the
@@ -100,7 +100,7 @@ class DraftLayer(nn.Module):
     def _looked(
         self, hidden: Tensor, positions: Tensor, target: Pair, seen: Tensor | None
     ) -> Tensor:
-        """Return what the tokens see of the target, (B, T, C)."""
+        """Return the result of attention to the target's keys and values, (B, T, C)."""
         shape = (*hidden.shape[:2], self.sizes.target_heads, self.sizes.head_width)
         query = self.cross_q(self.norms[1](hidden)).view(shape).transpose(1, 2)
         query = _rotated(query, positions, self.sizes.rope_base)
@@ -171,7 +171,7 @@ class Draft:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Draft:
-        """Read the draft of a file. Raises CheckpointError on a damaged one."""
+        """Read a draft from a file. Raises CheckpointError if the file is damaged."""
         found: dict[str, Any] = saved.read(Path(path))
         for key in ("sizes", "agreement", "weights"):
             saved.expect(Path(path), found, key, lambda value: isinstance(value, dict))
@@ -181,7 +181,7 @@ class Draft:
 
 
 def block_mask(length: int, gamma: int, first: int) -> Tensor:
-    """Return what tokens see of the target in training, (length, length) bool.
+    """Return the mask of the target's tokens in training, (length, length) bool.
 
     As when they are drafted: a token sees the target up to the end of the block before its own.
     Blocks have ``gamma`` tokens, the first one ``first``; its tokens see what causality allows.

@@ -18,14 +18,14 @@ from hybridcomp.generation.stage_runner import StageRunner
 
 #: share of the sequences held out of training, on which drafts are compared
 HELD_OUT = 1 / 16
-#: sequences of a step over which the learning rate grows
+#: passes over which the learning rate warms up
 WARM_UP = 30
 GLIDE, PLAIN = "glide", "plain"
 
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Set how drafts are made and trained.
+    """Settings of a draft and of its training.
 
     Attributes:
         layers, width: of the draft; width None: half of the target's keys, all heads together.
@@ -87,7 +87,7 @@ class DraftTeacher:
         return self.modules[max(self.modules, key=lambda kind: agreement[kind])].eval()
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]:
-        """Learn from a pass, or measure by it; every sequence ends."""
+        """Train on the sequences of a pass, or measure agreement; every sequence ends."""
         tokens = torch.tensor([part.tokens for part in passed.parts], device=self._device)
         want = logits.detach().float().view(*tokens.shape, -1)
         if not self.modules:
@@ -120,7 +120,7 @@ class DraftTeacher:
             )
 
     def _target(self, passed: PackedPass) -> list[Pair]:
-        """Return keys and values of the target's top layers, (B, H, T, D) each."""
+        """Return the keys and values of the target's top layers, (B, H, T, D) each."""
         store, module = self._store, next(iter(self.modules.values()))
         assert store is not None, "begun"
         found = []

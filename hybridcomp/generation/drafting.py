@@ -1,4 +1,4 @@
-"""Verify what a draft guesses: the last stage accepts, and drafts the next tree.
+"""Verify a draft's tokens on the last stage: accept the right ones, and draft the next tree.
 
 Greedy alone: every answer is the one that the target would give token by token.
 """
@@ -21,7 +21,7 @@ from hybridcomp.generation.picking import Picked, Sampling
 from hybridcomp.generation.stage_runner import StageRunner
 from hybridcomp.generation.tree import Tree, accepted, linearised, width_for
 
-#: more candidates always, never, or as the passes of both ways turn out to last
+#: whether to draft more candidates: always, never, or whichever is faster
 Cape = bool | Literal["auto"]
 #: passes of a sequence after which both ways are compared
 TRIED = 24
@@ -43,7 +43,7 @@ class DraftFigures:
 
     @property
     def tokens_a_pass(self) -> float:
-        """Return how many tokens a pass of a sequence brought."""
+        """Return the tokens accepted per pass of a sequence."""
         return self.tokens / self.passes if self.passes else 0.0
 
 
@@ -73,7 +73,7 @@ class _Trial:
 
     @property
     def verdict(self) -> bool | None:
-        """Return whether more candidates bring more tokens a second; None: too few passes yet."""
+        """Return whether more candidates yield more tokens per second; None: too few passes."""
         if min(self.passes) < TRIED:
             return None
         narrow, wide = (t / max(s, 1e-9) for t, s in zip(self.tokens, self.seconds, strict=True))
@@ -103,7 +103,7 @@ class DraftPicker:
         return self._trial.verdict if self._cape == "auto" else self._cape
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]:
-        """Accept what was right of each part, and draft its next tree."""
+        """Accept the right tokens of each part, and draft its next tree."""
         self._check(logits)
         for sequence in passed.ended:
             self._sequences.pop(sequence, None)
@@ -111,7 +111,7 @@ class DraftPicker:
         return [self._one(part, own) for part, own in zip(passed.parts, rows, strict=True)]
 
     def _check(self, logits: Tensor) -> None:
-        """Raise ConfigError where the draft is one of another model."""
+        """Raise ConfigError if the draft belongs to another model."""
         sizes, store = self._module.sizes, self._store
         want: tuple[int, ...] = (sizes.vocabulary,)
         have: tuple[int, ...] = (logits.shape[1],)
@@ -151,7 +151,7 @@ class DraftPicker:
         return Picked(tuple(answer), tree.tokens, tree.parents, kept)
 
     def _verified(self, part: SequencePart, path: Sequence[int]) -> list[Pair] | None:
-        """Return the target's keys and values of the tokens that are right, (1, H, M, D)."""
+        """Return the target's keys and values of the accepted tokens, (1, H, M, D)."""
         if not self._module.sizes.cross:
             return None
         store = self._store
@@ -163,7 +163,7 @@ class DraftPicker:
         ]
 
     def _drafted(self, known: _Sequence, target: list[Pair] | None) -> Tree:
-        """Return the tree behind the last token of a sequence."""
+        """Return the tree that follows the last token of a sequence."""
         have = known.known[0][0].shape[2] if known.known else 0
         device = self._module.head.weight.device
         tokens, pairs, levels = known.tokens[have:], known.known, list[list[int]]()
@@ -180,13 +180,13 @@ class DraftPicker:
             levels.append(shares.topk(min(width, len(shares))).indices.tolist())
             have, tokens = have + len(tokens), [levels[-1][0]]
         assert pairs is not None
-        # what was drafted is computed again, with the target's keys, where it was right
+        # recompute accepted tokens with the target's keys
         known.known = [(key[:, :, :whole], value[:, :, :whole]) for key, value in pairs]
         return linearised(known.tokens[-1], levels)
 
 
 def top_layers(store: KeyStore, module: DraftModule) -> list[Hashable]:
-    """Return the layers of the target that the layers of a draft look at, in their order."""
+    """Return the target's layers that the draft's layers attend to, in their order."""
     return store.layers[-module.sizes.layers :]
 
 

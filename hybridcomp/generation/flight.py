@@ -1,4 +1,4 @@
-"""Batches in flight: each stage takes the next pass as soon as it has handed on the last one.
+"""Batches in flight: each stage starts the next pass as soon as it has sent on the last one.
 
 The stages of a pipeline form a ring. The first stage keeps several passes under way; their frames
 describe themselves, so that the others take what comes, run it, and send it on. The last stage
@@ -25,13 +25,13 @@ from hybridcomp.generation.picking import Picked, Picker
 from hybridcomp.generation.requests import Requests
 from hybridcomp.generation.stage_runner import StageRunner
 
-#: bytes of a frame's header for a token and for a part of a pass, and of the rest of it
+#: bytes in a frame's header per token and per part of a pass, and of the rest of the header
 TOKEN_NBYTES, PART_NBYTES, REST_NBYTES = 24, 160, 4096
 
 
 @dataclass
 class GenerationFigures:
-    """What a rank has done: add up over calls of ``generate``.
+    """Counts of a rank's work, added up over calls of ``generate``.
 
     Attributes:
         passes: of its stage.
@@ -61,7 +61,7 @@ class Hops:
     device: torch.device
 
     def packed(self, values: Tensor, ranks: tuple[int, int]) -> tuple[Tensor, Posted | None]:
-        """Return the bytes of ``values``, and what counts them once they are sent."""
+        """Return the bytes of ``values``, and a function that counts them once they are sent."""
         flat = values.to(self.dtype).contiguous().view(-1)
         posted = self._posted(PostSend, flat, ranks)
         return (flat.view(torch.uint8), None) if posted is None else (posted.message, posted)
@@ -89,7 +89,7 @@ class Hops:
 
 
 class Flight:
-    """One stage's part in answering all prompts."""
+    """One stage's share of answering all prompts."""
 
     def __init__(
         self, runner: StageRunner, hops: Hops, requests: Requests, batch: int,
@@ -119,14 +119,14 @@ class Flight:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Have the neighbours meet what was posted, so that nothing is left of this flight."""
+        """Complete the neighbours' posted messages, so that nothing is left of this flight."""
         if self._alone:
             return
         self._outgoing.close(failed=error is not None)
         self._incoming.close(failed=error is not None)
 
     def run(self, picker: Picker) -> None:
-        """Answer all prompts, on the first stage; elsewhere run all that comes until the end."""
+        """Answer all prompts on the first stage; on others run every pass that arrives."""
         if self._runner.is_first:
             self._lead(picker)
             return
@@ -136,7 +136,7 @@ class Flight:
             self._hand_on(passed, self._run(passed, values), picker)
 
     def _lead(self, picker: Picker) -> None:
-        """Keep a pass of each slot under way."""
+        """Keep one pass of each slot in flight."""
         requests, under_way = self._requests, deque[int]()
         waiting = deque(range(requests.slots))
         while waiting or under_way:
@@ -144,7 +144,7 @@ class Flight:
                 slot = under_way.popleft()
                 said = self._incoming.take().said
                 if said is None:
-                    return  # the last stage has failed: the gate of the next message says why
+                    return  # the last stage has failed; the next message raises its error
                 requests.take(slot, [_picked(one) for one in said["picked"]])
                 waiting.append(slot)
             slot = waiting.popleft()
@@ -162,7 +162,7 @@ class Flight:
         return self._runner(passed, values)
 
     def _hand_on(self, passed: PackedPass, values: Tensor, picker: Picker) -> None:
-        """Send hidden states to the next stage, or picked tokens to the first."""
+        """Send hidden states to the next stage, or picked tokens to the first stage."""
         if self._runner.is_last:
             picked = [asdict(one) for one in picker(passed, values)]
             self._outgoing.send(HopFrame({"picked": picked}, torch.empty(0, dtype=torch.uint8)))

@@ -31,13 +31,13 @@ from hybridcomp.job.gates import check_failed
 KEY = "generate"
 #: payloads begin at multiples of this
 ALIGNED = 16
-#: seconds that a rank gives its neighbour to end, after a failure
+#: seconds that a rank waits for its neighbour to end after a failure
 ENDS_S = 5.0
 
 
 @dataclass(frozen=True)
 class HopFrame:
-    """Hold what one stage tells the next, and its hidden states; None: it has ended."""
+    """A message from one stage to the next, with hidden states; None: the sender has ended."""
 
     said: Any
     payload: Tensor
@@ -65,7 +65,7 @@ END, FAILED = (HopFrame(said, torch.empty(0, dtype=torch.uint8)) for said in (No
 
 
 class Outgoing:
-    """Frames to the global rank ``to``; sends return at once."""
+    """Sends frames to the global rank ``to``, and returns at once."""
 
     def __init__(
         self, to: int, group: Group, ahead: int, nbytes: int, extra: Callable[[Meter], object]
@@ -76,7 +76,7 @@ class Outgoing:
         self._extra = extra
 
     def send(self, frame: HopFrame) -> None:
-        """Post a frame. No more than ``ahead`` are under way, as many as the neighbour awaits."""
+        """Post a frame; at most ``ahead`` frames are in flight, as many as the neighbour awaits."""
         message = frame.packed()
         assert message.numel() <= self._nbytes, "room was computed for the largest pass"
         if len(self._sent) >= self._ahead:
@@ -91,7 +91,7 @@ class Outgoing:
         self._extra(meter)
 
     def close(self, failed: bool) -> None:
-        """Meet the receives that the neighbour has posted ahead; wait unless something failed."""
+        """Complete the receives that the neighbour has posted; wait unless something failed."""
         with contextlib.suppress(*([RuntimeError] if failed else [])):  # the neighbour has gone
             for _ in range(self._ahead):
                 message = (FAILED if failed else END).packed()
@@ -101,9 +101,9 @@ class Outgoing:
 
 
 class Incoming:
-    """Frames from the global rank ``source``, of at most ``nbytes`` each."""
+    """Receives frames from the global rank ``source``, of at most ``nbytes`` each."""
 
-    _left: ClassVar[list[threading.Thread]] = []  # readers of links that have failed
+    _left: ClassVar[list[threading.Thread]] = []  # threads that read from failed links
 
     def __init__(self, source: int, group: Group, ahead: int, nbytes: int) -> None:
         self._source, self._group = source, group
@@ -133,7 +133,7 @@ class Incoming:
             self._found.put(problem)
 
     def take(self) -> HopFrame:
-        """Return the next frame. Raises where a rank of the operation has failed, or this link."""
+        """Return the next frame. Raises if a rank of the operation, or this link, has failed."""
         while True:
             try:
                 found = self._found.get(timeout=LOOK_S)
@@ -146,13 +146,13 @@ class Incoming:
             if found.said is not False:
                 return found
             until = time.monotonic() + ENDS_S
-            while time.monotonic() < until:  # until the failed rank has said why
+            while time.monotonic() < until:  # wait until the failed rank has sent its error
                 check_failed()
                 time.sleep(0.02)
             raise PeerError(f"{KEY}: rank {self._source} has failed")
 
     def close(self, failed: bool) -> None:
-        """Wait until the neighbour has met all receives; after a failure the next link waits."""
+        """Wait until the neighbour has completed all receives; do not wait after a failure."""
         if failed:
             self._left.append(self._thread)
         else:

@@ -45,7 +45,7 @@ _MEMORY = Path("/proc/meminfo")
 
 @dataclass(frozen=True, eq=False)
 class CutWeight:
-    """A weight of which each rank of a group holds a share.
+    """A weight that is divided over the ranks of a group.
 
     Attributes:
         name: its dotted name.
@@ -72,7 +72,7 @@ class CutWeight:
         return out
 
     def whole_of(self, rows: Tensor) -> Tensor:
-        """Return a new tensor of the whole weight. ``rows`` (W, numel): all shares."""
+        """Return the whole weight as a new tensor. ``rows`` (W, numel): all shares."""
         if self.dim:
             local = list(self.shape)
             local[self.dim] //= len(rows)
@@ -155,7 +155,7 @@ class WeightGather:
             bucket.codec = _codec_for(bucket, codec, channel)
 
     def matches(self, weights: Sequence[CutWeight]) -> bool:
-        """Return whether ``weights`` are those of this gather, by name, shape, dtype and group."""
+        """Return whether ``weights`` equal this gather's in name, shape, dtype and group."""
         return [_facts(one) for one in weights] == [_facts(one) for one in self.weights]
 
     @property
@@ -165,13 +165,13 @@ class WeightGather:
 
     @property
     def kept_nbytes(self) -> int:
-        """Return the bytes that this rank keeps between two gathers, once there was one."""
+        """Return the bytes that this rank keeps between gathers, once there was a gather."""
         steps = [one for one in self._buckets if one.codec is not None and one.codec.references]
         widths = [1 if (n := self._over_nodes(one)) is None else n.levels.width for one in steps]
         return sum(one.nbytes // width for one, width in zip(steps, widths, strict=True))
 
     def check(self, free: int) -> None:
-        """Raise ConfigError where this rank has no memory for the weights.
+        """Raise ConfigError if this rank lacks memory for the weights.
 
         ``free``: bytes that are free on the device now.
         """
@@ -208,7 +208,7 @@ class WeightGather:
         return [found[id(weight)] for weight in self.weights]
 
     def forget(self) -> None:
-        """Free what is kept: the next gather sends all weights whole. All ranks call it."""
+        """Free the kept shares: the next gather sends all weights whole. All ranks call it."""
         for bucket in self._buckets:
             bucket.kept = None
 
@@ -243,7 +243,7 @@ class WeightGather:
 
 
 def _codec_for(bucket: _Bucket, codec: Codec | None, channel: Channel | None) -> Codec | None:
-    """Return the codec of a bucket's message, ``codec`` or what takes its place; None: native."""
+    """Return the codec of a bucket's message: ``codec`` or its substitute; None: native."""
     if codec is None or channel is None or bucket.size == 1:
         return None
     if bucket.nbytes < channel.state.config.min_bytes:
@@ -253,14 +253,14 @@ def _codec_for(bucket: _Bucket, codec: Codec | None, channel: Channel | None) ->
         say_once(f"gathered: weights of {kind} have no 16 bits; they are sent whole by expcode")
         codec = ExpCode()
     if not codec.lossless and len(bucket.weights[0].shape) < 2:
-        codec = ExpCode()  # norms and biases: few bytes, and errors in them cost the most
+        codec = ExpCode()  # norms and biases: few bytes, and errors in them do the most harm
     return codec if codec.takes(bucket.dtype) else None
 
 
 def _whole(
     bucket: _Bucket, own: Tensor, channel: Channel, codec: Codec, nodes: CopyGroups | None
 ) -> Tensor:
-    """Gather encoded, between nodes alone where the group has several of several ranks."""
+    """Gather encoded; only between nodes if the group has several nodes of several ranks."""
     group, meter = channel.group(bucket.group), channel.meter(own.device)
     if nodes is not None:
         group = nodes.nodes.group(None, two_levels=True)
@@ -274,13 +274,13 @@ def _whole(
 
 
 def _nodes_of(channel: Channel | None) -> CopyGroups | None:
-    """Return the job's ranks by node; None where nodes are not alike, or have one rank."""
+    """Return the job's ranks by node; None if nodes differ in size, or have one rank."""
     assert channel is not None, "a codec of a block"
     config = channel.state.config
     nodes = discover("auto" if config.hierarchy == "none" else config.widths)
     try:
         width = width_of(nodes)
-    except ConfigError:  # then each rank keeps all shares
+    except ConfigError:  # otherwise each rank keeps all shares
         return None
     return CopyGroups.of(width, nodes.source)
 
@@ -307,7 +307,7 @@ def _buckets(weights: Iterable[CutWeight], splits: bool) -> Iterator[_Bucket]:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Return the bytes that are free on ``device``; of a host, this rank's part of them."""
+    """Return the free bytes on ``device``; on a host, this rank's part of them."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept

@@ -1,4 +1,4 @@
-"""Answer prompts on the stages of an engine: what every rank checks, tries, runs and puts back."""
+"""Answer prompts on the stages of an engine: check, try, run, and restore the model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GeneratingStage:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Channels]:
-        """Compute as in an evaluation, through channels of generation; put back what was before."""
+        """Put the stage into eval mode with channels of generation; restore it afterwards."""
         config = CompressionConfig.parse(self.settings.block(self.min_bytes))
         channels, own = Channels(config), self.channels
         modes = [(one, one.training) for module in self.modules for one in module.modules()]
@@ -163,7 +163,7 @@ def _answered(
 
 
 def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: int | None) -> None:
-    """Raise ConfigError for prompts or lengths that cannot be answered."""
+    """Raise ConfigError for prompts or lengths that do not fit."""
     if not prompts or tokens < 1:
         found = Shown(f"{len(prompts)} prompts and answers of {tokens} tokens")
         raise ConfigError(KEY, found, "expected at least one prompt and one token")
@@ -196,7 +196,7 @@ def _check_ids(prompts: Sequence[Sequence[int]], size: int, tokenizer: int | Non
 
 
 def _agree(stage: GeneratingStage, said: object) -> None:
-    """Raise AgreementError where the ranks of a replica were called with other arguments."""
+    """Raise AgreementError if the ranks of a replica were called with different arguments."""
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     mine = {"replica": stage.replica, "asked": digest, "settings": stage.settings.model_dump_json()}
     every = agreement.tell(mine, what=KEY)
@@ -230,7 +230,7 @@ def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
 
 
 def _whole(stage: GeneratingStage, channels: Channels) -> Callable[[Tensor], Tensor]:
-    """Return what makes whole logits (n, V) of a tensor rank's (n, V / ranks).
+    """Return a function that makes whole logits (n, V) of a tensor rank's (n, V / ranks).
 
     Where no weight says that the vocabulary is cut, the first logits do: whole ones are equal.
     """

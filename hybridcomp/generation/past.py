@@ -62,7 +62,7 @@ class PackedPass:
 
     @property
     def wanted(self) -> list[int]:
-        """Return the indices of the tokens whose logits are wanted, in order."""
+        """Return the indices of the tokens whose logits are needed, in order."""
         stops = accumulate(len(part.tokens) for part in self.parts)
         ends = zip(stops, self.parts, strict=True)
         return [at for stop, part in ends for at in range(stop - part.wants, stop)]
@@ -78,7 +78,7 @@ class PackedPass:
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> PackedPass:
-        """Return the pass that ``as_json`` has described."""
+        """Return the pass that ``as_json`` described."""
         lists = [[tuple(v) if isinstance(v, list) else v for v in one] for one in said["parts"]]
         return cls(tuple(SequencePart(*cast(Any, one)) for one in lists), tuple(said["ended"]))
 
@@ -111,7 +111,7 @@ class KeyStore:
             self._held.setdefault(part.sequence, {})
 
     def end(self, passed: PackedPass) -> None:
-        """Count the tokens of a pass that all layers have computed."""
+        """Count the tokens of a pass after all layers have computed it."""
         for part in passed.parts:
             self._before[part.sequence] = self.lengths[part.sequence]
             self.lengths[part.sequence] += len(part.tokens)
@@ -121,7 +121,7 @@ class KeyStore:
         start = self._before[sequence]
         self.lengths[sequence] = stop = start + len(path)
         if list(path) == list(range(len(path))):
-            return  # they lie at the beginning already
+            return  # they already lie at the beginning
         for held in self._held[sequence].values():
             for values in held:
                 values[:, start:stop] = values[:, [start + at for at in path]]
@@ -158,14 +158,14 @@ class KeyStore:
         return next((list(held) for held in self._held.values() if held), [])
 
     def of(self, sequence: int, layer: Hashable) -> tuple[Tensor, Tensor]:
-        """Return keys and values held of a sequence by a layer, (H, length, D) each, as views."""
+        """Return a layer's keys and values of a sequence, (H, length, D) each, as views."""
         length = self.lengths[sequence]
         key, value = self._held[sequence][layer]
         return key[:, :length], value[:, :length]
 
 
 class PackedPast:
-    """What layers see in one pass: positions of its tokens, and attention to what each may see.
+    """Positions of a pass's tokens, and attention of each to the tokens that it may see.
 
     Has ``positions``, ``room`` and ``attend`` as ``hybridcomp.nn.slices.KVCache`` has them, so a
     layer that uses these both trains in slices and generates.
@@ -181,7 +181,7 @@ class PackedPast:
 
     @property
     def room(self) -> int:
-        """Return the number that all positions are below."""
+        """Return the upper bound of all positions, exclusive."""
         return self._store.room
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
@@ -226,7 +226,7 @@ class PackedPast:
 
 
 def _depths(part: SequencePart) -> Iterator[int]:
-    """Yield how far each token lies behind the held ones."""
+    """Yield the distance of each token from the last held token."""
     depths: list[int] = []
     for index in range(len(part.tokens)):
         parent = index - 1 if part.parents is None else part.parents[index]
@@ -235,7 +235,7 @@ def _depths(part: SequencePart) -> Iterator[int]:
 
 
 def _mask(start: int, part: SequencePart, device: torch.device) -> Tensor | None:
-    """Return which tokens the new ones see, (n, start + n) bool; None: all, or causally."""
+    """Return the mask of the new tokens, (n, start + n) bool; None: causal, or everything."""
     count = len(part.tokens)
     if part.parents is None and (count == 1 or start == 0):
         return None

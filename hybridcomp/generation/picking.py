@@ -1,4 +1,4 @@
-"""Pick tokens from logits: the same ones whatever the layout of the job and the batch."""
+"""Pick tokens from logits, independently of the layout of the job and the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridcomp.generation.past import PackedPass
 
 @dataclass(frozen=True)
 class Picked:
-    """What the last stage decides about one sequence after a pass.
+    """The last stage's decision about one sequence after a pass.
 
     Attributes:
         answer: tokens that the answer gets, at least one.
@@ -43,7 +43,7 @@ class Picker(Protocol):
 
 @runtime_checkable
 class StageReader(Protocol):
-    """A picker that reads the keys and values of its stage, too."""
+    """A picker that also reads the keys and values of its stage."""
 
     def begin(self, runner: Any) -> None:
         """Take the ``StageRunner`` of the last stage, before its first pass."""
@@ -51,7 +51,7 @@ class StageReader(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is picked.
+    """Settings and method of picking a token.
 
     Attributes:
         temperature: 0 takes the most likely token.
@@ -93,7 +93,7 @@ class Sampling:
         logits = logits[: self.vocabulary].double().cpu()
         if self.temperature == 0:
             return int(logits.argmax())
-        # in the order of ids: rounding may change the order of probabilities from layout to layout
+        # in the order of ids: rounding may order probabilities differently in another layout
         shares = self._kept((logits / self.temperature).softmax(0)).cumsum(0)
         drawn = self._random(sequence, place) * shares[-1]
         return int(torch.searchsorted(shares, drawn, right=True).clamp(max=len(shares) - 1))
@@ -117,7 +117,7 @@ class Sampling:
         return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     def stops(self, answer: Sequence[int], known: int) -> int | None:
-        """Return how many tokens of ``answer`` stay, up to its first stop; None: it has none.
+        """Return how many tokens of ``answer`` remain up to its first stop; None without a stop.
 
         ``known``: of its first tokens that have been looked at.
         """

@@ -1,4 +1,4 @@
-"""Decide, on the first stage, which sequences the next pass of each batch in flight has."""
+"""Choose, on the first stage, the sequences of the next pass of each batch in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from hybridcomp.generation.past import PackedPass, SequencePart
 from hybridcomp.generation.picking import Picked
 
-#: tokens of a pass up to which prompts join it; a longer prompt joins an empty one
+#: prompts join a pass of up to this many tokens; a longer prompt joins an empty one
 JOINED = 2048
 
 Stops = Callable[[Sequence[int], int], int | None]
@@ -46,7 +46,7 @@ class Requests:
         self._ended: list[int] = []
 
     def next(self, slot: int) -> PackedPass | None:
-        """Return the next pass of a slot; None where all its sequences have ended."""
+        """Return the next pass of a slot; None if all its sequences have ended."""
         live, prompts = self._live[slot], self._prompts
         count = sum(len(part.tokens) for part in live.values())
         while self._waiting and len(live) < self._batch:
@@ -63,7 +63,7 @@ class Requests:
         return PackedPass(tuple(live.values()), tuple(ended))
 
     def take(self, slot: int, picked: Sequence[Picked]) -> None:
-        """Take what the last stage has picked for the last pass of a slot."""
+        """Apply the picked tokens of a slot's last pass."""
         live = self._live[slot]
         for sequence, found in zip(list(live), picked, strict=True):
             answer = self.answers[sequence]

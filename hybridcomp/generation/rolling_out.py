@@ -1,4 +1,4 @@
-"""Have a model compute with all its weights, in eval mode, and put everything back afterwards."""
+"""Make a model compute with all its weights in eval mode, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rolling_out(
             found = gather()
             if found is not None:
                 found.check(free_nbytes(found.device))
-                gate()  # no message before it fits on all ranks
+                gate()  # every rank sends its first message only if the weights fit on all ranks
                 put(found.gather(), undo)
             _evaluate(model, undo)
         failed: BaseException | None = None
@@ -71,7 +71,7 @@ def rolling_out(
 def _first_to_fail(
     failed: bool, group: dist.ProcessGroup | None, device: torch.device
 ) -> int | None:
-    """Return the first global rank whose body has failed, None where none has; a collective."""
+    """Return the first global rank whose body has failed, or None; a collective."""
     none = torch.iinfo(torch.int32).max
     mine = torch.tensor(dist.get_rank() if failed else none, dtype=torch.int32, device=device)
     rank = int(small_messages.least(mine, group))
@@ -79,7 +79,7 @@ def _first_to_fail(
 
 
 def _evaluate(model: nn.Module, undo: ExitStack) -> None:
-    """Put the model into eval mode; ``undo`` gets what puts each module back into its own."""
+    """Put the model into eval mode; ``undo`` gets calls that restore each module's mode."""
     modes = [(module, module.training) for module in model.modules()]
 
     def put_back() -> None:
@@ -91,7 +91,7 @@ def _evaluate(model: nn.Module, undo: ExitStack) -> None:
 
 
 def without_hooks(handles: Iterable[Any], undo: ExitStack) -> None:
-    """Take the hooks of ``handles`` (RemovableHandle) away; ``undo`` puts them back in order."""
+    """Remove the hooks of ``handles`` (RemovableHandle); ``undo`` restores them in order."""
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
@@ -100,7 +100,7 @@ def without_hooks(handles: Iterable[Any], undo: ExitStack) -> None:
 
 
 def _restore(hooks: dict[int, Any], before: dict[int, Any], key: int) -> None:
-    """Put one hook back to its place among those that are still there, and new ones behind."""
+    """Restore one hook to its place among the remaining hooks, and move new ones behind."""
     now = dict(hooks)
     there = {other: hook for other, hook in before.items() if other == key or other in now}
     hooks.clear()

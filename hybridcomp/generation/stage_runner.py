@@ -13,7 +13,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation.past import KeyStore, PackedPass, PackedPast, SequencePart
 
-#: the number of the sequence with which layers are tried
+#: number of the sequence used to try the layers
 TRIED = -1
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: candidates beside each other, the trunk's included, by ten times the draft's largest probability
+#: number of sibling candidates, by ten times the draft's largest probability
 WIDTHS = (8, 8, 8, 6, 6, 6, 4, 4, 2, 2, 2)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes of one sequence, as ``SequencePart`` has them: each behind its parent."""
+    """Nodes of one sequence, as in ``SequencePart``: each comes after its parent."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
 
 
 def width_for(probability: float) -> int:
-    """Return the number of candidates where the draft's largest probability is this."""
+    """Return the number of candidates at this largest probability of the draft."""
     return WIDTHS[min(int(10 * probability), len(WIDTHS) - 1)]
 
 
@@ -44,7 +44,7 @@ def linearised(root: int, levels: Sequence[Sequence[int]]) -> Tree:
 
 
 def accepted(tree: Tree, choices: Sequence[int]) -> list[int]:
-    """Return the path from the root whose tokens the target would have picked itself.
+    """Return the path from the root whose tokens the target would pick itself.
 
     ``choices``: for each node, what the target picks behind it.
     """

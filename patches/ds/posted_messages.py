@@ -128,7 +128,7 @@ class PostedMessages:
     def receive(self, out: Tensor, form: PostedForm, direction: Direction) -> None:
         """Wait for the next message of a direction, and write it into ``out``."""
         arriving = self._arriving[direction]
-        if not arriving.messages:  # of the first set, whose form is unknown
+        if not arriving.messages:  # the first messages, whose form is not known yet
             assert not arriving.begun, "receives of later sets are posted ahead"
             arriving.form.append(form)
             arriving.messages.append(self._post_receive(form, direction))

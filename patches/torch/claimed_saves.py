@@ -1,9 +1,9 @@
 """Let each island that is a job save into a folder of its own, by torch.distributed.checkpoint too.
 
-Every job writes files of the same names. ``_FileSystemWriter.prepare_local_plan`` and not ``save``,
-which callers import by name: every save and ``async_save`` in this process calls it before the
-first file, on each rank, and raises on all ranks what it raises on one. Writers for object stores
-derive from it.
+Every job writes files of the same names. The patch is on ``_FileSystemWriter.prepare_local_plan``,
+not on ``save``, which callers import by name: every save and ``async_save`` in this process calls
+it before the first file, on each rank, and raises on all ranks what it raises on one. Writers for
+object stores derive from it.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Prepare the data set; return the exit status."""
     try:
         prepare(parse(arguments))
     except (DatasetError, OSError) as error:

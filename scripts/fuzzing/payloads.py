@@ -154,7 +154,7 @@ def _watch(
     process: subprocess.Popen[str], state: mmap.mmap, codec: str, first: int, cases: int,
     hang: float, say: Callable[[str], None],
 ) -> str:  # fmt: skip
-    """Wait for the driver; what went wrong, "" if nothing did."""
+    """Wait for the driver; return its error, "" if it succeeded."""
     before, told = -1, time.monotonic()
     since = (time.monotonic(), 0.0)  # of the clock, of a core
     while True:

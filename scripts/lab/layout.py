@@ -16,9 +16,10 @@ UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 #: 1.7 ms, with this 2.6. With 0.1 ms the kernel's timer is too late: 34 MB, which need 535 ms, took
 #: 926 ms instead of 578.
 BURST_S = 2.5e-4
-#: what may wait in front of a link, and at least so many bytes, which a port of a switch buffers;
-#: TCP keeps its own queues shorter. Where 50 ms were all, 125 kB at 20 Mb/s, four ranks that sent
-#: 1 MB to two others each lost 80 to 300 packets in 20 turns; with a second of it they lose none.
+#: seconds of traffic that may queue in front of a link, and the fewest bytes of that queue, as a
+#: switch port buffers them; TCP keeps its own queues shorter. With 50 ms alone (125 kB at 20 Mb/s),
+#: four ranks that each sent 1 MB to two others lost 80 to 300 packets in 20 turns; with a second,
+#: none.
 QUEUE_S, QUEUE_NBYTES = 0.05, 2_000_000
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 #: of a call, by name
 Arguments = dict[str, Any]
-#: elements that are sent instead
+#: elements of the short message sent instead of a whole one
 FEW = 16
 
 _on = False

@@ -111,7 +111,7 @@ class Runner:
         return max(0.0, pair.step_s * self._equal_steps() - (time.monotonic() - pair.began))
 
     def _heard(self) -> list[tuple[Pair, Case]]:
-        """Return trainings whose ranks have said something, after at most some seconds."""
+        """Return the trainings whose ranks have sent something within some seconds."""
         whose = {key: (pair, case) for pair in self.active for key, case in pair.pipes.items()}
         pipes = [pipe for pair in self.active for pipe in pair.connections()]
         ready = wait(pipes, max(0.0, min(self.left, 5.0)))

@@ -1,10 +1,9 @@
-"""Divide each step of a rank among what it was spent on, so that the parts add up to the step.
+"""Divide each step of a rank among its causes, so that the parts add up to the step.
 
-Every moment has one cause: what computes, else what encodes, else what copies, else a message. A
-message's kernel waits in its first part for the ranks that come to it later. Where nothing of the
-rank runs on a GPU, either another rank of the same GPU has it, or what runs next was queued and
-waits, or it was not: then the host was behind, because it was blocked, or at work in hybridcomp, or
-elsewhere.
+Every moment has one cause: compute if any runs, else encoding, else copies, else a message. The
+first part of a message's kernel waits for ranks that arrive later. When nothing of the rank runs on
+a GPU, the cause is another rank on that GPU, or a queued kernel that waits, or the host, which was
+blocked, at work in hybridcomp, or elsewhere.
 """
 
 from __future__ import annotations

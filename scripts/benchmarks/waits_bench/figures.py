@@ -87,16 +87,15 @@ def reached(turns: dict[str, Figures], names: tuple[str, str, str], saving: floa
 
 
 def missing(arms: dict[str, Figures], names: tuple[str, str, str], saving: float) -> Figures:
-    """Return what the bytes allow, and what of it each cause takes, of recorded steps.
+    """Return the step time that the bytes allow, and how each cause adds to it.
 
     Args:
         arms: figures by arm.
         names: native, native without a wire, compressed.
         saving: bytes of native over those of the compressed arm.
 
-    A step that the bytes allow takes what one without a wire takes, and of what native takes more
-    the part that is still sent. That holds for each cause alike, so what the compressed arm takes
-    beyond adds up to all that is missing.
+    The allowed time is that of the arm without a wire, plus the native arm's excess over it divided
+    by ``saving``. Each cause is computed in the same way, so their sum is the missing time.
     """
     native, compute, own = (arms[name] for name in names)
     wire = native["ms"] - compute["ms"]  # below 0 where only noise tells them apart

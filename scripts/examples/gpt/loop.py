@@ -237,7 +237,7 @@ def finish(valid_loss: float | None, plan: Plan, log: Log, seconds: float) -> No
 
 
 def evaluate(trainer: Trainer, valid: Samples, batches: int) -> dict[str, Any]:
-    """Losses of the first ``batches`` global batches of ``valid``, always the same; their mean."""
+    """Return the losses of the first ``batches`` global batches of ``valid``, and their mean."""
     share, device = trainer.share, trainer.engine.device
     losses = [
         trainer.evaluate(share.batches(valid, number * share.global_batch, device))

@@ -67,7 +67,7 @@ def greedy(state: ClusterState) -> dict[str, int]:
 
 
 def growths(state: ClusterState, allocation: Allocation) -> dict[str, tuple[int, float]]:
-    """Return by job the next number of ranks, where it fits and saves seconds, and the seconds."""
+    """Return, for each job that gains from it, the next number of ranks and the seconds saved."""
     found = {}
     for name, ranks in allocation.items():
         task = state.tasks[name]
