@@ -18,7 +18,7 @@ from hybridcomp.autotune.memory_limits import room_for
 from hybridcomp.autotune.trials import Run, StepTraffic
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.job import small_messages
-from hybridcomp.job.together import together
+from hybridcomp.job.together import ending
 
 #: values of the messages of the trials, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
@@ -152,7 +152,7 @@ def seconds(run: Run, device: torch.device) -> float:
 
     Where it fails on one rank the job ends: gates between its messages would take part of the time.
     """
-    with together("a trial", ends=True):
+    with ending("a trial"):
         _finish(device)
         start = time.perf_counter()
         run()

@@ -34,6 +34,8 @@ LOOK_S = 1.0
 #: share of the process group's time-out after which a silent rank is an error: soon after it torch
 #: ends ranks that wait for it in a message of upstream, without naming it
 PATIENCE = 0.9
+#: what ends the job where a rank fails (``together.ending``), in the key of the failure
+ENDING = "ending"
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 
@@ -148,6 +150,11 @@ def start() -> str:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         return "0"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def failure_key(operation: str) -> str:
+    """Return the key in the store under which a rank states that it fails in an operation."""
+    return f"hybridcomp/failed/{start()}/{operation}"
 
 
 def start_id() -> str:

@@ -8,6 +8,9 @@ that rank: in ``agreement.tell`` and at a ``gates.gate``, which stands in front 
 and lets all ranks pass or none. The end of the body is a gate, too. So a failure anywhere is an
 error on all ranks within seconds, which names the rank, and each puts back (``undo``) what it has
 changed. What cannot be put back is done behind the body.
+
+Where a gate in front of a message would cost too much, ``ending`` stands around it: a rank that
+fails there says so and closes its connections, which ends the waits of all others, and the job.
 """
 
 from __future__ import annotations
@@ -50,7 +53,6 @@ def together(
     votes: bool = False,
     group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    ends: bool = False,
 ) -> Iterator[None]:
     """Have the body end on all ranks, or raise on all of them; every rank enters it.
 
@@ -67,30 +69,25 @@ def together(
             ranks come to the same gates then. For what is done in the middle of training.
         group: with ``votes``, the ranks that enter and vote; None: all.
         alone: this rank waits for no other: a failure is an error here, and others miss the rank.
-        ends: no gate stands in front of its messages, as seconds count: a rank that fails closes
-            its connections, so that the others' waits for it end, and the job with them.
     """
     operation: _Stated | None = None
     if group is not None:
         ranks = dist.get_process_group_ranks(group)
-    if not (here.operations or alone or not dist.is_initialized() or _is_alone(ranks)):
+    inner = _is_inside()
+    if not (inner or alone or not dist.is_initialized() or _is_alone(ranks)):
         part = None if ranks is None else tuple(ranks)
         operation = _Voting(what, part, error, group) if votes else _Stated(what, part, error)
-        if ends:
-            operation = _Ending(what, part, error)
         here.operations.append(operation)
     try:
         yield
         if operation is not None:
             operation.gate()
     except BaseException as problem:
-        if ends and here.operations and not isinstance(problem, _COMMON):
-            _close_connections(problem)
         if operation is not None:
             operation.fail(problem)
             here.operations.remove(operation)  # no gates in front of what ``undo`` does
         undo()
-        if operation is None and here.operations:
+        if operation is None and inner:
             raise  # the operation around this one says it
         first = None if operation is None else operation.told_before(problem)
         told = first or named(problem, what, error)
@@ -100,18 +97,53 @@ def together(
             here.operations.remove(operation)
 
 
+@contextlib.contextmanager
+def ending(what: str, error: type[HybridcompError] = PeerError) -> Iterator[None]:
+    """Have a failure of this rank in the body end the job: no gate stands in front of its messages.
+
+    For sums at the end of a step and other messages without a gate. Sends nothing where all goes
+    well. A rank that fails states it, and closes its connections, so that the others' waits for it
+    end: in a body of their own with an error that names it. An error that all ranks have, or have
+    been told, passes as it is, and an operation inside of the body is one of its own.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    operation, inner = _Ending(what, error), _is_inside()
+    here.operations.append(operation)
+    try:
+        yield
+    except BaseException as problem:
+        is_told = isinstance(problem, HybridcompError) and problem.names_rank
+        if is_told or isinstance(problem, _COMMON):
+            raise
+        first = operation.told_before(problem)
+        _close_connections(problem, is_first=first is None)
+        if inner:
+            raise  # the operation around this one says it
+        told = first or named(problem, what, error)
+        raise told from told.__cause__
+    finally:
+        here.operations.remove(operation)
+
+
+def _is_inside() -> bool:
+    """Return whether this rank is in an operation that its ranks do or leave together."""
+    return any(not isinstance(one, _Ending) for one in here.operations)
+
+
 def _is_alone(ranks: Sequence[int] | None) -> bool:
     return (dist.get_world_size() if ranks is None else len(ranks)) == 1
 
 
-def _close_connections(problem: BaseException) -> None:
-    """End the waits of others for a message that this rank has begun and cannot finish."""
-    for operation in here.operations:
-        operation.fail(problem)
-    if not any(operation.told_before(problem) for operation in here.operations):
+def _close_connections(problem: BaseException, is_first: bool) -> None:
+    """End the waits of others for this rank, which states its failure where it is the first."""
+    if is_first:
+        for operation in here.operations:
+            operation.fail(problem)
         complain(
-            f"rank {dist.get_rank()} fails in the middle of a message ({_words(problem)}); it "
-            "closes its connections, so that no rank waits for it: the job ends"
+            f"rank {dist.get_rank()} fails where others wait for its message ({_words(problem)}); "
+            "it closes its connections, so that no rank waits for it: the job ends"
         )
     for group in list(dist.distributed_c10d._world.pg_map):
         small_messages.cut_off(group)
@@ -140,12 +172,16 @@ def _words(problem: BaseException) -> str:
 class _Stated(Operation):
     """An operation whose gates are rounds of statements."""
 
-    def __init__(self, what: str, ranks: Ranks | None, error: type[HybridcompError]) -> None:
-        among = "all" if ranks is None else ",".join(map(str, ranks))
-        super().__init__(f"{among}/{_numbers[ranks]}/")
-        _numbers[ranks] += 1
+    def __init__(
+        self, what: str, ranks: Ranks | None, error: type[HybridcompError], name: str = ""
+    ) -> None:
+        if not name:
+            among = "all" if ranks is None else ",".join(map(str, ranks))
+            name = f"{among}/{_numbers[ranks]}/"
+            _numbers[ranks] += 1
+        super().__init__(name)
         self.what, self.ranks, self.error = what, ranks, error
-        self._key = f"hybridcomp/failed/{agreement.start()}/{self.name}"
+        self._key = agreement.failure_key(self.name)
         self._store = dist.distributed_c10d._get_default_store()
 
     def takes_in(self, ranks: Sequence[int]) -> bool:
@@ -186,7 +222,14 @@ class _Stated(Operation):
 
 
 class _Ending(_Stated):
-    """An operation without gates, at whose failure the job ends."""
+    """The body of ``ending``: no gates, and one name, as the first failure ends the job."""
+
+    def __init__(self, what: str, error: type[HybridcompError]) -> None:
+        super().__init__(what, None, error, agreement.ENDING)
+
+    def takes_in(self, ranks: Sequence[int]) -> bool:
+        """Return False: statements inside are those of the operation around it, or of none."""
+        return False
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
         """Return at once."""
