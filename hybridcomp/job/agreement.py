@@ -81,13 +81,17 @@ def agree(
 
 
 def tell(
-    statement: Mapping[str, Any], *, what: str, ranks: Sequence[int] | None = None
+    statement: Mapping[str, Any],
+    *,
+    what: str,
+    ranks: Sequence[int] | None = None,
+    seconds: float | None = None,
 ) -> list[dict[str, Any]]:
     """Exchange statements over the default group; returns them by rank. Every rank calls it.
 
     ``ranks``: as for ``agree``; the statements come back in their order. Raises PeerError once a
     rank that has not stated is seen to have ended, AgreementError when one stays silent for
-    PATIENCE of the group's time-out.
+    ``seconds``, None: for PATIENCE of the group's time-out. It may come later, and gets them.
 
     Once all ranks have stated, all have read the round before, whose keys are deleted then: the
     store holds the statements of one round, for each part of the job. What a rank asks of the store
@@ -96,7 +100,7 @@ def tell(
     speakers = _speakers(ranks)
     if len(speakers) == 1:
         return [dict(statement)]
-    texts, order = _exchanged(statement, what, ranks, speakers)
+    texts, order = _exchanged(statement, what, ranks, speakers, seconds)
     return [dict(texts[place]) for place in order]
 
 
@@ -105,7 +109,11 @@ def _speakers(ranks: Sequence[int] | None) -> Sequence[int]:
 
 
 def _exchanged(
-    statement: Mapping[str, Any], what: str, ranks: Sequence[int] | None, speakers: Sequence[int]
+    statement: Mapping[str, Any],
+    what: str,
+    ranks: Sequence[int] | None,
+    speakers: Sequence[int],
+    seconds: float | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """State, wait and read: ``(the different statements, which of them each speaker made)``."""
     part = None if ranks is None else tuple(ranks)
@@ -121,7 +129,7 @@ def _exchanged(
     except (RuntimeError, dist.DistError):  # the store may have gone with the rank that held it
         _check_peers(this, what)
         raise
-    _await_all(this, what)
+    _await_all(this, what, PATIENCE * _timeout_s() if seconds is None else seconds)
     found = this.read()
     before, _last[part] = _last.get(part), this
     if before is not None and before.store is store:  # all have stated again, so all have read it
@@ -164,8 +172,8 @@ def start_id() -> str:
     return bytes(store.compare_set(f"hybridcomp/start/{start()}", "", mine)).decode()
 
 
-def _await_all(this: StatementRound, what: str) -> None:
-    notices, patience = Notices(), PATIENCE * _timeout_s()
+def _await_all(this: StatementRound, what: str, patience: float) -> None:
+    notices = Notices()
     while not this.is_told(min(LOOK_S, NOTICE_S)):
         gates.check_failed(this.is_told)
         _check_peers(this, what)
