@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.errors import HybridcompError
-from hybridcomp.job import agreement
+from hybridcomp.job import agreement, peer_liveness
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from tests.job.failing import steps
 from tests.ranks import run_ranks
@@ -58,7 +58,7 @@ def step_end(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
 
 def norm_of_rows(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
     """The norm of rows' gradients, and what all ranks send behind it."""
-    table = CachedEmbedding(64, 8)
+    table = CachedEmbedding(64, 8, resident=32)
     optimizer = RowOptimizer([table], "sgd", lr=0.1)
 
     def train() -> object:
@@ -73,11 +73,11 @@ KINDS = {"step_end": step_end, "norm_of_rows": norm_of_rows}
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """What a call raises."""
+    """What a call raises, with what stands below the traceback where that is not ours."""
     try:
         call()
     except (HybridcompError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {peer_liveness._last_words(error)}"
     return ""
 
 

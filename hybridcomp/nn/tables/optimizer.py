@@ -161,8 +161,8 @@ class RowOptimizer(torch.optim.Optimizer):
         A norm over ``model.parameters()`` does not see rows: add this to its square, and scale what
         is too long by ``scale_gradients``. A collective over the ranks of each table.
         """
-        found = torch.zeros(())
         with ending("the norm of the gradients of rows"):
+            found = torch.zeros(())
             for table in self.tables:
                 own = table.gradients()[1].square().sum()
                 found = found.to(own.device) + table.owners.total(own)
