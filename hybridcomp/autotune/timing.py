@@ -18,7 +18,7 @@ from hybridcomp.autotune.memory_limits import room_for
 from hybridcomp.autotune.trials import Run, StepTraffic
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.job import small_messages
-from hybridcomp.job.together import together
+from hybridcomp.job.together import ending
 
 #: number of values in the trial messages, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
@@ -152,7 +152,7 @@ def seconds(run: Run, device: torch.device) -> float:
 
     A failure on one rank ends the job, since gates between messages would distort the timing.
     """
-    with together("a trial", ends=True):
+    with ending("a trial"):
         _finish(device)
         start = time.perf_counter()
         run()

@@ -149,11 +149,9 @@ class CopyGroups:
         """Send ``gives[i]`` rows to local rank i and receive ``takes[i]`` from it, in order."""
         numel, out, inner = rows.shape[1], torch.empty_like(rows), self.levels.inner
         sent, come = [count * numel for count in gives], [count * numel for count in takes]
+        flat = out.view(-1), rows.view(-1)  # nothing behind the gate but the message
         gate()
-        transfer(
-            lambda: transport.all_to_all(out.view(-1), rows.view(-1), come, sent, inner, meter),
-            meter,
-        )
+        transfer(lambda: transport.all_to_all(*flat, come, sent, inner, meter), meter)
         return out
 
 

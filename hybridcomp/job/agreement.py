@@ -34,6 +34,8 @@ LOOK_S = 1.0
 #: share of the process group's time-out after which a silent rank is an error: soon after, torch
 #: ends ranks that wait for it in a message of upstream, without naming it
 PATIENCE = 0.9
+#: what ends the job where a rank fails (``together.ending``), in the key of the failure
+ENDING = "ending"
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 
@@ -79,13 +81,17 @@ def agree(
 
 
 def tell(
-    statement: Mapping[str, Any], *, what: str, ranks: Sequence[int] | None = None
+    statement: Mapping[str, Any],
+    *,
+    what: str,
+    ranks: Sequence[int] | None = None,
+    seconds: float | None = None,
 ) -> list[dict[str, Any]]:
     """Exchange statements over the default group; return them by rank. Every rank calls it.
 
     ``ranks``: as for ``agree``; statements are returned in their order. Raises PeerError once a
-    rank has ended without a statement, AgreementError if one stays silent for PATIENCE of the
-    group's time-out.
+    rank has ended without a statement, AgreementError if one stays silent for ``seconds``, None:
+    for PATIENCE of the group's time-out. A rank that states later still gets the statements.
 
     Once all ranks have stated, all have read the previous round, whose keys are then deleted: the
     store holds only one round for each part of the job. The number of store requests per rank does
@@ -94,7 +100,7 @@ def tell(
     speakers = _speakers(ranks)
     if len(speakers) == 1:
         return [dict(statement)]
-    texts, order = _exchanged(statement, what, ranks, speakers)
+    texts, order = _exchanged(statement, what, ranks, speakers, seconds)
     return [dict(texts[place]) for place in order]
 
 
@@ -103,7 +109,11 @@ def _speakers(ranks: Sequence[int] | None) -> Sequence[int]:
 
 
 def _exchanged(
-    statement: Mapping[str, Any], what: str, ranks: Sequence[int] | None, speakers: Sequence[int]
+    statement: Mapping[str, Any],
+    what: str,
+    ranks: Sequence[int] | None,
+    speakers: Sequence[int],
+    seconds: float | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """State, wait and read; return the distinct statements, and the index of each speaker's."""
     part = None if ranks is None else tuple(ranks)
@@ -120,7 +130,7 @@ def _exchanged(
     except (RuntimeError, dist.DistError):
         _check_peers(this, what)
         raise
-    _await_all(this, what)
+    _await_all(this, what, PATIENCE * _timeout_s() if seconds is None else seconds)
     found = this.read()
     before, _last[part] = _last.get(part), this
     # all have stated again, so all have read the previous round
@@ -152,6 +162,11 @@ def start() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def failure_key(operation: str) -> str:
+    """Return the key in the store under which a rank states that it fails in an operation."""
+    return f"hybridcomp/failed/{start()}/{operation}"
+
+
 def start_id() -> str:
     """Return an identifier common to all ranks of this start of the job, and to no other start."""
     store = dist.distributed_c10d._get_default_store()
@@ -159,8 +174,8 @@ def start_id() -> str:
     return bytes(store.compare_set(f"hybridcomp/start/{start()}", "", mine)).decode()
 
 
-def _await_all(this: StatementRound, what: str) -> None:
-    notices, patience = Notices(), PATIENCE * _timeout_s()
+def _await_all(this: StatementRound, what: str, patience: float) -> None:
+    notices = Notices()
     while not this.is_told(min(LOOK_S, NOTICE_S)):
         gates.check_failed(this.is_told)
         _check_peers(this, what)

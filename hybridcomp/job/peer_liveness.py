@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 from hybridcomp.job import processes
-from hybridcomp.job.agreement import start, tell, waiting
+from hybridcomp.job.agreement import ENDING, failure_key, start, tell, waiting
 from hybridcomp.job.processes import Known, Peer
 from hybridcomp.job.statements import absent
 
@@ -139,11 +139,13 @@ def _is_about_messages(error: BaseException) -> bool:
 
 
 def _missing(patient: bool) -> list[str]:
-    """Return sentences about ranks that have ended, were stopped, or do not answer.
+    """Return sentences about ranks that failed, ended, were stopped, or do not answer.
 
     ``patient``: wait for the process to end, since a peer's connection broke. The kernel closes a
     process's sockets before it shows the process as ended, and so does a rank that raised.
     """
+    if patient and (told := _stated()):
+        return told
     others, here = processes.others(), processes.space()
     far = [peer for peer in others if peer.space != here]
     deadline = time.monotonic() + (LOOK_S if patient and len(far) < len(others) else 0.0)
@@ -151,6 +153,23 @@ def _missing(patient: bool) -> list[str]:
     while not (found := _disturbed()) and not silent and time.monotonic() < deadline:
         time.sleep(0.02)
     return found or [f"{peer} does not answer" for peer in silent]
+
+
+def _stated() -> list[str]:
+    """Return the failure at which a rank has closed its connections (``together.ending``)."""
+    found: list[str] = []
+
+    def look() -> None:
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            key = failure_key(ENDING)
+            if _store().check([key]):
+                rank, words = json.loads(_store().get(key))
+                found.append(f"rank {rank} has failed ({words})")
+
+    thread = threading.Thread(target=look, daemon=True)  # a store on a stopped host never answers
+    thread.start()
+    thread.join(LOOK_S)
+    return list(found)
 
 
 def _disturbed() -> list[str]:

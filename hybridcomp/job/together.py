@@ -8,6 +8,9 @@ for that rank: in ``agreement.tell``, and at a ``gates.gate``, which precedes ea
 lets all ranks pass or none. The end of the body is also a gate. So a failure anywhere raises an
 error on all ranks within seconds, which names the rank, and each rank reverts (``undo``) its
 changes. Irreversible steps belong after the body.
+
+Where a gate before a message would cost too much, the message is sent inside of ``ending``: a rank
+that fails there reports it and closes its connections, which ends the others' waits and the job.
 """
 
 from __future__ import annotations
@@ -50,7 +53,6 @@ def together(
     votes: bool = False,
     group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    ends: bool = False,
 ) -> Iterator[None]:
     """Complete the body on all ranks, or raise on all of them; every rank enters it.
 
@@ -68,30 +70,25 @@ def together(
         group: with ``votes``, the ranks that enter and vote; None: all.
         alone: this rank waits for no other: it raises its own failure, and other ranks will miss
             it.
-        ends: no gates precede its messages, since they would distort timing: a failing rank closes
-            its connections, which ends the others' waits and with them the job.
     """
     operation: _Stated | None = None
     if group is not None:
         ranks = dist.get_process_group_ranks(group)
-    if not (here.operations or alone or not dist.is_initialized() or _is_alone(ranks)):
+    inner = _is_inside()
+    if not (inner or alone or not dist.is_initialized() or _is_alone(ranks)):
         part = None if ranks is None else tuple(ranks)
         operation = _Voting(what, part, error, group) if votes else _Stated(what, part, error)
-        if ends:
-            operation = _Ending(what, part, error)
         here.operations.append(operation)
     try:
         yield
         if operation is not None:
             operation.gate()
     except BaseException as problem:
-        if ends and here.operations and not isinstance(problem, _COMMON):
-            _close_connections(problem)
         if operation is not None:
             operation.fail(problem)
             here.operations.remove(operation)  # no gates inside ``undo``
         undo()
-        if operation is None and here.operations:
+        if operation is None and inner:
             raise  # the outer operation reports it
         first = None if operation is None else operation.told_before(problem)
         told = first or named(problem, what, error)
@@ -101,18 +98,53 @@ def together(
             here.operations.remove(operation)
 
 
+@contextlib.contextmanager
+def ending(what: str, error: type[HybridcompError] = PeerError) -> Iterator[None]:
+    """Have a failure of this rank in the body end the job: no gate stands in front of its messages.
+
+    For sums at the end of a step and other messages without a gate. Sends nothing where all goes
+    well. A rank that fails states it, and closes its connections, so that the others' waits for it
+    end: in a body of their own with an error that names it. An error that all ranks have, or have
+    been told, passes as it is, and an operation inside of the body is one of its own.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    operation, inner = _Ending(what, error), _is_inside()
+    here.operations.append(operation)
+    try:
+        yield
+    except BaseException as problem:
+        is_told = isinstance(problem, HybridcompError) and problem.names_rank
+        if is_told or isinstance(problem, _COMMON):
+            raise
+        first = operation.told_before(problem)
+        _close_connections(problem, is_first=first is None)
+        if inner:
+            raise  # the operation around this one says it
+        told = first or named(problem, what, error)
+        raise told from told.__cause__
+    finally:
+        here.operations.remove(operation)
+
+
+def _is_inside() -> bool:
+    """Return whether this rank is in an operation that its ranks do or leave together."""
+    return any(not isinstance(one, _Ending) for one in here.operations)
+
+
 def _is_alone(ranks: Sequence[int] | None) -> bool:
     return (dist.get_world_size() if ranks is None else len(ranks)) == 1
 
 
-def _close_connections(problem: BaseException) -> None:
-    """End other ranks' waits for a message that this rank has begun and cannot finish."""
-    for operation in here.operations:
-        operation.fail(problem)
-    if not any(operation.told_before(problem) for operation in here.operations):
+def _close_connections(problem: BaseException, is_first: bool) -> None:
+    """End other ranks' waits for this rank, which reports its failure if it failed first."""
+    if is_first:
+        for operation in here.operations:
+            operation.fail(problem)
         complain(
-            f"rank {dist.get_rank()} fails in the middle of a message ({_words(problem)}); it "
-            "closes its connections, so that no rank waits for it: the job ends"
+            f"rank {dist.get_rank()} fails where others wait for its message ({_words(problem)}); "
+            "it closes its connections, so that no rank waits for it: the job ends"
         )
     for group in list(dist.distributed_c10d._world.pg_map):
         small_messages.cut_off(group)
@@ -141,12 +173,16 @@ def _words(problem: BaseException) -> str:
 class _Stated(Operation):
     """An operation whose gates are rounds of statements in the store."""
 
-    def __init__(self, what: str, ranks: Ranks | None, error: type[HybridcompError]) -> None:
-        among = "all" if ranks is None else ",".join(map(str, ranks))
-        super().__init__(f"{among}/{_numbers[ranks]}/")
-        _numbers[ranks] += 1
+    def __init__(
+        self, what: str, ranks: Ranks | None, error: type[HybridcompError], name: str = ""
+    ) -> None:
+        if not name:
+            among = "all" if ranks is None else ",".join(map(str, ranks))
+            name = f"{among}/{_numbers[ranks]}/"
+            _numbers[ranks] += 1
+        super().__init__(name)
         self.what, self.ranks, self.error = what, ranks, error
-        self._key = f"hybridcomp/failed/{agreement.start()}/{self.name}"
+        self._key = agreement.failure_key(self.name)
         self._store = dist.distributed_c10d._get_default_store()
 
     def takes_in(self, ranks: Sequence[int]) -> bool:
@@ -187,7 +223,14 @@ class _Stated(Operation):
 
 
 class _Ending(_Stated):
-    """An operation without gates, whose failure ends the job."""
+    """Implement ``ending``: no gates, and one name, as the first failure ends the job."""
+
+    def __init__(self, what: str, error: type[HybridcompError]) -> None:
+        super().__init__(what, None, error, agreement.ENDING)
+
+    def takes_in(self, ranks: Sequence[int]) -> bool:
+        """Return False: statements inside belong to the operation around it, or to none."""
+        return False
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
         """Return immediately."""

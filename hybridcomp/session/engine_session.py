@@ -31,8 +31,10 @@ from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
 from hybridcomp.config.memory import MemoryItem, memory_lines
 from hybridcomp.dimensions import MEASURED_EARLY, Dimension
+from hybridcomp.errors import HybridcompError
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.devices import default_device
+from hybridcomp.job.together import ending
 from hybridcomp.log import Once
 from hybridcomp.session import saved_session, wandb_run
 from hybridcomp.session.agreement import agree_on
@@ -251,21 +253,30 @@ class EngineSession:
         """
         channels, sampled = self.channels, self.channels.sampling
         channels.step, channels.passes = channels.step + 1 if step is None else step, 0
-        if overflow:
-            channels.residuals.drop()
-        elif loss_scale != self.loss_scale:
-            channels.residuals.scale(loss_scale / self.loss_scale)
-        self.loss_scale = loss_scale
-        advice = "" if self.kept_in else ADVICE
-        self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
-        if overflow:
-            # a loss scale of 1 means that there is no scaler
-            self.followers.overflowed(None if loss_scale == 1.0 else loss_scale)
-        self.followers.after_step(channels.step)
-        every = self._interval()
-        if self.reporter is not None and every and channels.step % every == 0:
-            events = self.reporter.report(channels.step, self.followers)
-            self._write(events, channels.step)
+        with ending(f"the end of step {channels.step}"):
+            if overflow:
+                channels.residuals.drop()
+            elif loss_scale != self.loss_scale:
+                channels.residuals.scale(loss_scale / self.loss_scale)
+            self.loss_scale = loss_scale
+            advice = "" if self.kept_in else ADVICE
+            self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
+            if overflow:
+                # a loss scale of 1 means that there is no scaler
+                self.followers.overflowed(None if loss_scale == 1.0 else loss_scale)
+            try:
+                self.followers.after_step(channels.step)
+            except HybridcompError as error:
+                if error.names_rank:  # others may know nothing of it, and come to the report
+                    self._report()
+                raise
+            self._report()
+
+    def _report(self) -> None:
+        """Report the ledger when a report is due; a collective."""
+        step, every = self.channels.step, self._interval()
+        if self.reporter is not None and every and step % every == 0:
+            self._write(self.reporter.report(step, self.followers), step)
 
     def skip_step(self) -> None:
         """Tell the followers that a loss scaler skipped a step, which is not counted."""

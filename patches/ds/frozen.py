@@ -28,7 +28,7 @@ from hybridcomp.channels import Channel, Channels, native_nbytes
 from hybridcomp.channels.kept_weights import KeptWeights, changed_anywhere, hashes_of
 from hybridcomp.config.parameter import FrozenConfig
 from hybridcomp.job.gates import gate
-from hybridcomp.job.together import together
+from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -42,6 +42,8 @@ CUT = Seam(
 )
 #: name of the operation in messages
 WHAT = "zero: gathering frozen weights to keep them"
+#: where all are kept
+DECODING = "zero: decoding frozen weights"
 #: attribute of a parameter: its ``FrozenWeight``
 ATTRIBUTE = "_hybridcomp_frozen"
 #: the counter of gathered elements in a stage-3 coordinator
@@ -129,15 +131,20 @@ class FrozenWeights:
             return wanted
         stream = coordinator._PartitionedParameterCoordinator__allgather_stream
         lacking = [weight for weight in found if weight.kept is None]
-        with get_accelerator().stream(stream):
-            for weight in (weight for weight in found if weight.kept is not None):
+        begun = ending(DECODING)  # upstream's gather follows, or nothing does
+        if lacking:
+            begun = together(WHAT, lambda: _release(found, lacking), votes=True)
+        with get_accelerator().stream(stream), begun:
+            spared = [weight for weight in found if weight.kept is not None]
+            for weight in spared:
                 weight.put()
-                self._count(weight.param)
             if lacking:
-                with together(WHAT, lambda: _release(found, lacking), votes=True), exactly():
+                with exactly():
                     self._gather(lacking)
-                    for weight in lacking:
-                        weight.keep()
+                for weight in lacking:
+                    weight.keep()
+            for weight in spared:
+                self._count(weight.param)
         numel = sum(weight.param.ds_numel for weight in found)
         setattr(coordinator, AVAILABLE, getattr(coordinator, AVAILABLE) + numel)
         served = {id(weight.param) for weight in found}

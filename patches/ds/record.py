@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels.ledger_file import JsonLines, make_together
 from hybridcomp.job import environment, small_messages
+from hybridcomp.job.together import ending
 from hybridcomp.metric_names import LOSS, SPEED, TOKENS
 
 #: environment variable with the path of the file, relative to rank 0's working directory
@@ -113,9 +114,10 @@ class Recorder:
             before = self._engine.global_steps
             result = original(*args, **kwargs)
             if self._engine.global_steps != before and self._losses:
-                mean = torch.stack(self._losses).float().mean().to(self._engine.device)
-                self._losses.clear()
-                self._finish(float(small_messages.total(mean)) / dist.get_world_size())
+                with ending("recording the loss"):
+                    mean = torch.stack(self._losses).float().mean().to(self._engine.device)
+                    self._losses.clear()
+                    self._finish(float(small_messages.total(mean)) / dist.get_world_size())
             return result
 
         return step

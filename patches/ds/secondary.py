@@ -41,7 +41,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.topology import discover
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.job.together import together
+from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -231,7 +231,8 @@ class SecondaryCopies:
             if self.acts:
                 for bucket in dict.fromkeys(copy.bucket for copy in copies if copy.is_stale):
                     self._renew(bucket)
-                lent = [copy for copy in copies if copy.lend()]
+                with ending("zero: decoding the secondary copies"):  # upstream's gather follows
+                    lent = [copy for copy in copies if copy.lend()]
         try:
             yield
         finally:
@@ -254,8 +255,8 @@ class SecondaryCopies:
             shares.extend(copy.own() for copy in copies)
             return (held if known else None), False
 
-        sent = state_of(self.channel, self.groups, prepared, self.device)
         native = sum(copy.numel for copy in copies), copies[0].param.ds_tensor.dtype
+        sent = state_of(self.channel, self.groups, prepared, self.device)
         with together(WHAT, lambda: bucket.forget(copies), votes=True):
             table = None
             if sent == "steps":

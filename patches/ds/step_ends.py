@@ -41,10 +41,12 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         setattr(self, LATE, None)
+        result, later = None, None
         try:
             result = original(self, *args, **kwargs)
-        finally:
-            error: BaseException | None = vars(self).pop(LATE, None)
+        except BaseException as problem:  # of a message without connections, for example
+            later = problem
+        error: BaseException | None = vars(self).pop(LATE, None) or later
         if error is not None:
             raise error
         return result

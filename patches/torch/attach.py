@@ -21,6 +21,7 @@ from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import AgreementError, ConfigError, PeerError, SeamError
 from hybridcomp.job import agreement
 from hybridcomp.job.together import together
+from hybridcomp.log import complain
 from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
 from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
@@ -37,6 +38,8 @@ ATTRIBUTE = "_hybridcomp_attached"
 COMPILED = "_orig_mod"
 _UNSEEN = object()
 DETACH = "hybridcomp.detach"
+#: seconds that a detach waits for a rank that is alive: nothing is lost by going on
+SILENT_S = 5.0
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
 #: modules that load weights -> their ``Attached``, which holds the module
@@ -184,7 +187,8 @@ def _inside(model: Module) -> list[DistributedDataParallel]:
 def detach(model: Module) -> None:
     """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
-    Every rank calls it between two steps, and none is let go where one is given another model.
+    Every rank calls it between two steps, and none is let go where one is given another model. For
+    a rank that does not call it the others wait SILENT_S seconds, and then let go.
     ``attach`` may follow, with another block too. Residuals of error feedback are dropped, with a
     notice; ``save_state`` before saves them. Harmless when called twice. DDP's reducer cannot drop
     a hook: ours stays and averages natively.
@@ -203,9 +207,13 @@ def detach(model: Module) -> None:
     ranks = attached.ranks if is_known else _only_ranks()
     told: list[dict[str, str]] = []
     if dist.is_initialized():
-        # where a rank has ended, or is silent, nobody is left to agree with
-        with suppress(PeerError, AgreementError):
-            told = agreement.tell(wrong, what=DETACH, ranks=ranks)
+        try:
+            told = agreement.tell(wrong, what=DETACH, ranks=ranks, seconds=SILENT_S)
+        except PeerError:
+            pass  # a rank has ended
+        except AgreementError as error:
+            words = str(error).partition(";")[0]
+            complain(f"{words}; this rank sends natively from now on, as they must")
     if not is_known:
         raise _not_attached(wrong["found"])
     for place, other in enumerate(told):

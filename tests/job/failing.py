@@ -28,6 +28,7 @@ SPARED = tuple(
     f"/hybridcomp/{name}.py"
     for name in (
         "job/gates", "job/agreement", "job/together", "job/statements", "job/processes",
+        "job/devices",
         "job/small_messages", "errors", "log", "collectives/wire/transport", "sync/exact_sends",
         "channels/comparisons", "inference/together",
     )
@@ -49,7 +50,7 @@ KEPT = {
     ("fsdp2_frozen.py", "_natively"), ("fsdp2_frozen.py", "gather"),
     ("fsdp2_frozen.py", "_put"), ("frozen.py", "_gather"),
     ("fsdp2_frozen.py", "_stretches"), ("fsdp2_members.py", "chunk"),
-    ("moves.py", "gather_words"), ("channel.py", "group"), ("channel.py", "meter"),
+    ("all_gather_all_to_all.py", "gather_words"), ("channel.py", "group"), ("channel.py", "meter"),
     ("parameter_gathers.py", "_dist_allgather_fn"), ("scope.py", "get"),
     ("steps.py", "transfer"), ("steps.py", "steps"), ("handle.py", "_advance"),
 }  # fmt: skip

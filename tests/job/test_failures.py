@@ -27,6 +27,7 @@ from hybridcomp.channels import ATTRIBUTE
 from hybridcomp.codecs.blockint import BlockInt
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import agreement
+from hybridcomp.job.waits import awaited
 from hybridcomp.patches.torch import attach, fsdp2, fsdp2_comms
 from hybridcomp.session.engine_session import session_of
 from tests.job import renewing
@@ -393,10 +394,14 @@ def test_a_failure_in_the_message_of_a_trial_ends_all_ranks(fails_at: int) -> No
 
 
 NAMED = "hybridcomp.detach: rank 1: hybridcomp.detach"
+LATE = "hybridcomp.detach: rank(s) 1 never stated theirs"
 
 
-def detached_alone() -> tuple[bool, str]:
-    """Whether a model is attached after a detach in which rank 1 gave something else."""
+def detached_alone() -> tuple[bool, str, list[str]]:
+    """Whether a model is attached after a detach in which rank 1 gave something else.
+
+    And what a rank complains of in one to which rank 1 comes late.
+    """
     job = Job(None).build()
     job.attached = hybridcomp.attach(job.model, {"dp": {"codec": "blockint"}, "min_bytes": 0})
     assert job.attached is not None
@@ -405,15 +410,25 @@ def detached_alone() -> tuple[bool, str]:
         hybridcomp.detach(torch.nn.Linear(1, 1) if dist.get_rank() == 1 else job.model)
     was_kept = not job.attached.is_detached
     job.train(1)
-    hybridcomp.detach(job.model)
+    attach.SILENT_S, store = 0.2, dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:  # alive, and late: nobody waits for it
+        assert awaited(lambda: store.check(["0 is native", "2 is native"]) or None, 60.0)
+    with patch.object(attach, "complain") as complained:
+        hybridcomp.detach(job.model)
+    store.set(f"{dist.get_rank()} is native", "")
     hybridcomp.detach(job.model)
     assert job.attached.is_detached
-    return was_kept, str(error.value)
+    job.train(1)
+    hybridcomp.attach(job.model, {"dp": {"codec": "blockint"}, "min_bytes": 0})
+    job.train(1)
+    return was_kept, str(error.value), [call.args[0] for call in complained.call_args_list]
 
 
 def test_a_detach_of_something_else_on_one_rank_lets_go_of_none() -> None:
-    for was_kept, said in run_ranks(3, detached_alone):
+    """Nobody waits for one that is late."""
+    for rank, (was_kept, said, late) in enumerate(run_ranks(3, detached_alone)):
         assert was_kept
+        assert [text.partition(", in ")[0] for text in late] == ([] if rank == 1 else [LATE])
         assert "expected a model that is attached" in said
         assert said.partition(": found Linear")[0] in ("hybridcomp.detach", NAMED)
 

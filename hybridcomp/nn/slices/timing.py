@@ -21,7 +21,7 @@ from hybridcomp.codecs import Codec
 from hybridcomp.config.policy import Traffic
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import small_messages
-from hybridcomp.job.together import together
+from hybridcomp.job.together import ending
 from hybridcomp.nn.slices.kv_cache import KVCache
 from hybridcomp.nn.slices.pipeline import SlicePipeline, StageLayers
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
@@ -62,7 +62,7 @@ def slice_times(
         agree: ranks that must choose the same slices.
     """
     size, pipeline = granule or granule_of(length), stage.pipeline
-    with together("timing token slices", ends=True, group=agree):
+    with ending("timing token slices"):
         with undisturbed(pipeline):
             lines = _Timer(pipeline, length, batch, repeats).lines(size)
             own = FittedTimes(*lines, *_messages(pipeline, length, size, batch, repeats))

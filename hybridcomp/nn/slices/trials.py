@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp import log
 from hybridcomp.channels import Channels
 from hybridcomp.job import small_messages
-from hybridcomp.job.together import together
+from hybridcomp.job.together import ending
 from hybridcomp.nn.slices.lengths import Slices
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
@@ -137,7 +137,7 @@ def tried_slices(
     runs = [_Steps(stage, way.lengths(times.granule), batch) for way in ways]
     took: list[list[float]] = [[] for _ in ways]
     spent = 0.0
-    with together("trials of token slices", ends=True, group=agree), undisturbed(stage.pipeline):
+    with ending("trials of token slices"), undisturbed(stage.pipeline):
         for turn in range(turns + 1):
             order = range(len(ways))
             for index in order if turn % 2 else reversed(order):

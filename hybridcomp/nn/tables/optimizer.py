@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.together import ending
 from hybridcomp.nn.tables.embedding import CachedEmbedding
 from hybridcomp.nn.tables.making import agree_on_room
 
@@ -160,10 +161,11 @@ class RowOptimizer(torch.optim.Optimizer):
         A norm over ``model.parameters()`` does not see rows: add this to its square, and scale what
         is too long by ``scale_gradients``. A collective over the ranks of each table.
         """
-        found = torch.zeros(())
-        for table in self.tables:
-            own = table.gradients()[1].square().sum()
-            found = found.to(own.device) + table.owners.total(own)
+        with ending("the norm of the gradients of rows"):
+            found = torch.zeros(())
+            for table in self.tables:
+                own = table.gradients()[1].square().sum()
+                found = found.to(own.device) + table.owners.total(own)
         return found
 
     def scale_gradients(self, factor: float | Tensor) -> None:

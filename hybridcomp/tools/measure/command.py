@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.job.together import together
+from hybridcomp.job.together import ending
 from hybridcomp.log import say
 from hybridcomp.session import closing
 from hybridcomp.tools.measure.block import BlockSize
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         _meet(device)
     try:
         hierarchy = _hierarchy(options)
-        with together("hybridcomp measure", ends=True):
+        with ending("hybridcomp measure"):
             cluster = measure(
                 device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
             )
