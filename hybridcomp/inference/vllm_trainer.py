@@ -138,18 +138,25 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
 
 class ServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's client of a server, which also resets the server's prefix cache."""
+    """vLLM's client of a server, which also resets what the server has cached of a version."""
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached keys and values of the previous version; running requests recompute theirs.
+        """Drop what the server computed with the previous version; running requests recompute it.
+
+        Outputs of encoders, of images for example, are dropped first, since keys and values are
+        computed from them; then keys and values, also those that a connector of vLLM keeps
+        elsewhere.
 
         Raises PublishError if the server has not done so.
         """
-        answer = requests.post(
-            f"{self.base_url}/reset_prefix_cache",
-            params={"reset_running_requests": "true"},
-            timeout=self.timeout,
-        )
-        answer.raise_for_status()
+        self._reset("reset_encoder_cache")
+        answer = self._reset("reset_prefix_cache", reset_running_requests="true",
+                             reset_external="true")  # fmt: skip
         if not answer.json().get("success"):
             raise PublishError(f"{self.base_url} answers {one_line(answer.text)}")
+
+    def _reset(self, path: str, **asked: str) -> requests.Response:
+        url = f"{self.base_url}/{path}"
+        answer = requests.post(url, params=asked, timeout=self.timeout)
+        answer.raise_for_status()
+        return answer

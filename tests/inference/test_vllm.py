@@ -491,6 +491,29 @@ def test_a_trainer_publishes_and_its_workers_load(
         dist.destroy_process_group()
 
 
+def test_a_server_drops_all_that_the_version_before_has_computed(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = importlib.import_module("hybridcomp.inference.vllm_trainer")
+    asked: list[Any] = []
+    answer = SimpleNamespace(text="busy", json=lambda: {"success": len(asked) < 3})
+    answer.raise_for_status = lambda: None
+
+    def post(url: str, *, params: Any, timeout: float) -> Any:
+        asked.append((url, params))
+        return answer
+
+    monkeypatch.setattr(trainer.requests, "post", post)
+    client = trainer.ServerClient("http://here")
+    client.reset_prefix_cache()
+    everything = {"reset_running_requests": "true", "reset_external": "true"}
+    assert asked == [  # images before the keys and values that are computed from them
+        ("http://here/reset_encoder_cache", {}), ("http://here/reset_prefix_cache", everything)
+    ]  # fmt: skip
+    with pytest.raises(PublishError, match="http://here answers busy"):
+        client.reset_prefix_cache()
+
+
 def test_another_version_of_vllm_is_refused(
     stand_in: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
