@@ -75,7 +75,7 @@ class Footer(NamedTuple):
     name: int
 
     def pack(self) -> bytes:
-        """Return the 64 bytes."""
+        """Return the header as 64 bytes."""
         dtype, form, rank, *rest = self
         numel, nbytes, version, digest, half, name = rest
         body = _LAYOUT.pack(MAGIC, dtype, form, 0, rank, numel, nbytes, version, digest, half, name)

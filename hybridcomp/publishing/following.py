@@ -43,8 +43,8 @@ class PublishedSteps:
     def after_step(self, step: int) -> None:
         """Publish if the step is due.
 
-        Raises errors of publishing; those of a version written beside the training with the next
-        version.
+        Raises errors of publishing. If versions are written beside the training, the error of one
+        is raised when the next is due.
         """
         if self._publisher is not None and step % self._publisher.every == 0:
             self._publisher.publish(step, wait=self._wait)

@@ -219,7 +219,7 @@ class SecondaryCopies:
     def lent(self, params: Iterable[Any], stream: Any) -> Iterator[None]:
         """Renew the copies of the parameters that upstream gathers in the body; a collective.
 
-        ``stream``: on which upstream gathers. What is not renewed, upstream gathers over all ranks.
+        ``stream``: on which upstream gathers. Upstream gathers all other parameters over all ranks.
         """
         from deepspeed.accelerator import get_accelerator
 

@@ -29,7 +29,7 @@ WIDTH = 32
 
 
 class Waves(Dataset[tuple[int, Tensor, Tensor]]):
-    """Samples by number: random values, and what the model shall make of them."""
+    """Samples by number: random inputs, and the outputs that the model learns."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -28,8 +28,8 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import neox
 from hybridcomp.tools.commands.job_files import JobFile
 
-#: DeepSpeed's default of ``reduce_bucket_size`` and ``allgather_bucket_size``, and its bucket at
-#: stage 0; that of ``stage3_prefetch_bucket_size``; values
+#: values: DeepSpeed's default of ``reduce_bucket_size`` and ``allgather_bucket_size`` (also its
+#: bucket at stage 0), and of ``stage3_prefetch_bucket_size``
 BUCKET, PREFETCHED = 500_000_000, 50_000_000
 #: bytes of DDP's default bucket
 DDP_BUCKET = 25 << 20

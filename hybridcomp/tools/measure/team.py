@@ -105,7 +105,7 @@ def shapes_of(
 ) -> list[GroupShape]:
     """Return the shapes that tensor, pipeline and data parallelism of these ranks can have.
 
-    ``nodes``: of every rank, and ``sites``, where there are any: pairs are of nodes of one. Pairs
+    ``nodes``, ``sites``: of every rank; with sites, both ranks of a pair are in one site. Pairs
     inside a node and between nodes come first, then the whole job, then groups whose size divides
     it, of neighbours and of ranks far apart, up to ``most`` beside the pairs.
     """

@@ -17,7 +17,7 @@ from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.stepcode import STEP_DTYPES
 
-#: of a message that consists of the parameters of a group
+#: tensors in a message of the parameters of a group
 TENSORS = 64
 #: the row of exact steps
 STEPS = "stepcode"

@@ -33,7 +33,7 @@ class SeedGap:
     """One seed: gaps in percent."""
 
     seed: int
-    batches: int  # of an evaluation
+    batches: int  # batches of an evaluation
     gap: float  # the mean over the evaluations
 
 

@@ -65,7 +65,7 @@ class Recordings:
         began = time.monotonic()
         try:
             for arm in arms:
-                if arm.name != COMPUTE:  # native's ranks do it
+                if arm.name != COMPUTE:  # the ranks of the native arm do it
                     self._start(layout, arm)
             for arm in arms:
                 if arm.name != COMPUTE:

@@ -65,7 +65,8 @@ class Prices:
     def knows(self, choice: Choice, dtype: torch.dtype, copied: bool = False) -> bool:
         """Return whether the codec of ``choice`` has measured speeds.
 
-        ``copied``: on the host too, for copies, where the host's codecs were measured at all.
+        ``copied``: for copies to and from the host, whose codecs must then be measured as well, if
+        any was measured there.
         """
         if choice.codec is None:
             return True

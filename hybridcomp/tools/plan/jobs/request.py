@@ -72,7 +72,9 @@ class Job:
 
 @dataclass(frozen=True)
 class JobList:
-    """All jobs, the seconds that a change of ranks costs one, and the last search's answers."""
+    """All jobs, the seconds that a job loses when its ranks change, and the last search's
+    answers.
+    """
 
     __pydantic_config__ = STRICT
 

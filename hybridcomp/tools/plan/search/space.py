@@ -275,7 +275,7 @@ def _sequences(job: PlannedJob, layout: Layout) -> bool:
 
 
 def _virtual(job: PlannedJob, layout: Layout, accumulation: int) -> tuple[int, ...]:
-    """Return chunks a stage to try: only Megatron interleaves, in whole rounds of micro-batches."""
+    """Return how many chunks per stage to try: only Megatron interleaves, in whole rounds."""
     if job.limits.engine != "megatron" or layout.stages == 1 or accumulation % layout.stages:
         return (1,)
     blocks = job.model.depth - 2
