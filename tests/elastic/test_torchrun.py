@@ -145,10 +145,10 @@ def test_half_of_the_ranks_leave_and_come_back(codec: str, tmp_path: Path) -> No
 @pytest.mark.nightly
 @pytest.mark.timeout(5400)
 def test_half_of_the_ranks_leave_and_come_back_fifty_times(tmp_path: Path) -> None:
-    """Fifty jobs, killed at another step each; HYBRIDCOMP_ELASTIC_JOBS: so many."""
+    """Fifty jobs, killed at another step each."""
     wanted = {codec: unbroken(tmp_path / codec, block_of(codec)[0]) for codec in ("none", "4bits")}
     draw = random.Random(0)
-    for number in range(int(os.environ.get("HYBRIDCOMP_ELASTIC_JOBS", "50"))):
+    for number in range(50):
         codec, folder = ("none", "4bits")[number % 2], tmp_path / f"job{number}"
         block, within = block_of(codec)
         words = (*arguments(folder, block), "--pause", "0.15")

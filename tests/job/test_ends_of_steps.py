@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import hybridcomp
 from hybridcomp.errors import HybridcompError
@@ -52,6 +53,7 @@ def step_end(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
     """The end of a step under DDP, and what all ranks send behind it."""
     job = Job(None).build()
     job.attached = hybridcomp.attach(job.model, BLOCK)
+    assert job.attached is not None
     job.train(1)
     return job.attached.session.end_step, lambda: job.train(1)
 
@@ -61,9 +63,9 @@ def norm_of_rows(folder: Path) -> tuple[Callable[[], object], Callable[[], objec
     table = CachedEmbedding(64, 8, resident=32)
     optimizer = RowOptimizer([table], "sgd", lr=0.1)
 
-    def train() -> object:
+    def train() -> None:
         ids = torch.arange(8) + 8 * dist.get_rank()
-        return torch.autograd.backward(table(ids).sum())
+        torch.autograd.backward(table(ids).sum())
 
     train()
     return optimizer.square_norm, train
@@ -87,7 +89,7 @@ def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
     draw, found, me = random.Random(seed), Found(), dist.get_rank()
     world, number = dist.get_world_size(), 0
     for tried in range(count):
-        store = dist.FileStore(str(folder / f"words{tried}"), world)
+        store = distributed_c10d.FileStore(str(folder / f"words{tried}"), world)
         dist.destroy_process_group()
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store{tried}", rank=me, world_size=world,
