@@ -141,10 +141,11 @@ class ServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
     """vLLM's client of a server, which also resets what the server has cached of a version."""
 
     def reset_prefix_cache(self) -> None:
-        """Drop what was computed with the previous version; running requests recompute theirs.
+        """Drop what the server computed with the previous version; running requests recompute it.
 
-        Outputs of encoders, of images for example, go first: keys and values are computed from
-        them. With keys and values go those that a connector of vLLM keeps elsewhere.
+        Outputs of encoders, of images for example, are dropped first, since keys and values are
+        computed from them; then keys and values, also those that a connector of vLLM keeps
+        elsewhere.
 
         Raises PublishError if the server has not done so.
         """

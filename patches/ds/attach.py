@@ -1,4 +1,4 @@
-"""Attach channels to the engine, and handle its optimizer steps, at which islands meet.
+"""The engine and its optimizer steps: channels are attached, and islands meet.
 
 The seam is ``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``, because scripts import
 ``initialize`` by name, and PipelineEngine, HybridEngine and DualPipeV all call this constructor,

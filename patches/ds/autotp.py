@@ -1,4 +1,4 @@
-"""Encode messages of DeepSpeed AutoTP's tensor-parallel layers in training, dimension ``tp``.
+"""Tensor-parallel layers of DeepSpeed AutoTP in training, dimension ``tp``.
 
 Seams: the autograd functions of ``module_inject.layers`` and the global ``dist`` through which they
 communicate; replacements for the layers would copy upstream code that every release changes.

@@ -1,4 +1,4 @@
-"""Gather frozen weights of ZeRO 3 once, and keep them encoded on every rank.
+"""Weights of ZeRO 3 that no optimizer changes, gathered once and kept encoded on every rank.
 
 With adapters (LoRA) nearly everything that stage 3 gathers in every pass are the frozen weights
 below them. With ``zero.frozen`` a fetch of a kept weight decodes it and sends nothing. The first

@@ -1,4 +1,4 @@
-"""Encode the expert-parallel all-to-all of Mixture of Experts layers, dimension ``ep``.
+"""Expert-parallel all-to-all of Mixture of Experts layers, dimension ``ep``.
 
 Seams: the classes ``sharded_moe._AllToAll`` (native MoE, even splits) and
 ``auto_ep_layer._AllToAllV`` (AutoEP, uneven splits, since 0.19.5). Both are looked up as module

@@ -1,4 +1,4 @@
-"""Encode the optimizer states and parameters that ZeRO-Infinity keeps on NVMe (``offload``).
+"""Optimizer states and parameters that ZeRO-Infinity keeps on NVMe, dimension ``offload``.
 
 Seams:
 

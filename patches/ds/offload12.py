@@ -1,4 +1,4 @@
-"""Encode gradient and parameter copies of ZeRO-Offload, stages 1 and 2, dimension ``offload``.
+"""Gradient and parameter copies of ZeRO-Offload, stages 1 and 2, dimension ``offload``.
 
 Seams:
 

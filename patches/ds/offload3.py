@@ -1,4 +1,4 @@
-"""Encode gradient and parameter copies of ZeRO-Offload, stage 3, dimension ``offload``.
+"""Gradient and parameter copies of ZeRO-Offload, stage 3, dimension ``offload``.
 
 Seams:
 

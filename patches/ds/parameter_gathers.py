@@ -1,4 +1,4 @@
-"""Encode ZeRO's parameter gathers, dimension ``zero``.
+"""Parameter gathers of ZeRO, dimension ``zero``.
 
 Seams:
 

@@ -1,4 +1,4 @@
-"""Encode pipeline sends of activations (forward) and their gradients (backward), dimension ``pp``.
+"""Pipeline sends of activations (forward) and of their gradients (backward), dimension ``pp``.
 
 Seams: ``p2p.send`` and ``p2p.recv`` are looked up as module attributes at every call.
 ``PipelineEngine._exec_send_activations`` and similar methods are not seams: ``_INSTRUCTION_MAP``

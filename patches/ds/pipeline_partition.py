@@ -1,4 +1,4 @@
-"""Encode gathers of the pieces that pipelines with tensor parallelism send, dimension ``tp``.
+"""Gathers of the pieces in which pipelines with tensor parallelism send, dimension ``tp``.
 
 With tensor parallelism every tensor rank of a stage holds the same activation, so upstream sends
 one piece of it per tensor rank (``pipe_partitioned``, ``grad_partitioned``: Megatron's

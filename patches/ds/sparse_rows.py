@@ -1,4 +1,4 @@
-"""Encode gradients of ``nn.Embedding(sparse=True)`` at ZeRO stage 0, dimension ``embed``.
+"""Gradients of ``nn.Embedding(sparse=True)`` at ZeRO stage 0, dimension ``embed``.
 
 Seam: ``DeepSpeedEngine.sparse_allreduce``, called once for each table, in the order of parameters.
 It gets the table's rows, ascending and distinct, and sets the rows of all ranks. Upstream

@@ -1,4 +1,4 @@
-"""Encode the all-reduce of tied weights' gradients between pipeline stages, dimension ``dp``.
+"""All-reduce of tied weights' gradients between pipeline stages, dimension ``dp``.
 
 Seam: the entry of ``ReduceTiedGrads`` in ``PipelineEngine._INSTRUCTION_MAP``. The method
 ``_exec_reduce_tied_grads`` was captured there when the class was made, so replacing the method has

@@ -1,4 +1,4 @@
-"""Encode the all-to-all of DeepSpeed Ulysses and its ALST attention, dimension ``cp``.
+"""All-to-all of DeepSpeed Ulysses and its ALST attention, dimension ``cp``.
 
 Seams: the autograd functions of ``sequence.layer`` and the global ``dist`` through which they
 exchange heads for sequence. ``single_all_to_all`` is no seam, because its overlapped form keeps the

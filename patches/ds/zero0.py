@@ -1,4 +1,4 @@
-"""Encode the gradient all-reduce of ZeRO stage 0 and of BF16_Optimizer, dimension ``dp``.
+"""Gradient all-reduce of ZeRO stage 0 and of BF16_Optimizer, dimension ``dp``.
 
 Seam: ``DeepSpeedEngine.allreduce_bucket``, which gets a bucket of one dtype, group and divisor.
 ``allreduce_gradients`` and ``buffered_allreduce_fallback`` above it also handle sparse gradients

@@ -1,4 +1,4 @@
-"""Encode the gradient reduction of ZeRO stages 1 and 2, dimension ``dp``.
+"""Gradient reduction of ZeRO stages 1 and 2, dimension ``dp``.
 
 Seam: ``DeepSpeedZeroOptimizer.allreduce_and_scatter``, which knows the owner of every slice of a
 bucket. Upstream all-reduces the whole bucket there and discards the slices that a rank does not

@@ -1,4 +1,4 @@
-"""Encode the gradient reduce-scatter of ZeRO stage 3, dimension ``dp``.
+"""Gradient reduce-scatter of ZeRO stage 3, dimension ``dp``.
 
 Seam: the name ``reduce_scatter_coalesced`` in module ``stage3``, which imported the function, so
 replacing it in ``coalesced_collectives`` would change nothing. ``__avg_scatter_grads`` around it is
