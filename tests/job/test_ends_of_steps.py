@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 import hybridcomp
 from hybridcomp.errors import HybridcompError
@@ -89,7 +88,7 @@ def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
     draw, found, me = random.Random(seed), Found(), dist.get_rank()
     world, number = dist.get_world_size(), 0
     for tried in range(count):
-        store = distributed_c10d.FileStore(str(folder / f"words{tried}"), world)
+        store = dist.FileStore(str(folder / f"words{tried}"), world)  # type: ignore[attr-defined]
         dist.destroy_process_group()
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store{tried}", rank=me, world_size=world,
