@@ -134,7 +134,7 @@ def test_lloyd_levels_fit_gaussian_values_and_keep_zeros() -> None:
     assert torch.equal(decoded.sign() * values.sign() == -1, torch.zeros(2**16, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("instructions", ["plain", "avx2"])
+@pytest.mark.parametrize("instructions", ["plain", "avx2", "avx512"])
 def test_lloyd_levels_have_the_same_bytes_with_all_instructions(instructions: str) -> None:
     values = torch.cat([arrays.make(kind, 4096 + 40, seed=7) for kind in arrays.KINDS])
     try:

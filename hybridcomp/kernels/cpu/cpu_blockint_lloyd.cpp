@@ -1,4 +1,5 @@
-// Blocks of blockint with Lloyd levels in lanes of AVX2: 32 values are one register of bytes.
+// Blocks of blockint with Lloyd levels: 32 values are a register of bytes of AVX2, 64 are one of AVX-512, whose
+// VBMI looks up a byte of 128.
 #include "cpu_blockint_lloyd.h"
 
 #include "blockint.h"
@@ -14,9 +15,9 @@ constexpr int ROWS = 32;       // for each mantissa of T, one for T itself and o
 constexpr int BIAS = 128;      // of gains, as bytes without a sign
 
 // For every row and bin the level of the first magnitude, and the last magnitude that has it; gains of bins
-// of four magnitudes, the even ones and the odd ones.
+// of four magnitudes, the even ones and the odd ones. For AVX-512 levels + 8 of all magnitudes, and gains in order.
 struct Tables {
-    alignas(32) u8 level[ROWS][BINS], last[ROWS][BINS], gains[2][BINS];
+    alignas(64) u8 level[ROWS][BINS], last[ROWS][BINS], gains[2][BINS], whole[ROWS][128], in_order[64];
     Tables() {
         for (int row = 0; row < ROWS; ++row) {
             float share = lloyd_share(15 - row / 2, 128, row % 2);
@@ -25,8 +26,10 @@ struct Tables {
                 while (end < 8 * bin + 7 && of(end + 1, share) == begin) ++end;
                 level[row][bin] = begin, last[row][bin] = end;
             }
+            for (int magnitude = 0; magnitude < 128; ++magnitude) whole[row][magnitude] = of(magnitude, share) + 8;
         }
         for (int bin = 0; bin < 2 * BINS; ++bin) gains[bin % 2][bin / 2] = lloyd_gain(bin) + BIAS;
+        for (int bin = 0; bin < 64; ++bin) in_order[bin] = gains[bin % 2][bin / 2 % BINS];
     }
     static u8 of(int magnitude, float share) {
         return quantize<4, Spacing::lloyd, false>((float)magnitude, 1.0f, share, 0) - 8;
@@ -81,11 +84,19 @@ HC_256 inline void sum_gains(const float* values, int blocks, const float* inver
 }
 
 HC_256 inline void choose_scales(int blocks, const u32* codes, Tile& tile, u8* scales) {
-    for (int b = 0; b < blocks; ++b) {
-        u32 sent = lloyd_code(codes[b], (i32)tile.sums[b] - BIAS * BLOCK);
-        tile.rows[b] = ((15 - codes[b]) & 15) * 2 + (sent - codes[b]);
-        scales[b] = (u8)sent;
+    alignas(32) u32 sent[TILE_BLOCKS];
+    for (int b = 0; b < blocks; b += 8) {
+        __m256i code = _mm256_loadu_si256((const __m256i*)(codes + b));
+        __m256i sum = _mm256_cvtepu16_epi32(_mm_load_si128((const __m128i*)(tile.sums + b)));
+        // lloyd_code: -1 where the next scale below is taken
+        __m256i lower = _mm256_cmpgt_epi32(sum, _mm256_set1_epi32(BIAS * BLOCK));
+        lower = _mm256_and_si256(lower, _mm256_cmpgt_epi32(_mm256_set1_epi32(LAST_CODE), code));
+        __m256i mantissa = _mm256_andnot_si256(code, _mm256_set1_epi32(15));
+        __m256i row = _mm256_sub_epi32(_mm256_add_epi32(mantissa, mantissa), lower);
+        _mm256_store_si256((__m256i*)(tile.rows + b), row);
+        _mm256_store_si256((__m256i*)(sent + b), _mm256_sub_epi32(code, lower));
     }
+    for (int b = 0; b < blocks; ++b) scales[b] = (u8)sent[b];
 }
 
 HC_256 inline void store_levels(const Tile& tile, int blocks, u8* levels) {
@@ -112,12 +123,97 @@ HC_256 void encode_256(const float* values, int blocks, const u32* codes, const 
     store_levels(tile, blocks, levels);
 }
 
+#define HC_VBMI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,bmi,bmi2,popcnt")))
+
+// fine_256 of two blocks: of every lane of 128 bits bytes 0 to 7 are of the first one, byte 4 b + i value
+// 4 L + 16 b + i.
+HC_VBMI inline __m512i fine_512(const float* values, const float* inverse) {
+    __m512i words[4];
+#pragma GCC unroll 4
+    for (int b = 0; b < 4; ++b) {
+        __m512 scale = _mm512_set1_ps(inverse[b / 2]);
+        words[b] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(values + 16 * b), scale));
+    }
+    return _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
+}
+
+HC_VBMI inline void sum_gains_512(const float* values, int blocks, const float* inverse, __m512i* fine, u16* sums) {
+    __m512i table = _mm512_load_si512(TABLES.in_order);
+    for (int first = 0; first < blocks; first += 8) {
+        __m512i eight = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int b = 0; b < 4; ++b) {
+            int block = first + 2 * b;
+            __m512i pair = fine_512(values + block * BLOCK, inverse + block);
+            fine[block / 2] = pair;
+            // of an index only the lower six bits count
+            __m512i bin = _mm512_srli_epi16(_mm512_abs_epi8(pair), 2);
+            __m512i gains = _mm512_sad_epu8(_mm512_permutexvar_epi8(bin, table), _mm512_setzero_si512());
+            eight = _mm512_or_si512(eight, _mm512_slli_epi64(gains, 16 * b));
+        }
+        eight = _mm512_add_epi16(eight, _mm512_shuffle_i64x2(eight, eight, 0x4e));
+        eight = _mm512_add_epi16(eight, _mm512_shuffle_i64x2(eight, eight, 0xb1));
+        __m128i both = _mm512_castsi512_si128(eight);  // four sums of first blocks, four of second ones
+        _mm_store_si128((__m128i*)(sums + first), _mm_unpacklo_epi16(both, _mm_unpackhi_epi64(both, both)));
+    }
+}
+
+// For each byte of two blocks' payload the two levels in it, as places in a register of `fine`.
+struct Places {
+    alignas(64) u8 of[64];
+    Places() {
+        for (int i = 0; i < 64; ++i) {
+            int value = i / 8 % 4 + i / 2 % 4 * 8 + i % 2 * 4;
+            of[i] = value % 16 / 4 * 16 + i / 32 * 8 + value / 16 * 4 + value % 4;
+        }
+    }
+};
+const Places PLACES;
+
+HC_VBMI inline void store_levels_512(const __m512i* fine, const u32* rows, int blocks, u8* levels) {
+    __m512i places = _mm512_load_si512(PLACES.of), weights = _mm512_set1_epi16(0x1001);
+    for (int b = 0; b < blocks; b += 2) {
+        __m512i magnitude = _mm512_abs_epi8(fine[b / 2]);
+        const u8 *one = TABLES.whole[rows[b]], *two = TABLES.whole[rows[b + 1]];
+        __m512i level = _mm512_permutex2var_epi8(_mm512_load_si512(one), magnitude, _mm512_load_si512(one + 64));
+        __m512i other = _mm512_permutex2var_epi8(_mm512_load_si512(two), magnitude, _mm512_load_si512(two + 64));
+        level = _mm512_mask_mov_epi64(level, 0xaa, other);
+        level = _mm512_mask_sub_epi8(level, _mm512_movepi8_mask(fine[b / 2]), _mm512_set1_epi8(16), level);
+        __m512i pairs = _mm512_maddubs_epi16(_mm512_permutexvar_epi8(places, level), weights);
+        __m256i packed = _mm512_cvtepi16_epi8(pairs);
+        if (b + 1 < blocks) {
+            _mm256_storeu_si256((__m256i*)(levels + b * 16), packed);
+        } else {
+            _mm_storeu_si128((__m128i*)(levels + b * 16), _mm256_castsi256_si128(packed));
+        }
+    }
+}
+
+HC_VBMI void encode_512(const float* values, int blocks, const u32* codes, const float* inverse, u8* levels,
+                        u8* scales) {
+    Tile tile;
+    alignas(64) __m512i fine[TILE_BLOCKS / 2];
+    sum_gains_512(values, blocks, inverse, fine, tile.sums);
+    tile.rows[blocks & (TILE_BLOCKS - 1)] = 0;  // of the block behind an odd last one
+    choose_scales(blocks, codes, tile, scales);
+    store_levels_512(fine, tile.rows, blocks, levels);
+}
+
+bool has_vbmi() {
+    static const bool has = __builtin_cpu_supports("avx512vbmi");
+    return has && instructions() == Instructions::avx512;
+}
+
 }  // namespace
 #endif
 
 bool lloyd_in_lanes(const float* values, int blocks, const u32* codes, const float* inverse, u8* levels,
                     u8* scales) {
 #ifdef HC_X86
+    if (has_vbmi()) {
+        encode_512(values, blocks, codes, inverse, levels, scales);
+        return true;
+    }
     if (instructions() != Instructions::plain) {
         encode_256(values, blocks, codes, inverse, levels, scales);
         return true;

@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         help="draw the MB of a step on the links inside and between nodes, natively and with the "
         "block; with --parameters, --world-size and --ranks-per-node",
     )  # fmt: skip
+    validate.add_argument(
+        "--frozen", type=float, default=0.0, metavar="SHARE",
+        help="of the parameters that do not train, such as 0.99 under LoRA (0)",
+    )  # fmt: skip
     _add_size(validate)
     validate.set_defaults(run=_validate)
 
@@ -239,8 +243,9 @@ def _validate(options: argparse.Namespace) -> int:
         options.device_memory, options.activation, options.tensor_ranks,
     )  # fmt: skip
     for line in validate.lines(
-        options.file, facts, options.world_size, options.checkpoint, job, options.picture
-    ):
+        options.file, facts, options.world_size, options.checkpoint, job, options.picture,
+        options.frozen,
+    ):  # fmt: skip
         print(printable(line))
     return 0
 

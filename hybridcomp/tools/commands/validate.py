@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def lines(
     checkpoint: Path | None = None,
     job: memory.JobSize | None = None,
     picture: Path | None = None,
+    frozen: float = 0.0,
 ) -> Iterator[str]:
     """Yield lines about ``file``: a ds_config, a GPT-NeoX configuration, or a bare block.
 
@@ -61,10 +63,13 @@ def lines(
         checkpoint: folder of a checkpoint that the job is to resume.
         job: its size, for lines about memory.
         picture: an SVG to write, of the bytes on each link; needs ``job``.
+        frozen: share of the parameters that do not train.
 
     Raises ConfigError where the block cannot act, the checkpoint cannot be resumed, or the memory
     of a device is too small.
     """
+    if not 0 <= frozen < 1:
+        raise ConfigError("--frozen", frozen, "expected a share from 0 to below 1, such as 0.99")
     found = read_job_file(file)
     bare, neox = found.whose == "block", found.whose == "neox"
     source = found.settings
@@ -100,7 +105,8 @@ def lines(
     yield f"{file}: valid{' (a bare block)' if bare else ''}"
     yield from (f"  {line}" for line in describe(block, absent, unseen - block.explicit))
     if not bare and block.sync.codec_of("forward") is None:
-        yield from (f"  {line}" for line in bits_between.lines(block, found.traffic()))
+        traffic = replace(found.traffic(), frozen=frozen)
+        yield from (f"  {line}" for line in bits_between.lines(block, traffic))
     yield from sizes
     yield from (f"  note: {note}" for note in notes)
     if picture is not None:

@@ -15,6 +15,7 @@ import torch
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.rank_messages import EXACT_BITS
 from hybridcomp.tools.plan.layout import Copy, Layout
 from hybridcomp.tools.plan.pays import STEP_BITS, bits, copy_of
 from hybridcomp.tools.plan.plan import Plan
@@ -44,6 +45,9 @@ class JobTraffic:
         in_node: whether micro-batches are summed inside nodes, and cross them once a step.
         shards_in_node: whether each node has all shards, as under HSDP, and nothing is gathered
             between nodes.
+        frozen: share of the parameters that do not train, as the base of adapters: they have no
+            gradients, and copies of nodes hold them after the first step.
+        frozen_kept: whether each rank keeps them (``zero.frozen``), and no step gathers them.
     """
 
     stage: int
@@ -54,6 +58,8 @@ class JobTraffic:
     reduced_whole: bool = False
     in_node: bool = False
     shards_in_node: bool = False
+    frozen: float = 0.0
+    frozen_kept: bool = False
 
     @property
     def reductions(self) -> int:
@@ -69,9 +75,20 @@ class JobTraffic:
             return min(self.stage, 1)
         return 2 * self.micro_batches if self.copy == "none" else 1
 
+    @property
+    def frozen_gathers(self) -> int:
+        """Count the gathers of frozen parameters between nodes in a step after the first."""
+        return self.gathers if self.stage == 3 and self.copy == "none" else 0
+
     def native(self) -> float:
         """Return the bits per parameter of upstream's own messages, in NCCL's algorithms."""
-        return self.reductions * self._whole_sums + self.gathers * 8.0 * self.dtype.itemsize
+        return self._total(self._whole_sums, 8.0 * self.dtype.itemsize)
+
+    def _total(self, sums: float, moved: float) -> float:
+        """Return bits of a step with ``sums`` bits a reduction and ``moved`` bits a gather."""
+        trained = (1 - self.frozen) * (self.reductions * sums + self.gathers * moved)
+        held = 0 if self.frozen_kept else self.frozen_gathers
+        return trained + self.frozen * held * moved
 
     @property
     def _whole_sums(self) -> float:
@@ -81,7 +98,7 @@ class JobTraffic:
 
     def plus_plus(self) -> float:
         """Return the bits of ZeRO++ with its three parts, at stage 3."""
-        return self.micro_batches * QGZ + QWZ
+        return (1 - self.frozen) * (self.micro_batches * QGZ + QWZ)
 
     def encoded(self, dp: Codec | None, zero: Codec | None) -> float:
         """Return the bits with these codecs; None: native."""
@@ -89,7 +106,7 @@ class JobTraffic:
         sums = self._whole_sums if dp is None else bits(dp, self.summed) * (2 if whole else 1)
         moved = 8.0 * self.dtype.itemsize if zero is None else bits(zero, self.dtype)
         moved = STEP_BITS.get(self.copy, moved)
-        return self.reductions * sums + self.gathers * moved
+        return self._total(sums, moved)
 
     def over(self, layout: Layout) -> JobTraffic:
         """Return this job with the secondary copies of ``layout``."""
@@ -112,17 +129,24 @@ class JobTraffic:
                 held = COPY_NBYTES[kind] * width / 2 + 4 * bool(once)
                 told = f"{once}{words}: {held:.3g} bytes a parameter in a node"
                 yield told, replace(base, copy=kind)
+        if self.frozen and self.frozen_gathers and not self.frozen_kept:
+            held = self.frozen * EXACT_BITS[width == 2] / 8
+            told = f'"zero": {{"frozen": "device"}}: {held:.3g} bytes a parameter in a rank'
+            yield told, replace(self, frozen_kept=True)
         if self.stage >= 2 and (self.stage == 3 or self.micro_batches > 1):
-            held, whole = (2, "parameters and gradients") if self.stage == 3 else (1, "gradients")
+            whole, held = "gradients", (1 - self.frozen) * width
+            if self.stage == 3:
+                whole, held = "parameters and gradients", width + held
             yield (
-                f"ZeRO 1, which keeps {whole} whole: {held * width} bytes a parameter in a rank",
+                f"ZeRO 1, which keeps {whole} whole: {held:.3g} bytes a parameter in a rank",
                 replace(self, stage=1, copy="none", in_node=False),
             )
         if self.stage == 3 and self.copy == "none" and not self.shards_in_node:
-            held = 2 * width + MOMENTS + (MASTER if width == 2 else 0)
+            held = width + MOMENTS + (MASTER if width == 2 else 0)
+            held = width + (1 - self.frozen) * held
             yield (
-                f"fully_shard on a mesh of nodes and their ranks (HSDP): {held} bytes a parameter "
-                "in a node, with gradients and Adam",
+                f"fully_shard on a mesh of nodes and their ranks (HSDP): {held:.3g} bytes a "
+                "parameter in a node, with gradients and Adam",
                 replace(self, shards_in_node=True),
             )
 
@@ -167,9 +191,11 @@ def lines(config: CompressionConfig, job: JobTraffic) -> Iterator[str]:
         return
     codecs = config.codecs()
     dp, zero = codecs["dp", "forward"], codecs["zero", "forward"]
-    if dp is None and zero is None:
+    keeps_frozen = config.zero.keeps_frozen is not None
+    if dp is None and zero is None and not (keeps_frozen and job.frozen):
         return
-    kept = replace(job, in_node=dp is not None and config.dp.accumulate == "node")
+    in_node = dp is not None and config.dp.accumulate == "node"
+    kept = replace(job, in_node=in_node, frozen_kept=keeps_frozen)
     copy = copy_of(config)
     if copy is not None:
         kept = replace(kept, copy=copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,37 @@ def test_what_sends_less_is_said_the_least_first(job: JobTraffic, words: list[st
     assert all(line.strip().startswith(word) for line, word in zip(found, words, strict=True)), (
         found
     )
+
+
+def test_frozen_parameters_cross_in_gathers_alone_until_they_are_kept() -> None:
+    lora, codecs = JobTraffic(3, frozen=0.75), RECOMMENDED.codecs()
+    dp, zero = codecs["dp", "forward"], codecs["zero", "forward"]
+    assert lora.native() == 0.25 * 16 + 2 * 16
+    whole = JobTraffic(3).encoded(dp, zero)
+    assert lora.encoded(dp, zero) == pytest.approx(whole - 0.75 * 4.26, abs=0.01)
+    for changed in ({"frozen_kept": True}, {"copy": "exact"}, {"stage": 1}):
+        kept = replace(lora, **changed)
+        assert kept.encoded(dp, zero) == 0.25 * replace(kept, frozen=0.0).encoded(dp, zero)
+    first, *found = bits_between.lines(RECOMMENDED, lora)
+    assert "natively 36.0, ZeRO++ 3.0" in first
+    assert '5.2 with "zero": {"frozen": "device"}: 1.05 bytes a parameter' in "".join(found)
+    keeping = CompressionConfig.parse({"zero": {"frozen": "device"}})
+    assert "sends 12.0 bits" in next(bits_between.lines(keeping, lora))
+
+
+@pytest.mark.parametrize(("share", "status"), [("0.75", 0), ("1", 2), ("-0.1", 2)])
+def test_validate_takes_the_frozen_share(
+    share: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1, "compression": {"zero": {"frozen": "device"}},
+    }))  # fmt: skip
+    assert cli.main(["validate", str(path), "--frozen", share]) == status
+    said = capsys.readouterr()
+    assert status or "sends 12.0 bits a parameter (natively 36.0" in said.out
+    assert not status or "--frozen" in said.err
 
 
 def test_hsdp_is_that_of_the_table() -> None:
