@@ -87,7 +87,7 @@ def whole_checkpoint(folder: Path, context: ForkServerContext) -> Path:
 
 
 def told(seed: int, outcome: strikes.Outcome, args: argparse.Namespace) -> bool:
-    """Print and keep what came of a run; whether it failed."""
+    """Print and store a run's outcome; return whether it failed."""
     strike = outcome.strike
     print(
         f"{time.strftime('%H:%M:%S')} run {seed}: {strike.kind}, rank {strike.rank} of "

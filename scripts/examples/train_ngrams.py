@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 scripts/examples/train_ngrams.py --steps 200
 
-Every rank reads its share of the text; the table's rows are sharded over the ranks (docs/tables.md).
+Every rank reads its share of the text; table rows are sharded over the ranks (docs/tables.md).
 """
 
 from __future__ import annotations
