@@ -60,23 +60,28 @@ class KeptSlice:
         (W, n), the slice on ``device``, and whether it was renewed.
         """
         channel, groups = self._channel, self._groups
-        share = rows = held = torch.empty(0)
-        now, known = 0, False
+        share: Tensor | None = None  # no tensor is made before the ranks learn of failures
+        rows: Tensor | None = None
+        held: Tensor | None = None
+        now = 0
 
         def prepared() -> tuple[list[Tensor] | None, bool]:
-            nonlocal share, rows, held, now, known
+            nonlocal share, rows, held, now
             share = own()
             rows = share.new_empty(groups.size, share.numel())
             now = int(digest(share.view(torch.bfloat16) if share.dtype == torch.uint8 else share))
             generation, step = self._of
             known = self.slice is not None and generation == channel.generation
             known = known and (step == channel.step or not is_exact(channel))
-            if known and self.slice is not None:
-                held = self.slice.to(device)
-            return ([held.view(-1)] if known else None), now == self._sent
+            if not known or self.slice is None:
+                return None, False
+            held = self.slice.to(device)
+            return [held.view(-1)], now == self._sent
 
         state = state_of(channel, groups, prepared, device)
+        assert share is not None and rows is not None, "prepared"
         if state == "current":
+            assert held is not None, "a slice that is current"
             return rows, held, False
         with together("zero: renewing the copies of a node", self._forget, votes=True):
             self.slice = None  # stays None until the new slice is complete

@@ -1,4 +1,4 @@
-"""Failures on one rank around messages without gates, such as sums at the end of a step.
+"""Failures on one rank beside messages without gates: trials, sums at the end of a step.
 
 The rank closes its connections, so each failure needs a new process group.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.errors import HybridcompError
-from hybridcomp.job import agreement, peer_liveness
+from hybridcomp.job import agreement, peer_liveness, small_messages
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from tests.job.failing import steps
 from tests.ranks import run_ranks
@@ -70,7 +70,13 @@ def norm_of_rows(folder: Path) -> tuple[Callable[[], object], Callable[[], objec
     return optimizer.square_norm, train
 
 
-KINDS = {"step_end": step_end, "norm_of_rows": norm_of_rows}
+def trial(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
+    """An attach that tries its codec beside native messages."""
+    block = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}
+    return lambda: hybridcomp.attach(Job(None).build().model, block), bool
+
+
+KINDS = {"step_end": step_end, "norm_of_rows": norm_of_rows, "trial": trial}
 
 
 def said_by(call: Callable[[], object]) -> str:
@@ -122,9 +128,29 @@ def note(found: Found, name: str, rank: int, every: list[Any]) -> None:
         found.problems.append(f"{name}, {where}: not named: {[row[1] for row in every]}")
 
 
+def told_by_others() -> str:
+    """What ends the wait of rank 2 for rank 0, which waits for rank 1, which fails."""
+    me, value = dist.get_rank(), torch.empty(1)
+    if me == 1:
+        small_messages.cut_off(dist.group.WORLD)
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        dist.recv(value, 1 - me if me == 0 else 0)
+    if me == 0:
+        small_messages.cut_off(dist.group.WORLD)
+    return str(error.value)
+
+
+def test_a_rank_that_learns_of_a_failure_lets_go_of_those_that_wait_for_it() -> None:
+    """It closes all its connections, though the first of them is closed already."""
+    _, *others = run_ranks(3, told_by_others)
+    assert "imed out" not in others[1] and "onnection" in others[1]
+
+
 @pytest.mark.parametrize(("kind", "count"), [
-    ("step_end", 6), ("norm_of_rows", 3),
+    ("step_end", 6), ("norm_of_rows", 3), ("trial", 2),
     pytest.param("step_end", 60, marks=pytest.mark.nightly),
+    pytest.param("trial", 40, marks=pytest.mark.nightly),
     pytest.param("norm_of_rows", 30, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_a_failure_beside_a_message_without_gates_ends_all_ranks(

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.job.together import ending
+from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.session import closing
 from hybridcomp.tools.measure.block import BlockSize
@@ -22,6 +23,7 @@ from hybridcomp.tools.measure.options import HOW, add_arguments
 from hybridcomp.tools.measure.report import lines
 from hybridcomp.tools.measure.run import measure
 from hybridcomp.tools.plan.machines import cluster_file
+from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.missing import missing
 
 #: exit status where nothing was measured
@@ -58,18 +60,24 @@ def run(options: argparse.Namespace) -> int:
             cluster = measure(
                 device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
             )
-        if dist.get_rank() == 0:
-            try:
-                cluster_file.write(cluster, options.out)
-            except OSError as error:
-                raise ConfigError("--out", str(options.out), f"cannot write it: {error}") from error
-            say(*lines(cluster), *(f"it says {line}" for line in missing(cluster)),
-                f"wrote {options.out}")  # fmt: skip
+        with together("hybridcomp measure"):
+            if dist.get_rank() == 0:
+                _write(cluster, options.out)
     finally:
         closing.forget()
         if mine:
             dist.destroy_process_group()
     return 0
+
+
+def _write(cluster: Cluster, out: Path) -> None:
+    """Write the file and print what it has and lacks. Raises ConfigError."""
+    told = [*lines(cluster), *(f"it says {line}" for line in missing(cluster)), f"wrote {out}"]
+    try:
+        cluster_file.write(cluster, out)
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"cannot write it: {error}") from error
+    say(*told)
 
 
 def _looked_at(options: argparse.Namespace) -> list[BlockSize]:

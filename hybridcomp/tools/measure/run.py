@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -64,27 +65,33 @@ def measure(
     with on_device(device):
         team = Team(device, discover(hierarchy))
         _check_room(team, blocks)
-        clock, budget = clock_for(device), TimeBudget(seconds, team)
-        kernels = kernel_rows(
-            team, clock, budget.part(UNTIL["kernels"], "what each rank computes"), blocks
-        )
-        codecs = coding_rows(
-            team, clock, budget.part(UNTIL["codecs"], "codecs, alone and beside matrix products")
-        )
-        hosts: list[Coding] = []
-        if team.device.type == "cuda":  # a CPU is its own host
-            hosts = host_rows(team, budget.part(UNTIL["hosts"], "codecs of the hosts"))
-        copies = copy_rows(
-            team, clock, budget.part(UNTIL["copies"], "copies between device and host")
-        )
-        cluster = _gathered(team, kernels, codecs, copies)
-        cluster = replace(cluster, host_codecs=tuple(_all_ranks(team, hosts)))
-        if team.world_size > 1:
-            cluster = _linked(team, clock, budget, cluster, dtype)
-        cluster = _trained(team, clock, budget, cluster, blocks)
-        spent = budget.spent()
-        say(f"{spent:5.1f} s: done")
-        return replace(cluster, made=made(team, spent, dtype))
+        budget = TimeBudget(seconds, team)
+        with contextlib.closing(clock_for(device)) as clock:
+            return _measured(team, clock, budget, dtype, blocks)
+
+
+def _measured(
+    team: Team, clock: CallClock, budget: TimeBudget, dtype: str, blocks: Sequence[BlockSize]
+) -> Cluster:
+    """Measure part after part and return the cluster; a collective over the job."""
+    kernels = kernel_rows(
+        team, clock, budget.part(UNTIL["kernels"], "what each rank computes"), blocks
+    )
+    codecs = coding_rows(
+        team, clock, budget.part(UNTIL["codecs"], "codecs, alone and beside matrix products")
+    )
+    hosts: list[Coding] = []
+    if team.device.type == "cuda":  # a CPU is its own host
+        hosts = host_rows(team, budget.part(UNTIL["hosts"], "codecs of the hosts"))
+    copies = copy_rows(team, clock, budget.part(UNTIL["copies"], "copies between device and host"))
+    cluster = _gathered(team, kernels, codecs, copies)
+    cluster = replace(cluster, host_codecs=tuple(_all_ranks(team, hosts)))
+    if team.world_size > 1:
+        cluster = _linked(team, clock, budget, cluster, dtype)
+    cluster = _trained(team, clock, budget, cluster, blocks)
+    spent = budget.spent()
+    say(f"{spent:5.1f} s: done")
+    return replace(cluster, made=made(team, spent, dtype))
 
 
 def _check_room(team: Team, blocks: Sequence[BlockSize]) -> None:

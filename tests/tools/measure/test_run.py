@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import time
 from collections.abc import Iterator
@@ -201,28 +200,6 @@ def test_the_command_writes_a_file_that_doctor_shows(
     lacks = ("it says nothing about messages of 8192", "it says nothing about small trainings")
     assert all(mark == doctor.OK or text.startswith(lacks) for mark, text in told)
     assert told[0][1].startswith("cluster measured: 2 ranks on 2 nodes: 2 x ")
-
-
-def ends(path: str) -> tuple[int, str]:
-    """What a rank says, and when, where links cannot be timed on rank 1."""
-    told, timed = io.StringIO(), links.runner
-
-    def fails(*args: Any, **more: Any) -> Any:
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("no memory is left")
-        return timed(*args, **more)
-
-    with mock.patch.object(links, "runner", fails), contextlib.redirect_stderr(told):
-        status = started(path)
-    return status, told.getvalue()
-
-
-def test_a_rank_that_fails_ends_the_measurement_on_all(tmp_path: Path) -> None:
-    """The others are in a message then, in front of which no gate may stand."""
-    for status, told in run_ranks(3, ends, str(tmp_path / "cluster.json")):
-        assert status == command.NOT_STARTED
-        assert "hybridcomp measure: rank 1: RuntimeError: no memory is left" in told
-    assert not list(tmp_path.iterdir())
 
 
 def test_trainings_of_a_measurement_leave_no_last_line(tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def test_the_next_decision_goes_on_from_the_last(
     for start in Path("plans").glob("*/start.sh"):
         start.unlink()
     assert cli.main(["plan", "--jobs", "plans/next.json"]) == 0
-    assert capsys.readouterr().out.count("keeps its ranks") == 2
+    said = capsys.readouterr().out
+    assert said.count("keeps its ranks") == 2
+    assert "no job starts or changes now; next time give plans/next.json" in said
     assert not [*Path("plans").glob("*/start.sh")] and ranks_of() == {
         one["name"]: one["ranks"]["now"] for one in then["jobs"]
     }
