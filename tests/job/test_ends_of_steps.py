@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,12 +15,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hybridcomp
+from hybridcomp.autotune import timing
+from hybridcomp.autotune.timing import seconds
 from hybridcomp.errors import HybridcompError
 from hybridcomp.job import agreement, peer_liveness, small_messages
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
@@ -71,9 +75,24 @@ def norm_of_rows(folder: Path) -> tuple[Callable[[], object], Callable[[], objec
 
 
 def trial(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-    """An attach that tries its codec beside native messages."""
-    block = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}
-    return lambda: hybridcomp.attach(Job(None).build().model, block), bool
+    """An attach that tries its codec beside native messages, of which alone a step fails."""
+    block, plain = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}, seconds
+
+    def work() -> None:
+        counter = sys.getprofile()
+        sys.setprofile(None)
+
+        def counted(*args: Any) -> float:
+            sys.setprofile(counter)
+            try:
+                return plain(*args)
+            finally:
+                sys.setprofile(None)
+
+        with patch.object(timing, "seconds", counted):
+            hybridcomp.attach(Job(None).build().model, block)
+
+    return work, bool
 
 
 KINDS = {"step_end": step_end, "norm_of_rows": norm_of_rows, "trial": trial}
