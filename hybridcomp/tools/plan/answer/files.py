@@ -22,6 +22,7 @@ from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.patches.rules.neox import EXTRA
 from hybridcomp.tools.plan.answer.base import Base
 from hybridcomp.tools.plan.answer.start_command import BLOCK_FILE, CONFIGS, blocks, filled, general
+from hybridcomp.tools.plan.cost.copies import FP32, STATES
 from hybridcomp.tools.plan.engines import (
     RECOMPUTE_REASONS,
     block_chunks,
@@ -36,6 +37,8 @@ from hybridcomp.tools.plan.plan import Plan
 KNOBS = (
     "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
 )  # fmt: skip
+#: folder of the drive where the user's own file names none
+NVME_PATH = "/local_nvme"
 PLAN_FILE, START_FILE = "plan.json", "start.sh"
 
 
@@ -66,6 +69,7 @@ def write(
         block["memory"] = {
             "policy": "planned",
             **({"device_gb": gathered} if cluster.on_cpu else {}),
+            **_host_room(plan, cluster),
         }
     if ledger is not None:
         block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
@@ -101,6 +105,17 @@ def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
     return "\n".join(megatron_arguments(plan)) + "\n"
 
 
+def _host_room(plan: Plan, cluster: Cluster) -> dict[str, float]:
+    """Return what a node's host keeps of states whose others are on its drive."""
+    if not plan.layout.drive:
+        return {}
+    ranks = min(cluster.ranks_per_node, plan.layout.ranks)
+    own = 2 * FP32 if plan.dtype == "fp32" else 3 * FP32
+    # as the policy counts it, and a byte for sums of sub-groups, which are whole numbers
+    room = ranks * STATES * plan.prediction.memory["host"] / own
+    return {"host_gb": (room + 1) / 1e9} if room else {}
+
+
 def _kept(base: Base) -> dict[str, Any]:
     """Return the keys of the user's block that no plan decides."""
     own = base.get(BLOCK) or base.get(EXTRA, {}).get(BLOCK) or {}
@@ -117,8 +132,15 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
         zero["zero_hpz_partition_size"] = layout.hpz
     if layout.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    if layout.offload and layout.ratio < 1:
+    if layout.ratio < 1:
         zero["offload_optimizer"]["ratio"] = layout.ratio
+    if layout.drive:
+        path = base.get("zero_optimization", {}).get("offload_optimizer", {}).get("nvme_path")
+        zero["offload_optimizer"] = {
+            "device": "nvme", "nvme_path": path or NVME_PATH,
+            "pipeline_read": True, "pipeline_write": True,
+        }  # fmt: skip
+    if layout.sub_group:
         zero["sub_group_size"] = layout.sub_group
     zero |= dict(zip(KNOBS, layout.knobs, strict=False))
     kept = {key: value for key, value in base.items() if key != "train_batch_size"}
