@@ -19,7 +19,7 @@ from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
-from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.measure.clock import LEAST, CallClock, HostCallClock, Run, samples
 from hybridcomp.tools.measure.kernels import dtypes_of
 from hybridcomp.tools.measure.team import MeasuredPart, Team
@@ -170,7 +170,10 @@ def copy_rows(team: Team, clock: CallClock, part: MeasuredPart) -> list[Copy]:
 
 
 def drive_rows(team: Team, part: MeasuredPart, folder: Path) -> list[Copy]:
-    """Time files in ``folder``, past the page cache, of all ranks at once. Raises ConfigError."""
+    """Time files in ``folder``, past the page cache, of all ranks at once.
+
+    Raises HybridcompError.
+    """
     rows, clock, path = [], HostCallClock(), folder / f".hybridcomp-{team.rank}-{os.getpid()}"
     try:
         for nbytes, allowance in zip(FILES, part.allowances(len(FILES)), strict=True):
@@ -180,8 +183,9 @@ def drive_rows(team: Team, part: MeasuredPart, folder: Path) -> list[Copy]:
             rows.append(Copy("to_drive", nbytes, summary(wrote)))
             rows.append(Copy("from_drive", nbytes, summary(read)))
     except OSError as error:
-        todo = f"cannot keep files of {FILES[-1] >> 20} MiB ({error.strerror or error})"
-        raise ConfigError("--drive", str(folder), todo) from None
+        # of this rank alone: others wait for its figures
+        why = f"no room for a file of {FILES[-1] >> 20} MiB there ({error.strerror or error})"
+        raise HybridcompError(f"--drive: {folder}: {why}; name another folder") from None
     finally:
         path.unlink(missing_ok=True)
     return rows

@@ -21,7 +21,14 @@ from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.patches.rules.neox import EXTRA
 from hybridcomp.tools.plan.answer.base import Base
-from hybridcomp.tools.plan.answer.start_command import BLOCK_FILE, CONFIGS, blocks, filled, general
+from hybridcomp.tools.plan.answer.start_command import (
+    BLOCK_FILE,
+    CONFIGS,
+    blocks,
+    filled,
+    general,
+    nvme_path,
+)
 from hybridcomp.tools.plan.cost.copies import FP32, STATES
 from hybridcomp.tools.plan.engines import (
     RECOMPUTE_REASONS,
@@ -37,8 +44,6 @@ from hybridcomp.tools.plan.plan import Plan
 KNOBS = (
     "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
 )  # fmt: skip
-#: folder of the drive where the user's own file names none
-NVME_PATH = "/local_nvme"
 PLAN_FILE, START_FILE = "plan.json", "start.sh"
 
 
@@ -135,9 +140,8 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
     if layout.ratio < 1:
         zero["offload_optimizer"]["ratio"] = layout.ratio
     if layout.drive:
-        path = base.get("zero_optimization", {}).get("offload_optimizer", {}).get("nvme_path")
         zero["offload_optimizer"] = {
-            "device": "nvme", "nvme_path": path or NVME_PATH,
+            "device": "nvme", "nvme_path": nvme_path(base),
             "pipeline_read": True, "pipeline_write": True,
         }  # fmt: skip
     if layout.sub_group:

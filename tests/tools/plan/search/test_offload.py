@@ -16,6 +16,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.answer import files
 from hybridcomp.tools.plan.answer.report import details
+from hybridcomp.tools.plan.answer.start_command import left_to_user
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import Price
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying, Whole, whole_of
@@ -178,6 +179,9 @@ def test_states_that_the_host_cannot_hold_go_to_its_drive(tmp_path: Path) -> Non
         assert Plan.from_json(plan.to_json()).layout == plan.layout
         assert "states are on the drive" in " ".join(details(plan, machine))
         base = {"zero_optimization": {"offload_optimizer": {"nvme_path": "/a drive"}}}
+        (note,) = (one for one in left_to_user(plan, ("x",), {"optimizer": {}}))
+        assert '"nvme_path": "/local_nvme": name a folder' in note
+        assert not list(left_to_user(plan, ("x",), {"optimizer": {}, **base}))
         files.write(plan, machine, tmp_path, base)
         config = json.loads((tmp_path / "ds_config.json").read_text())
         offload = config["zero_optimization"]["offload_optimizer"]
