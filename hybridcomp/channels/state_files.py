@@ -75,10 +75,8 @@ class Footer(NamedTuple):
     name: int
 
     def pack(self) -> bytes:
-        """Return the header as 64 bytes."""
-        dtype, form, rank, *rest = self
-        numel, nbytes, version, digest, half, name = rest
-        body = _LAYOUT.pack(MAGIC, dtype, form, 0, rank, numel, nbytes, version, digest, half, name)
+        """Return the footer as 64 bytes."""
+        body = _LAYOUT.pack(MAGIC, self.dtype, self.form, 0, *self[2:])
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod

@@ -19,7 +19,6 @@ from hybridcomp.patches.common.optimizer_steps import (
     backward_pass,
 )
 from hybridcomp.patches.torch import stateful
-from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.step_detection import LOCAL, PATIENCE, UnseenSteps
@@ -91,7 +90,8 @@ class Attached:
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
-        self.ignored: IgnoredTables | None = None  # tables whose gradients no rank reduces
+        #: averages, before an optimizer's step, tables whose gradients no rank reduces
+        self.average_ignored: Callable[[Any], object] | None = None
         self._undo: list[Callable[[], object]] = []
 
     @property

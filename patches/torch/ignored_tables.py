@@ -22,11 +22,6 @@ from hybridcomp.collectives.row_sums import TouchedRows
 from hybridcomp.patches.common.sparse_tables import SparseTables, tables_of
 
 
-def has_ignored(model: nn.Module) -> bool:
-    """Return whether a table with sparse gradients is no sharded parameter."""
-    return any(not isinstance(table.weight, DTensor) for _, table in tables_of(model))
-
-
 class IgnoredTables:
     """The ignored tables of one model; ``exchange`` is called before each step."""
 

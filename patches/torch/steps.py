@@ -78,8 +78,8 @@ def forget_all() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Average ignored parameters' gradients; raise ConfigError if sums have not crossed nodes."""
     for attached in models():
-        if attached.ignored is not None:
-            attached.ignored.exchange(optimizer)
+        if attached.average_ignored is not None:
+            attached.average_ignored(optimizer)
         if attached.channels.node_sums.left and attached.owns(optimizer):
             todo = (
                 "the micro-batches before this optimizer step were summed inside the nodes and "

@@ -22,6 +22,7 @@ class NvmeJob:
 
     folder: str | None
     steps: int = 3
+    layers: int = LAYERS
     accumulation: int = 1
     libaio: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -33,10 +34,10 @@ class NvmeJob:
 class Layers(nn.Module):
     """Linear layers of one size behind a small one."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = LAYERS) -> None:
         super().__init__()
         self.inner = nn.Linear(16, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
 
     def forward(self, values: Tensor) -> Tensor:
         values = self.inner(values)
@@ -82,7 +83,7 @@ def make_engine(job: NvmeJob) -> Any:
         AsyncIOBuilder.is_compatible = lambda self, verbose=False: False
     hybridcomp.install()
     torch.manual_seed(0)
-    model = Layers()
+    model = Layers(job.layers)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=ds_config(job)
     )

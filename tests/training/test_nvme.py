@@ -58,8 +58,8 @@ def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
             states = [other["files"][kind] for kind in ("master", "exp_avg", "exp_avg_sq")]
             if place < 2:
                 assert sum(size for _, size in states) < 0.74 * sum(raw for raw, _ in states)
-            messages, raw, wire = other["ledger"]
-            assert messages > 40 and 0.6 < wire / raw < 0.75
+            messages, raw, wire = other["ledger"]  # with gradients
+            assert messages > 40 and 0.6 < wire / raw < (0.75 if place == 2 else 0.65)
 
 
 def has_libaio() -> bool:

@@ -58,8 +58,9 @@ def run(options: argparse.Namespace) -> int:
         hierarchy = _hierarchy(options)
         with ending("hybridcomp measure"):
             cluster = measure(
-                device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
-            )
+                device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks,
+                drive=options.drive,
+            )  # fmt: skip
         with together("hybridcomp measure"):
             if dist.get_rank() == 0:
                 _write(cluster, options.out)

@@ -10,8 +10,8 @@ from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout, Sums
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
            "accumulation", "mesh", "hpz")  # fmt: skip
 SWITCHES = ("sequence", "offload")
-#: follow from the cuts of a model that is no chain, and from ``ratio``
-DERIVED = {"nodes", "sub_group"}
+#: follow from the cuts of a model that is no chain, from ``ratio``, and from the hosts' memory
+DERIVED = {"nodes", "sub_group", "drive"}
 
 
 def check(name: str, value: Any) -> None:

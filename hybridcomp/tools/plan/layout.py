@@ -23,7 +23,7 @@ ContextWay = Literal["ulysses", "ring"]
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
-LATER = ("mesh", "slices", "hpz", "copy", "accumulate", "ratio", "sub_group",
+LATER = ("mesh", "slices", "hpz", "copy", "accumulate", "ratio", "sub_group", "drive",
          "knobs")  # fmt: skip
 #: a node's secondary copy: DeepSpeed's, dropped after each step, or one that steps are sent against
 Copy = Literal["native", "exact", "bits8"]
@@ -56,6 +56,7 @@ class Layout:
     accumulate: ``"node"``: micro-batches are summed inside nodes and cross them once a step.
     ratio: of the optimizer's sub-groups on the host those that step there (ZeRO 3, ``offload``).
     sub_group: values of each on a rank (``sub_group_size``); 0: DeepSpeed's default.
+    drive: share of the optimizer's states in files, the others in host memory (``ratio`` 1).
     knobs: ZeRO 3's prefetch_bucket_size, max_live_parameters and max_reuse_distance; empty:
         DeepSpeed's defaults.
     """
@@ -83,6 +84,7 @@ class Layout:
     accumulate: Sums = "native"
     ratio: float = 1.0
     sub_group: int = 0
+    drive: float = 0.0
     knobs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -118,6 +120,11 @@ class Layout:
             raise HybridcompError(
                 f"layout: ratio {self.ratio} at ZeRO {self.zero_stage}; expected 0 to 1, and below "
                 "1 at ZeRO 3 with offload only"
+            )
+        if self.drive and not (self.offload and self.zero_stage == self.ratio * 3 == 3):
+            raise HybridcompError(
+                f"layout: drive {self.drive} at ZeRO {self.zero_stage}; expected 0, or ZeRO 3 with "
+                "offload and ratio 1"
             )
         if self.knobs and (len(self.knobs) != 3 or self.zero_stage != 3 or self.hpz > 1):
             raise HybridcompError(
@@ -273,6 +280,7 @@ class Layout:
             f"mb{self.micro_batch}x{self.accumulation}{'-node' * (self.accumulate == 'node')}",
             f"recompute {len(self.recomputed)}" if self.recompute else "",
             f"offload{f' {self.ratio:.3g}' * (self.ratio < 1)}" if self.offload else "",
+            f"nvme {self.drive:.3g}" if self.drive else "",
             f"levels {'x'.join(map(str, self.hierarchy))}"
             if isinstance(self.hierarchy, tuple) else "",
         ]  # fmt: skip

@@ -17,7 +17,8 @@ import torch
 from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.job.together import ending
 from hybridcomp.session import closing
 from hybridcomp.tools.commands import cli, doctor
 from hybridcomp.tools.measure import (
@@ -37,7 +38,7 @@ from hybridcomp.tools.measure.run import measure
 from hybridcomp.tools.measure.team import Team, TimeBudget, sites_of
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
-from hybridcomp.tools.plan.machines.rows import Coding, Rank
+from hybridcomp.tools.plan.machines.rows import Coding, Copy, Rank
 from tests.ranks import RunRanks, run_ranks
 
 SMALL = kernels.TimedSizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
@@ -138,6 +139,34 @@ def test_hosts_of_gpus_code_and_step(on_ranks: RunRanks) -> None:
     kinds = [{case.kind for case in kernels._cases(torch.device(kind), ())}
              for kind in ("cpu", "cuda")]  # fmt: skip
     assert kinds[1] - kinds[0] == {"host_adam"}
+
+
+def of_drives(folder: Path, broken: int | None) -> tuple[list[Copy], str]:
+    """Files of both ranks; rank ``broken`` cannot write."""
+    team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
+    own = folder / "none" if team.rank == broken else folder
+    try:
+        with mock.patch.object(coders, "FILES", (1 << 12, 1 << 16)), ending("measure"):
+            return coders.drive_rows(team, TimeBudget(0.2, team).part(1.0, "files"), own), ""
+    except HybridcompError as error:
+        return [], str(error)
+
+
+def test_files_of_a_drive(on_ranks: RunRanks, tmp_path: Path) -> None:
+    (rows, _), _ = on_ranks(2, of_drives, tmp_path, None)
+    cases = {(row.direction, row.nbytes) for row in rows}
+    assert cases == {(way, n) for way in ("to_drive", "from_drive") for n in (1 << 12, 1 << 16)}
+    assert all(row.seconds.value > 0 for row in rows) and not list(tmp_path.iterdir())
+    cluster = Cluster((Rank(0, "a GPU"),), drives=tuple(rows))
+    assert cluster.copy("from_drive", 1 << 14).value > 0 and not cluster.copies
+    assert "drive: a rank's files of 0.0655 MB" in "\n".join(report.lines(cluster))
+
+
+def test_a_drive_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    """By all ranks, of which the others wait for the figures of the one that fails."""
+    for _, said in run_ranks(2, of_drives, tmp_path, 1):
+        assert said.startswith("measure: rank 1: --drive: ") and "\n" not in said
+        assert "(No such file or directory); name another folder" in said
 
 
 class Worked(HostCallClock):

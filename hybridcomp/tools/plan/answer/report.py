@@ -192,6 +192,9 @@ def _tiers(layout: Layout) -> Iterator[str]:
             "values, step on the device"
         )
 
+    if layout.drive:
+        yield f"{layout.drive:.1%} of the optimizer's states are on the drive"
+
 
 def _between(told: Prediction, name: str) -> str:
     """Format a dimension's bytes between nodes; "" if there are none."""

@@ -7,6 +7,7 @@ module, so that a step needs no more room than is computed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,6 +97,15 @@ class ModelPass:
     def sub_group(self, ranks: int) -> int:
         """Return a ``sub_group_size`` of which a rank's optimizer has ``SUB_GROUPS``."""
         return max(1, math.ceil(sum(_parts(self, ranks)) / SUB_GROUPS))
+
+    def on_drive(self, ranks: int, room: float) -> float:
+        """Return the share of states in files where a rank's host keeps those of ``room`` values.
+
+        It keeps the first of ``SUB_GROUPS`` sub-groups, as the policy does in a run.
+        """
+        groups = _sub_groups(self, ranks, self.sub_group(ranks))
+        kept = itertools.takewhile(lambda values: values <= room, itertools.accumulate(groups))
+        return 1 - max(kept, default=0) / max(1, sum(groups))
 
     def on_host(self, ranks: int, ratio: float, sub_group: int) -> float:
         """Return the share of a rank's optimizer that steps on the host.

@@ -74,7 +74,7 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     host = 0.0
     if layout.offload:
         kept = 1 - on_host(job, layout, stage)
-        host = (1 - kept) * optimizer
+        host = (1 - kept) * (1 - layout.drive) * optimizer
         # on the device these states have gradients in fp32 beside them
         own = share if job.sharded(layout) else values
         optimizer = kept * (optimizer + FP32 * own)
@@ -115,7 +115,7 @@ def kept_by_codecs(
     for items in (stage.reduce, stage.gather, stage.micro, stage.copies, *passes):
         for item in items:
             choice = item.fixed or choices[item.key]
-            if not choice.native:
+            if not choice.native and item.key[1] != "states":  # coded on the host
                 numel = item.call.numel
                 if isinstance(item.call, Copying):
                     numel = min(numel, MOST_NUMEL)

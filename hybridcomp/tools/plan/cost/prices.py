@@ -27,7 +27,7 @@ from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.choices import INSIDE, Choice
 from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, Coded, EngineCall, Price
-from hybridcomp.tools.plan.cost.copies import Copying
+from hybridcomp.tools.plan.cost.copies import ALONE, BESIDE, Copying
 from hybridcomp.tools.plan.machines import rings
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.estimates import Estimate
@@ -168,6 +168,8 @@ class Prices:
         """Price a copy between device and host; native bytes include sums that upstream fetches."""
         cluster, codec = self.cluster, choice.codec
         native = call.nbytes + call.back_nbytes
+        if call.direction == "to_drive":
+            return self._filed(call, choice, dtype)
         to_host = call.direction == "to_host"
         if codec is None or call.numel * dtype.itemsize < MIN_BYTES:
             there, back = call.busiest or (call.nbytes, call.back_nbytes)
@@ -184,6 +186,20 @@ class Prices:
         host = cluster.coding(_timed(codec, dtype), own, call.numel, others, on_host=True)
         bus = cluster.copy(call.direction, payload)
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
+
+    def _filed(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
+        """Price states that go to the drive and come from it; nothing hides what codes them."""
+        cluster, native = self.cluster, call.nbytes + call.back_nbytes
+        share = 1.0
+        if choice.codec is not None:
+            share = BESIDE if dtype == torch.bfloat16 else ALONE
+        moved = cluster.copy("to_drive", share * call.nbytes).plus(
+            cluster.copy("from_drive", share * call.back_nbytes))  # fmt: skip
+        if choice.codec is not None:
+            spec = choice.codec.spec
+            for way in CODING:
+                moved = moved.plus(cluster.coding(spec, "fp32", call.numel, way, on_host=True))
+        return Price(inside=moved, nbytes=share * native, native_nbytes=native)
 
     def _in_levels(
         self, call: EngineCall, choice: Choice, dtype: torch.dtype, native: float

@@ -89,6 +89,12 @@ def work_of(job: PlannedJob, layout: Layout) -> Work:
     return Work(layout, tuple(_stage(job, layout, index, layers) for index in range(layout.stages)))
 
 
+def divided(job: PlannedJob, work: Work, layout: Layout) -> Work:
+    """Return ``work`` with the ``ratio``, ``sub_group`` and ``knobs`` of ``layout``."""
+    stages = (_with_step(job, layout, index, one) for index, one in enumerate(work.stages))
+    return Work(layout, tuple(stages))
+
+
 def _stage(job: PlannedJob, layout: Layout, index: int, layers: Sequence[ModelLayer]) -> StageWork:
     rank = job.slowest_rank(layout, index)
     own = layout.chunks(index)

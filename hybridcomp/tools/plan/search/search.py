@@ -24,7 +24,7 @@ from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Batch, Found, Nearest, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 from hybridcomp.tools.plan.search.evaluate import Evaluator
-from hybridcomp.tools.plan.search.nearest import NO_ROOM, nothing
+from hybridcomp.tools.plan.search.nearest import NO_HOST_ROOM, NO_ROOM, nothing
 from hybridcomp.tools.plan.search.placing import Placer
 from hybridcomp.tools.plan.search.space import layouts, world
 from hybridcomp.tools.plan.search.tiers import divisions
@@ -128,7 +128,10 @@ class _Search:
         if not works:
             self.refused[self.placer.unable.get(layout, NO_ROOM)] += 1
         for work in works:
-            for one in divisions(self.job, self.evaluator, work):
+            found = list(divisions(self.job, self.evaluator, work))
+            if not found:
+                self.refused[NO_HOST_ROOM] += 1
+            for one in found:
                 self._push(self.evaluator.bound(one), one)
 
     def _judge(self, work: Work) -> None:
@@ -145,7 +148,7 @@ def _family(layout: Layout) -> Layout:
 
     Nor how memory is divided.
     """
-    slices, rest = (1, 1) if layout.slices else (), {"ratio": 1.0, "knobs": ()}
+    slices, rest = (1, 1) if layout.slices else (), {"ratio": 1.0, "drive": 0.0, "knobs": ()}
     return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices, **rest)
 
 

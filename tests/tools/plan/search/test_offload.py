@@ -16,6 +16,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.answer import files
 from hybridcomp.tools.plan.answer.report import details
+from hybridcomp.tools.plan.answer.start_command import left_to_user
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import Price
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying, Whole, whole_of
@@ -27,6 +28,7 @@ from hybridcomp.tools.plan.cost.prices import Prices
 from hybridcomp.tools.plan.cost.work import StageWork, price, work_of
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.models.model import BatchShape
 from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Batch, Found, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
@@ -34,6 +36,7 @@ from hybridcomp.tools.plan.search.search import search
 from tests.tools.plan.clusters import cluster, small
 from tests.tools.plan.search.test_planning import best_of_all
 
+BATCH_SHAPE = BatchShape(1, 128, 2)
 EIGHT = {"codec": "blockint", "bits": 8}
 BUDGET = AllowedChoices.parse({"offload": EIGHT})
 BATCH = Batch(32, 128)
@@ -149,6 +152,62 @@ def test_sub_groups_and_gathers_are_deepspeeds(tmp_path: Path) -> None:
     assert model.on_host(2, 0.6, 8) == 0.8 and model.on_host(2, 0.7, 8) == 1.0
     assert model.on_host(2, 0.5, 0) == 1.0, "one sub-group by default"
     assert Layout.from_json(layout.to_json()) == layout
+
+
+def tiers(host_gb: float, drive: float, budget: str = "lossless") -> tuple[Found, Cluster]:
+    """Answer for two ranks whose host has ``host_gb``, and a drive of ``drive`` GB/s (0: none)."""
+    more: dict[str, Any] = {"host_memory_gb": host_gb, "host_codecs": {
+        "expcode": {"gbytes_per_second": 2.0}}}  # fmt: skip
+    if drive:
+        more["drive"] = {"gbytes_per_second": drive}
+    machine = machines(5.0, 0.6 * tight() / 0.9, **more)
+    fixed: dict[str, Any] = {"context": 1, "stages": 1, "zero_stage": 3, "offload": True}
+    limits = SearchLimits(recompute=False, keep=1, most_micro_batch=1, fixed=fixed)
+    return search(small(blocks=8), machine, AllowedChoices.parse(budget), BATCH, limits), machine
+
+
+def test_states_that_the_host_cannot_hold_go_to_its_drive(tmp_path: Path) -> None:
+    (roomy,) = tiers(1.0, 1.0)[0].plans
+    assert not roomy.layout.drive and roomy.prediction.memory["host"] > 0
+    for host_gb, share in ((0.05, 0.58), (1e-9, 1.0)):
+        found, machine = tiers(host_gb, 0.2)
+        (plan,) = found.plans
+        assert plan.layout.drive == pytest.approx(share, abs=0.01) and plan.layout.ratio == 1
+        assert plan.prediction.seconds > roomy.prediction.seconds
+        assert plan.block == {"offload": {"states": {"codec": "expcode"}}}
+        assert Choices.of_block(plan.block) == plan.choices
+        assert Plan.from_json(plan.to_json()).layout == plan.layout
+        assert "states are on the drive" in " ".join(details(plan, machine))
+        base = {"zero_optimization": {"offload_optimizer": {"nvme_path": "/a drive"}}}
+        (note,) = (one for one in left_to_user(plan, ("x",), {"optimizer": {}}))
+        assert '"nvme_path": "/local_nvme": name a folder' in note
+        assert not list(left_to_user(plan, ("x",), {"optimizer": {}, **base}))
+        files.write(plan, machine, tmp_path, base)
+        config = json.loads((tmp_path / "ds_config.json").read_text())
+        offload = config["zero_optimization"]["offload_optimizer"]
+        assert (offload["device"], offload["nvme_path"]) == ("nvme", "/a drive")
+        memory = CompressionConfig.parse(config["compression"]).memory
+        # as a run divides it (patches.ds.planned_memory): whole sub-groups, 16 bytes a parameter
+        numel, count = config["zero_optimization"]["sub_group_size"], 0
+        while memory.host_gb is not None and 16 * numel * (count + 1) <= 1e9 * memory.host_gb / 2:
+            count += 1
+        assert (memory.host_gb or 0) <= 0.92 * host_gb and bool(count) == (host_gb > 0.01)
+    nothing = tiers(0.05, 0.0)[0]
+    assert not nothing.plans and "no drive takes the rest: measure or describe" in nothing.reason
+
+
+def test_a_fast_drive_leaves_states_plain_and_a_slow_one_encodes_them() -> None:
+    """Both by the cluster's figures: 16 bytes a parameter each way, encoded 0.64 of them."""
+    (fast,), (slow,) = (tiers(1e-9, speed)[0].plans for speed in (100.0, 0.2))
+    assert fast.choices["offload", "states"].native and not fast.block.get("offload")
+    assert slow.choices["offload", "states"].codec is not None
+    (plain,) = tiers(1e-9, 0.2, "native")[0].plans
+    values = sum(layer.parameters for layer in small(blocks=8).layers(BATCH_SHAPE)) / 2
+    gone = slow.prediction.exposed["offload"], plain.prediction.exposed["offload"]
+    drive, coding = 32 * values / 0.1e9, 2 * 16 * values / 2e9
+    assert gone[1] - gone[0] == pytest.approx(0.36 * drive - coding, rel=0.01)
+    assert plain.prediction.nbytes["offload"] - slow.prediction.nbytes["offload"] == pytest.approx(
+        0.36 * 32 * values, rel=0.01)  # fmt: skip
 
 
 def test_hosts_that_code_slowly_leave_the_bus_native() -> None:
