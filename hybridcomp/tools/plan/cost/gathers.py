@@ -36,8 +36,8 @@ ROOMS = 16
 #: DeepSpeed's settings by default, and those of a layout whose gathers are still to be planned
 DEFAULT, TIGHT = Knobs(5 * 10**7, 10**9, 10**9), Knobs(0, 0, 0)
 
-#: values of each parameter of a layer, and whether it trains
-Sizes = tuple[tuple[int, ...], bool]
+#: values of each parameter of a layer, and the share of them that trains
+Sizes = tuple[tuple[int, ...], float]
 
 
 class Gathered(NamedTuple):
@@ -72,7 +72,7 @@ class ModelPass:
         for layer in layers:
             sizes = [*(layer.tensors or (layer.parameters,))]
             sizes += layer.expert_tensors or (layer.expert_parameters,)
-            found.append((tuple(int(size) for size in sizes if size), not layer.frozen))
+            found.append((tuple(int(size) for size in sizes if size), 1 - layer.frozen))
         if tied:
             last, trains = found[-1]
             found[-1] = tuple(sorted(last)[:-1]), trains
@@ -164,7 +164,10 @@ def _chosen(model: ModelPass, limit: int) -> GatherChoice | None:
 
 
 def _parts(model: ModelPass, ranks: int) -> list[int]:
-    return [math.ceil(size / ranks) for own, trains in model.layers if trains for size in own]
+    return [
+        math.ceil(trains * size / ranks)
+        for own, trains in model.layers if trains for size in own
+    ]  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

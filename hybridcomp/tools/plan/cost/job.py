@@ -142,14 +142,15 @@ class PlannedJob:
         key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank, layer.frozen
         if key not in self._seconds:
             ahead, behind = self._compute(layer, rank)
-            self._seconds[key] = ahead, NOTHING if layer.frozen else behind
+            self._seconds[key] = ahead, NOTHING if layer.frozen == 1 else behind
         return self._seconds[key]
 
     def _compute(self, layer: ModelLayer, rank: int) -> tuple[Estimate, Estimate]:
         dtype = self.limits.dtype
         if layer.kind in ("block", "module"):
             # measured blocks count their backward pass as twice the forward pass
-            more = layer.backward_flops if self.cluster.by_hand else 2 * layer.flops
+            more = layer.backward_flops if self.cluster.by_hand else (
+                2 * layer.flops - layer.spared_flops)  # fmt: skip
             return (
                 self.cluster.kernel("block_forward", dtype, layer.flops, rank),
                 self.cluster.kernel("block_backward", dtype, more, rank),

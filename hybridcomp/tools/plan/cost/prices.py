@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -85,6 +86,10 @@ class Prices:
         if call.ranks < 2 or not call.numel:
             return FREE
         native = native_nbytes(call.operation, call.numel, dtype, call.ranks)
+        if call.kept:
+            coding = self._coding(call, choice, dtype, (Coded("decode", 1.0, 1.0),))
+            crossing = _crossing(call, dtype)
+            return Price(coding, native_nbytes=native, between_native_nbytes=crossing)
         if choice.native or call.numel * dtype.itemsize < MIN_BYTES:
             found = self._native(call, call.operation, dtype, native)
             return found.plus(self._channel(call, dimension))
@@ -135,11 +140,7 @@ class Prices:
         shape = rings.encoded_shape(operation, call.ranks)
         coded = call.coded or tuple(Coded(way, 1.0, share) for way, share in shape.coded)
         # 1.
-        timed, name = _timed(codec, dtype), DTYPE_NAMES[dtype]
-        coding = Estimate.total(
-            self.cluster.coding(timed, name, one.share * call.numel, one.direction)
-            .times(one.calls) for one in coded
-        )  # fmt: skip
+        coding = self._coding(call, choice, dtype, coded)
         # 2.
         wire = Estimate.total(
             self._seconds(part, share * payload, call) for part, share in shape.sent
@@ -162,6 +163,17 @@ class Prices:
         return Price(
             coding=coding, nbytes=nbytes, native_nbytes=native, between_nbytes=crossing,
             between_native_nbytes=_crossing(call, dtype), **where,
+        )  # fmt: skip
+
+    def _coding(
+        self, call: EngineCall, choice: Choice, dtype: torch.dtype, coded: Sequence[Coded]
+    ) -> Estimate:
+        """Return the seconds of these calls of the codec."""
+        assert choice.codec is not None
+        timed, name = _timed(choice.codec, dtype), DTYPE_NAMES[dtype]
+        return Estimate.total(
+            self.cluster.coding(timed, name, one.share * call.numel, one.direction)
+            .times(one.calls) for one in coded
         )  # fmt: skip
 
     def _copied(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
