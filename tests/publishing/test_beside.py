@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import Held, Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
+from hybridcomp.publishing.shards import Shard
 from hybridcomp.publishing.streams import Stream
 from tests.publishing.made import Weights, copy_of, full_disk, same
 from tests.ranks import RunRanks
@@ -111,6 +112,47 @@ def held_up(folder: Path) -> list[Any]:
 
 def test_an_optimizer_waits_for_the_copy_alone(on_ranks: RunRanks, tmp_path: Path) -> None:
     assert on_ranks(2, held_up, tmp_path) == [[True, True, True]] * 2
+
+
+def room_made(folder: Path, is_ended: bool) -> list[Any]:
+    """Memory that an earlier step makes is the first version's; its making may be cut short."""
+    weights, gate = Weights(), threading.Event()
+    publisher = weights.publisher(Folder(folder), every=2)
+    encoder, known = publisher._encoder, Shard.make_room
+
+    def gated(shard: Shard, ended: Callable[[], bool]) -> None:
+        assert gate.wait(60)
+        known(shard, ended)
+
+    with mock.patch.object(Shard, "make_room", gated):
+        assert publisher.stepped(wait=False) is None
+        maker = encoder._maker
+        assert maker is not None
+        if is_ended:
+            encoder._is_due = True
+        gate.set()
+        maker.join()
+    made = [one.snapshot for one in encoder.shards]
+    assert is_ended or not any(one is None or one.any() for one in made)
+    assert publisher.stepped(wait=False) is not None and encoder._maker is None
+    used = [  # the thread makes the one the other
+        a is not None and (a is b.snapshot or a is b.reference)
+        for a, b in zip(made, encoder.shards, strict=True)
+    ]
+    expected = copy_of(weights.values)
+    publisher.close()
+    publisher.make_room()  # which nobody needs any more
+    dist.barrier()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    return [all(used), same(receiver, expected), encoder._maker is None]
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_memory_for_a_first_version_is_made_before_it(
+    on_ranks: RunRanks, tmp_path: Path, is_ended: bool
+) -> None:
+    assert on_ranks(2, room_made, tmp_path, is_ended) == [[not is_ended, True, True]] * 2
 
 
 def torn(folder: Path) -> list[Any]:
