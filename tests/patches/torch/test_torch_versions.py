@@ -116,6 +116,4 @@ def test_digests_are_those_of_the_newest_torch() -> None:
                 )
     assert torch_versions.digest("torch.nn.parallel.distributed:Nothing.here") == ""
     if Version(torch.__version__) >= Version("2.13"):
-        assert not torch_versions.changed(
-            torch_versions.DDP
-        )  # unchanged from 2.13 to 2.15
+        assert not torch_versions.changed(torch_versions.DDP)  # unchanged from 2.13 to 2.15
