@@ -46,7 +46,7 @@ class Knobs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Elements that a pass gathers, and the most at once; without persistent ones."""
+    """Elements gathered in a pass, and the peak; persistent parameters excluded."""
 
     gathered: int
     peak: int
@@ -122,7 +122,7 @@ class Trace:
 
     @cached_property
     def walks(self) -> tuple[_Walk, _Walk]:
-        """Return the pass as non-leaf and as leaf modules search it for later uses."""
+        """Return the parameters that non-leaf and leaf modules search for later uses."""
         found = []
         for uses in (self.shallow or self.uses, self.deep or self.uses):
             order = [uses[event.module] for event in self.events if event.fetches]
@@ -146,7 +146,7 @@ class _Pass:
     gathered: int = 0
     peak: int = 0
     moment: int = 0
-    # last use that the queue returned, by parameter
+    # last use returned by the queue, by parameter
     passed: dict[int, int] = field(default_factory=dict)
     running: dict[int, set[int]] = field(default_factory=dict)  # running modules, by parameter
     # modules whose backward pass is running
@@ -218,7 +218,7 @@ class _Pass:
 
 
 def simulate(trace: Trace, knobs: Knobs, passes: int = 1) -> Moves:
-    """Return what ``passes`` micro-batches of a step gather, from an empty device on."""
+    """Return the elements that ``passes`` micro-batches gather, starting from an empty device."""
     there, gathered, peak = set(trace.persistent), 0, 0
     for _ in range(passes):
         one = _Pass(trace, knobs, there)
