@@ -1,4 +1,4 @@
-"""Describe each dimension of parallelism in one row: what it sends, when it is timed, and for whom.
+"""Describe each dimension of parallelism in one row: its messages, timing and engines.
 
 Policy, block, presets, rules, ledger, planner and pages read these rows. A new dimension is a name
 in ``Dimension``, a row in ``ROWS`` and the seams that send its messages;
@@ -53,8 +53,8 @@ class DimensionRow:
     """One dimension of parallelism.
 
     Attributes:
-        about: what its messages are; a sentence of the block's schema and pages.
-        operation: how upstream sends them.
+        about: description of its messages, a sentence of the block's schema and pages.
+        operation: upstream's operation for them.
         settings: which keys it has in the block.
         directions: the directions, or kinds, that have codecs and counters of their own.
         apart: the directions that are native unless they name a codec of their own.

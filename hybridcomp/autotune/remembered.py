@@ -36,7 +36,7 @@ from hybridcomp.job.devices import device_name
 STEPS = 8
 #: factor, up or down, by which step times may differ before the verdicts are doubted
 MOVED = 1.15
-#: fields of a verdict that are saved; the steps at which things happened are not
+#: saved fields of a verdict, without the steps at which it changed
 KEPT = ("pays", "nbytes", "native_s", "coded_s", "messages", "of", "gain_s")
 #: environment variables that choose the network of a backend
 NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET")
@@ -172,7 +172,7 @@ class Remembered:
 
 
 def _told(name: Dimension, verdict: Decision, day: str) -> str:
-    """Return a sentence on an adopted verdict."""
+    """Describe an adopted verdict in a sentence."""
     how = "compressed" if verdict.pays else "native"
     figures = (
         f"{verdict.nbytes / 1e6:.3g} MB took {verdict.native_s * 1e3:.1f} ms natively and "

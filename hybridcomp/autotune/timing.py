@@ -35,7 +35,7 @@ BUDGET_S = 1.0
 FIRST_LOOK = 0.1
 #: factor by which encoded messages must be faster: the codec takes cores that the model needs
 MARGIN = 1.1
-#: if a small message is this many times faster encoded, larger ones are not tried: per byte, the
+#: if a small message is this many times faster encoded, larger ones are not tried: per byte the
 #: link costs as much and the codec less
 SURE = 3.0
 
@@ -91,7 +91,7 @@ def _is_sure(rows: torch.Tensor) -> bool:
 
 
 def _largest(numel: int, device: torch.device) -> int:
-    """Return the largest ``numel`` of all ranks, since stages differ; a collective over the job."""
+    """Return the largest ``numel`` of all ranks, as stages differ; a collective over the job."""
     return int(small_messages.most(torch.tensor(numel, device=device)))
 
 
@@ -104,10 +104,10 @@ def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torc
 def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Decision:
     """Time this rank's messages natively and encoded; a collective over the job.
 
-    ``nbytes``: size of the largest of these messages in the job, 0 if they could not be planned. A
-    first timing decides the number of rounds. Each round follows work that clears the caches, as a
-    layer does. The median counts: such messages are short, and disturbances are normal if ranks
-    share cores.
+    ``nbytes``: size of the largest of these messages in the job, 0 if planning failed. A first
+    timing decides the number of rounds. Each round follows work that clears the caches, as a layer
+    does. The median counts: such messages are short, and disturbances are normal if ranks share
+    cores.
     """
     if not nbytes:
         return Decision(True, 0, 0.0, 0.0)

@@ -127,12 +127,12 @@ class Verdicts:
         return not self._is_planned and dimension in self.by_dimension and self._is_open(dimension)
 
     def flushes(self, dimension: Dimension, step: int) -> bool:
-        """Return whether messages of ``step`` also send the residuals, losslessly."""
+        """Return whether messages of ``step`` send the residuals too, losslessly."""
         verdict = self.by_dimension.get(dimension)
         return verdict is not None and verdict.flush == step
 
     def holds_nothing(self, dimension: Dimension, step: int) -> bool:
-        """Return whether no message of ``step`` or later will take residuals."""
+        """Return whether no message of ``step`` or later uses residuals."""
         verdict = self.by_dimension.get(dimension)
         if verdict is None or verdict.pays or self.comparing(step):
             return False

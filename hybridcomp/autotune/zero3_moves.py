@@ -2,11 +2,12 @@
 
 DeepSpeed (0.19.8, ``PartitionedParameterCoordinator``) follows a trace of modules:
 
-1. A module's own parameters are gathered before it, whatever the limits say. 2. The trace position
-moves past the module's entries, unless a prefetch has already passed them. 3. The next entries are
-prefetched, up to ``min(live - available, prefetch)`` elements, a limit that the last of them may
-exceed. 4. After a module its parameters are released, except those for a later use that a prefetch
-has passed, those that a running module uses, and those used again within ``reuse`` elements.
+1. A module's own parameters are gathered before it, whatever the limits say.
+2. The trace position moves past the module's entries, unless a prefetch has already passed them.
+3. The next entries are prefetched, up to ``min(live - available, prefetch)`` elements, a limit that
+   the last of them may exceed.
+4. After a module its parameters are released, except those for a later use that a prefetch has
+   passed, those that a running module uses, and those used again within ``reuse`` elements.
 
 A transformer's trace is a palindrome, for which keeping the most recently used parameters is
 optimal: no eviction policy beats these settings, as the bound ``fewest`` shows.
@@ -45,7 +46,7 @@ class Knobs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Elements that a pass gathers, and the most at once; without persistent ones."""
+    """Elements gathered in a pass, and the peak; persistent parameters excluded."""
 
     gathered: int
     peak: int

@@ -1,8 +1,8 @@
-"""Keep all ranks' shares of the last gather as references for the steps of the next gather.
+"""Keep all ranks' shares of the last gather as references for the deltas of the next gather.
 
 With several nodes of the same size, each rank keeps its slice of the node's copy (``KeptSlice``);
 in other groups, it keeps all shares (``KeptRows``). Before each gather the ranks compare digests of
-their references. If these differ, or a rank has none, the shares are sent whole.
+their references. If these differ, or a rank has none, full shares are sent.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class KeptSlice:
             assert held is not None, "a slice that is current"
             return rows, held, False
         with together("zero: renewing the copies of a node", self._forget, votes=True):
-            self.slice = None  # stays None until the new slice is complete
+            self.slice = None  # None until the new slice is complete
             held = renew(channel, groups, share, held if state == "steps" else None, native)
             self.slice = held.cpu() if self.on_host else held
         self._sent, self._of = now, (channel.generation, channel.step)
@@ -115,7 +115,7 @@ class KeptRows:
         ``own``: (n,) bf16 or fp16, this rank's share.
         """
         channel, group, rank = self._channel, self._group, dist.get_rank(self._group)
-        held, self.rows = self.rows, None  # stays None until the new rows are complete
+        held, self.rows = self.rows, None  # None until the new rows are complete
         rows: Tensor | None = None
 
         def state() -> tuple[bool, int]:

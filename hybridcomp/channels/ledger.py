@@ -22,7 +22,8 @@ from hybridcomp.dimensions import Dimension, Key
 
 __all__ = ["KEYS", "Entry", "Key", "Ledger", "entries_of"]
 
-#: rows of what ``hybridcomp.generate`` sends, whose codecs are its own: dimensions as directions
+#: rows of ``hybridcomp.generate``'s messages, which have their own codecs, by dimension and
+#: direction
 _SENT = ("dp", "tp", "pp", "offload")
 GENERATED = cast("tuple[Key, ...]", tuple(("generate", name) for name in _SENT))
 KEYS = dimensions.KEYS + GENERATED
@@ -66,7 +67,7 @@ class Entry:
     @property
     def inter_ratio(self) -> float | None:
         """Return native over encoded bytes between nodes; None where none crossed."""
-        # None for islands, whose messages have no native counterpart between nodes
+        # None for islands, which have no native messages between nodes to compare with
         known = self.inter_nbytes and self.inter_raw_nbytes
         return self.inter_raw_nbytes / self.inter_nbytes if known else None
 
@@ -162,7 +163,7 @@ class Ledger:
             timed.land(meter.spans, entry)
 
     def record_native(self, key: Key, wire_nbytes: int, raw_nbytes: int | None = None) -> None:
-        """Count one native message; ``raw_nbytes``: bytes without hybridcomp, if other."""
+        """Count one native message; ``raw_nbytes``: bytes without hybridcomp, if different."""
         entry = self.interval[key]
         entry.messages += 1
         entry.native += 1
@@ -170,7 +171,7 @@ class Ledger:
         entry.wire_nbytes += wire_nbytes
 
     def add_generated(self, other: Ledger) -> None:
-        """Add the counters of ``other``, which ``hybridcomp.generate`` has kept, as its rows."""
+        """Add the counters that ``hybridcomp.generate`` kept in ``other``, as rows of its own."""
         for row, name in zip(GENERATED, _SENT, strict=True):
             for key in (one for one in dimensions.KEYS if one[0] == name):
                 self.interval[row].add(other.interval[key])

@@ -29,7 +29,7 @@ from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import together
 
-#: number of parameters if it is still unknown: more than any trial needs
+#: assumed number of parameters while it is unknown: more than any trial needs
 UNKNOWN = 1 << 62
 #: name of the operation in messages
 MEASURING = "measuring whether encoding pays"
@@ -170,7 +170,7 @@ class OnlineTuner:
         if not state.verdicts.by_dimension or state.step < state.config.start_step + WARM:
             return []
         if state.pace.is_measuring:
-            return []  # these steps differ in how offload copies, which would blur the comparison
+            return []  # offload varies these steps, which would blur the comparison
         if not state.verdicts.may_compare:
             return self._remembered.check(state.step, device, state.verdicts)
         without, told = set(state.guard.trips), []
@@ -219,7 +219,7 @@ class OnlineTuner:
         return "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
 
     def _idle(self, name: Dimension, step: int, sent: Collection[Dimension] | None) -> str:
-        """Return why no message of a dimension that has a codec was encoded."""
+        """Return why no message of a dimension with a codec was encoded."""
         state = self._state
         if name in state.guard.trips:
             return f"the guard has made it native since step {state.guard.trips[name].step}"
@@ -240,7 +240,7 @@ class OnlineTuner:
         return small
 
     def _nothing_left(self) -> list[str]:
-        """Return a message that nothing is compressed, once no verdict can change that."""
+        """Return a message that nothing is compressed, once no verdict can change any more."""
         state = self._state
         if self.idle_reason(state.step) != ALL_NATIVE or state.verdicts.may_change:
             return []

@@ -19,7 +19,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 
-#: explains why a codec cannot act where receives are posted, and what to do
+#: explains why a codec has no effect on posted receives, and the remedy
 VARIES = (
     "receives are posted before the sender has encoded, and only gloo takes a message that is "
     "shorter than its receive; use a codec of fixed size, such as blockint or zfp"
@@ -111,7 +111,7 @@ class AllToAll(Message[Handle]):
         self.in_splits, self.out_splits = (
             gives,
             takes,
-        )  # so the splits are compared once per message
+        )  # so that the splits are compared once per message
         if self.out is None:
             self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(

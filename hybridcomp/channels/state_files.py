@@ -126,7 +126,7 @@ def pack(
 
 
 def room_for(values: Tensor, codec: Codec, aligned: int = ALIGNED) -> int:
-    """Return the most bytes that the file of ``values`` can take, including room for encoding."""
+    """Return the maximum bytes of the file of ``values``, including room for encoding."""
     most = max(values.nbytes, codec.wire_nbytes(values.numel(), values.dtype))
     return -(-(most + SIZE) // aligned) * aligned
 

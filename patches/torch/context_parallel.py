@@ -6,7 +6,7 @@ each pass and forwarded as bytes; sums of gradients, which torch sends round in 
 every hop. With settings that leave a message native, torch's rotater sends it.
 
 The module is private to torch: a release that nobody has tested is taken only where the ring is the
-same (``engines/torch_versions.py``).
+same (``torch_versions.py``).
 """
 
 from __future__ import annotations

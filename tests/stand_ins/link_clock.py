@@ -1,4 +1,4 @@
-"""Stand-in for the clock of trials: a link is as fast as a test wants."""
+"""Fake clock of trials: makes a link as fast as a test needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.autotune.trials import StepTraffic
 
 @contextmanager
 def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
-    """The collectives run, and take these seconds; yields the sizes of the trials."""
+    """Run the collectives with these times; yields the sizes of the trials."""
     sizes: list[int] = []
 
     def seconds(run: Callable[[], None], device: torch.device) -> float:

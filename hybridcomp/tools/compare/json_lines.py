@@ -1,7 +1,7 @@
 """Read trainings from JSON lines: a log with header, steps and summary, and hybridcomp's ledger.
 
 The log is what ``train_gpt.py --log`` and ``HYBRIDCOMP_RECORD`` write: ``{"run": {..}}``,
-then a record with ``step``, ``loss`` and more (``session/metric_names.py``) for each step, then
+then a record with ``step``, ``loss`` and more (``metric_names.py``) for each step, then
 ``{"summary": true, ..}``. Between them may stand records of evaluations, as loops with a callback
 of Hugging Face's Trainer write them.
 """

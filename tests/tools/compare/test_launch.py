@@ -1,4 +1,4 @@
-"""``hybridcomp compare --launch``: what is started with what, and what is not started again."""
+"""``hybridcomp compare --launch``: started commands, and runs that are not repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.tools.compare import CompareError
 from hybridcomp.tools.compare.launch import RunPlan, armed, block_of, config_of
 from tests.selection import by_day
 
-#: a trainer of one process that learns better without compression, and counts how often it ran
+#: a single-process trainer that learns better without compression, and counts its runs
 TRAINER = """
 import argparse, json, os, sys
 parser = argparse.ArgumentParser()

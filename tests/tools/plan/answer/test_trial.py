@@ -1,4 +1,4 @@
-"""--try and --check, with a training that writes logs and does nothing else."""
+"""--try and --check, with a training that only writes logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.tools.plan.answer.trial import check_command, tried
 from hybridcomp.tools.plan.layout import Layout
 from tests.tools.plan.answer.made import CLUSTER, plan, prediction
 
-#: stands in for a training: two stages take 0.4 s a step, one takes 0.3, four fail
+#: a fake training: two stages take 0.4 s a step, one takes 0.3, four fail
 TRAINING = """
 import json, pathlib, sys
 folder, stages = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -85,7 +85,7 @@ def test_a_command_that_does_not_take_what_plans_differ_in(tmp_path: Path) -> No
 
 
 def finished(folder: Path, seconds: float, wire_mb: dict[str, float]) -> Path:
-    """A run of ten steps with a log and a ledger."""
+    """Return a run of ten steps with a log and a ledger."""
     folder.mkdir()
     tokens = 4 * 8 * 128
     steps = [

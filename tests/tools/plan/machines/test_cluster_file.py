@@ -1,4 +1,4 @@
-"""The file of a cluster: what is written is read, what is wrong is said in one sentence."""
+"""Cluster files: round trip, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     cluster_file.write(WHOLE, path)
     assert cluster_file.read(path) == WHOLE
-    assert len(path.read_text().splitlines()) > 10  # a row a line
+    assert len(path.read_text().splitlines()) > 10  # one row per line
 
 
 def test_a_description_becomes_a_cluster_of_assumed_figures(tmp_path: Path) -> None:
