@@ -36,9 +36,7 @@ def codecs(plan: Plan) -> str:
         apart = {way: plan.choices[name, way] for way in ROWS[name].apart}
         apart = {way: choice for way, choice in apart.items() if not choice.native}
         encoded = any(not choice.native for choice in ways.values())
-        shown = [
-            f"{way} {choice}" for way, choice in {**(ways if encoded else {}), **apart}.items()
-        ]
+        shown = [f"{way} {one}" for way, one in {**(ways if encoded else {}), **apart}.items()]
         if encoded and not apart and len(set(ways.values())) == 1:
             shown = [str(next(iter(ways.values())))]
         if shown:
