@@ -11,10 +11,10 @@ import torch
 from hybridcomp.nn.tables.slots import RowTable
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
-from hybridcomp.session.followers import StepFollower
+from hybridcomp.session.followers import FiguresFollower
 
 
-class TableFigures(StepFollower):
+class TableFigures(FiguresFollower):
     """Follower of a session: hits, asked rows, rows copied in and out, over the ranks of tables."""
 
     name = "embed"

@@ -58,7 +58,7 @@ def build(block: dict[str, Any] | None, **settings: Any) -> Any:
 
 
 def trained(block: dict[str, Any] | None, steps: int = 5, **settings: Any) -> tuple[str, Any]:
-    """Return the weights' digest after ``steps``, and the ledger's rows."""
+    """Return the weights' digest after some steps, and the ledger's rows."""
     engine = build(block, **settings)
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())

@@ -31,7 +31,7 @@ def divisions(job: PlannedJob, evaluator: Evaluator, work: Work) -> Iterator[Wor
     layout, (stage, *_) = work.layout, work.stages
     model, seen = model_pass(job, layout, stage), set[Layout]()
     searched = searches_gathers(job, layout)
-    if searched and not layout.knobs:
+    if searched and not layout.knobs and _drive(job, work, layout.ratio, False) == 0:
         yield work
     for ratio in _ratios(job, layout) if searched else (layout.ratio,):
         drive = _drive(job, work, ratio, searched)

@@ -15,7 +15,7 @@ from hybridcomp.channels.pinned_receive_buffers import LONG_NUMEL
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.answer import files
-from hybridcomp.tools.plan.answer.report import details
+from hybridcomp.tools.plan.answer.report import codecs, details
 from hybridcomp.tools.plan.answer.start_command import left_to_user
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import Price
@@ -154,7 +154,9 @@ def test_sub_groups_and_gathers_are_deepspeeds(tmp_path: Path) -> None:
     assert Layout.from_json(layout.to_json()) == layout
 
 
-def tiers(host_gb: float, drive: float, budget: str = "lossless") -> tuple[Found, Cluster]:
+def tiers(
+    host_gb: float, drive: float, budget: str = "lossless", keep: int = 1
+) -> tuple[Found, Cluster]:
     """Answer for two ranks whose host has ``host_gb``, and a drive of ``drive`` GB/s (0: none)."""
     more: dict[str, Any] = {"host_memory_gb": host_gb, "host_codecs": {
         "expcode": {"gbytes_per_second": 2.0}}}  # fmt: skip
@@ -162,7 +164,7 @@ def tiers(host_gb: float, drive: float, budget: str = "lossless") -> tuple[Found
         more["drive"] = {"gbytes_per_second": drive}
     machine = machines(5.0, 0.6 * tight() / 0.9, **more)
     fixed: dict[str, Any] = {"context": 1, "stages": 1, "zero_stage": 3, "offload": True}
-    limits = SearchLimits(recompute=False, keep=1, most_micro_batch=1, fixed=fixed)
+    limits = SearchLimits(recompute=False, keep=keep, most_micro_batch=1, fixed=fixed)
     return search(small(blocks=8), machine, AllowedChoices.parse(budget), BATCH, limits), machine
 
 
@@ -170,14 +172,18 @@ def test_states_that_the_host_cannot_hold_go_to_its_drive(tmp_path: Path) -> Non
     (roomy,) = tiers(1.0, 1.0)[0].plans
     assert not roomy.layout.drive and roomy.prediction.memory["host"] > 0
     for host_gb, share in ((0.05, 0.58), (1e-9, 1.0)):
-        found, machine = tiers(host_gb, 0.2)
-        (plan,) = found.plans
+        found, machine = tiers(host_gb, 0.2, keep=5)
+        plan = found.plans[0]
+        for one in found.plans:  # those with DeepSpeed's own gathers, too
+            values = one.prediction.memory["host"] / 12
+            assert 2 * 16 * values <= 0.92e9 * host_gb * (1 + 1e-9), one.layout
         assert plan.layout.drive == pytest.approx(share, abs=0.01) and plan.layout.ratio == 1
         assert plan.prediction.seconds > roomy.prediction.seconds
         assert plan.block == {"offload": {"states": {"codec": "expcode"}}}
         assert Choices.of_block(plan.block) == plan.choices
         assert Plan.from_json(plan.to_json()).layout == plan.layout
         assert "states are on the drive" in " ".join(details(plan, machine))
+        assert codecs(plan) == "offload states expcode()"
         base = {"zero_optimization": {"offload_optimizer": {"nvme_path": "/a drive"}}}
         (note,) = (one for one in left_to_user(plan, ("x",), {"optimizer": {}}))
         assert '"nvme_path": "/local_nvme": name a folder' in note
