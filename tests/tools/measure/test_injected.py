@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hybridcomp.job import agreement
 from hybridcomp.session import closing
 from hybridcomp.tools.measure import command
+from hybridcomp.tools.measure.run import measure
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from tests.job.failing import Steps, steps
@@ -33,14 +34,14 @@ def measured(
 ) -> tuple[int, str, float, Steps, list[str]]:
     """Measure; return status, what stderr has, when it ended, steps, what is left behind."""
     agreement.LOOK_S = 0.05
-    told, plain, counted = io.StringIO(), command.measure, Steps()
+    told, counted = io.StringIO(), Steps()
     level, threads = logging.getLogger("hybridcomp").level, threading.enumerate()
     words = ["--out", path, "--seconds", "1", "--ranks-per-node", "1"]
 
     def injected(*args: Any, **more: Any) -> Any:
         nonlocal counted
         with steps(step if dist.get_rank() == rank else None) as counted:
-            return plain(*args, **more)
+            return measure(*args, **more)
 
     with (
         mock.patch.object(command, "measure", injected), little(stages),
