@@ -197,7 +197,7 @@ def kept(jobs: list[NvmeJob]) -> list[dict[str, Any]]:
 
 
 def test_states_that_fit_the_host_stay_out_of_files(pool: RankPool, tmp_path: Path) -> None:
-    """Files get half of the bytes where two of four sub-groups are resident, the weights the same."""
+    """Files get half of the bytes where two of four sub-groups are resident; same weights."""
     job = NvmeJob(str(tmp_path / "all"), layers=4)
     numel = sum(p.numel() for p in nvme_trainer.Layers(4).parameters())
     block: dict[str, Any] = {**(job.block or {}), "memory": {
