@@ -362,6 +362,8 @@ def test_a_failure_in_an_island_that_is_a_job_is_one_of_its_ranks(fails: int) ->
     for (starts, found), (same, healthy) in zip(ones, others, strict=True):
         assert not found.problems and not healthy.problems
         assert found.tried == fails and found.failed > fails // 2 and not healthy.failed
+        print(f"islands: {found.failed} of {found.tried}, at most {found.longest_s:.2f} s")
+        assert fails == 8 or found.longest_s <= LIMIT_S
         shared = starts.keys() & same.keys()
         assert len(shared) > fails // 2
         for number in shared:
