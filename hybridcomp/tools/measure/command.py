@@ -17,6 +17,7 @@ from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.job.together import ending
 from hybridcomp.log import say
 from hybridcomp.session import closing
+from hybridcomp.tools.measure import remembered
 from hybridcomp.tools.measure.block import BlockSize
 from hybridcomp.tools.measure.options import HOW, add_arguments
 from hybridcomp.tools.measure.report import lines
@@ -58,13 +59,14 @@ def run(options: argparse.Namespace) -> int:
             cluster = measure(
                 device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
             )
+        kept = remembered.keep(cluster, device)
         if dist.get_rank() == 0:
             try:
                 cluster_file.write(cluster, options.out)
             except OSError as error:
                 raise ConfigError("--out", str(options.out), f"cannot write it: {error}") from error
             say(*lines(cluster), *(f"it says {line}" for line in missing(cluster)),
-                f"wrote {options.out}")  # fmt: skip
+                f"wrote {options.out}", *filter(None, [kept]))  # fmt: skip
     finally:
         closing.forget()
         if mine:
