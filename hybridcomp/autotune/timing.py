@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from hybridcomp.autotune import measured
 from hybridcomp.autotune.memory_limits import room_for
 from hybridcomp.autotune.trials import Run, StepTraffic
 from hybridcomp.autotune.verdicts import Decision
@@ -82,6 +83,38 @@ def judge(
         messages=messages,
         of=total * itemsize if total > values else 0,
         gain_s=(native_s - coded_s) * total / values if whole else None,
+    )
+
+
+def confirm(
+    trials: Callable[[StepTraffic], tuple[Run, Run]],
+    sent: StepTraffic,
+    seconds: Callable[[StepTraffic], tuple[float, float] | None],
+    itemsize: int,
+    device: torch.device,
+) -> Decision | None:
+    """Decide by a table of measured messages if short ones take what it says; None: a trial must.
+
+    A collective over the job. ``seconds``: those of messages by the table, native and encoded, the
+    same on all ranks.
+    """
+    short = replace(sent, numels=(max(1, min(SIZES[0], max(sent.numels))),))
+    told, whole = seconds(short), seconds(sent)
+    if told is None or whole is None:
+        return None
+    native_s, coded_s = whole
+    if max(native_s, coded_s) < measured.SURE * min(native_s, coded_s):
+        return None
+    runs = trials(short)
+    _race(runs, 1, device)
+    found = _race(runs, REPEATS[1], device).amin(dim=0).tolist()
+    off = [max(now / then, then / now) for now, then in zip(found, told, strict=True)]
+    if max(off) > measured.OFF:
+        return None
+    gain_s = native_s - coded_s
+    nbytes = sent.numel * itemsize
+    return Decision(
+        gain_s > 0, nbytes, native_s, coded_s, len(sent.numels), checked=True, gain_s=gain_s
     )
 
 

@@ -7,6 +7,7 @@ engine's channels follow the verdicts in its state (``autotune/verdicts``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -14,16 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp.autotune import measured
+from hybridcomp.autotune.measured import MeasuredLinks
 from hybridcomp.autotune.memory_limits import has_room
 from hybridcomp.autotune.remembered import Remembered
 from hybridcomp.autotune.sum_trials import reductions
-from hybridcomp.autotune.timing import judge, judge_seen
+from hybridcomp.autotune.timing import confirm, judge, judge_seen
 from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
 from hybridcomp.codecs import require_kernels
+from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
@@ -86,11 +90,16 @@ class OnlineTuner:
         with together(MEASURING), state.gains.measuring():
             told = self._recall(names, group, int(common), known, place)
             anew = [name for name in names if name not in state.verdicts.by_dimension]
-            self._judge(anew, group, int(common), known, place)
+            links = None
+            if anew and state.config.remember:
+                links = measured.recall(device, group)
+            confirmed = self._judge(anew, group, int(common), known, place, links)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
         self._note_verdicts()
         told += [state.verdicts.by_dimension[name].describe(name) for name in anew]
+        if confirmed and links is not None:
+            told.append(links.describe(confirmed))
         return told + self._nothing_left()
 
     def _recall(
@@ -119,9 +128,15 @@ class OnlineTuner:
         numel: int,
         sent: Mapping[Dimension, StepTraffic],
         place: TrialGroup,
-    ) -> None:
-        """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective."""
+        links: MeasuredLinks | None,
+    ) -> list[Dimension]:
+        """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective.
+
+        ``links``: what ``hybridcomp measure`` found here, which short trials may confirm. Returns
+        the names whose verdicts are its.
+        """
         state, dtype, device = self._state, place.dtype, place.device
+        levels, confirmed = 1 if place.group.levels is None else 2, []
         for name in names:
             known = sent.get(name)
             whole = agree_on(known, group, device)
@@ -134,8 +149,18 @@ class OnlineTuner:
             if summed:
                 bits = state.residuals.bits if self._channels[name].error_feedback else 0
                 trials = reductions(codec, bits, place)
-            state.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
+            found = None
+            if links is not None and whole:
+                at = functools.partial(
+                    links.seconds, codec=codec.spec, dtype=DTYPE_NAMES[dtype], levels=levels
+                )
+                found = confirm(trials, known, at, dtype.itemsize, device)
+            confirmed += [name] if found else []
+            state.verdicts.by_dimension[name] = found or judge(
+                trials, known, dtype.itemsize, device, whole
+            )
             del trials
+        return confirmed
 
     def tune_from_profile(self, device: torch.device) -> list[str]:
         """Time tp and pp, if still undecided, with messages like those observed.

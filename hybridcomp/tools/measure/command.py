@@ -18,6 +18,7 @@ from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.session import closing
+from hybridcomp.tools.measure import remembered
 from hybridcomp.tools.measure.block import BlockSize
 from hybridcomp.tools.measure.options import HOW, add_arguments
 from hybridcomp.tools.measure.report import lines
@@ -61,9 +62,10 @@ def run(options: argparse.Namespace) -> int:
                 device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks,
                 drive=options.drive,
             )  # fmt: skip
+            kept = remembered.keep(cluster, device)
         with together("hybridcomp measure"):
             if dist.get_rank() == 0:
-                _write(cluster, options.out)
+                _write(cluster, options.out, kept)
     finally:
         closing.forget()
         if mine:
@@ -71,9 +73,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write(cluster: Cluster, out: Path) -> None:
-    """Write the file and print what it has and lacks. Raises ConfigError."""
+def _write(cluster: Cluster, out: Path, kept: str) -> None:
+    """Write the file and print what it has and lacks, and ``kept``. Raises ConfigError."""
     told = [*lines(cluster), *(f"it says {line}" for line in missing(cluster)), f"wrote {out}"]
+    told += [kept] if kept else []
     try:
         cluster_file.write(cluster, out)
     except OSError as error:

@@ -317,6 +317,36 @@ def test_what_crosses_once_is_counted_once(
     assert f"and {3 / 4 * sent * 1e3:.5g} MB encoded" in said, said
 
 
+@pytest.mark.parametrize(
+    ("stage", "block", "native", "sent"),
+    [
+        (3, {"zero": {"frozen": "device"}}, 32 + 0.25 * 16, 0.25 * 48),
+        (3, {"zero": {"frozen": {"on": "host", "bits": 8}}}, 32 + 0.25 * 16, 0.25 * 48),
+        (3, {"zero": {"secondary": "exact"}}, 32 + 0.25 * 16, 0.25 * (16 + 2.9)),
+        (3, {"dp": {"codec": "bf16"}}, 32 + 0.25 * 16, 32 + 0.25 * 16),
+        (1, {"dp": {"codec": "bf16"}}, 0.25 * 48, 0.25 * (16 + 16)),
+    ],
+)
+def test_frozen_parameters_have_no_gradients_and_may_be_kept(
+    stage: int, block: dict[str, Any], native: float, sent: float, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of three quarters: bits a parameter that a rank sends in a step."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "compression": block,
+    }))  # fmt: skip
+    words = ["--parameters", "1e9", "--compute", "1", "--link", "25", "--ranks", "4"]
+    assert cli.main(["pays", str(path), *words, "--frozen", "0.75"]) == 0
+    said = capsys.readouterr().out
+    assert f"sends {3 / 4 * native / 8 * 1e3:.5g} MB of gradients and parameters" in said, said
+    assert f"and {3 / 4 * sent / 8 * 1e3:.5g} MB encoded" in said, said
+    if "frozen" in block.get("zero", {}):
+        assert "whose coding takes 0 ms" not in said
+    assert cli.main(["pays", str(path), *words, "--frozen", "1"]) == cli.BAD_INPUT
+    assert "--frozen: found 1.0" in capsys.readouterr().err
+
+
 def test_no_other_dtype_is_taken_for_sums(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
