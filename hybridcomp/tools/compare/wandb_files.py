@@ -175,9 +175,9 @@ def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[st
 
 
 def _settings(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the DeepSpeed settings: of hybridcomp's header, else of the Trainer's config.
+    """Return the DeepSpeed settings: from hybridcomp's header, else from the Trainer's config.
 
-    Of other engines the block alone, where the job has one.
+    Other engines have only the block, if any.
     """
     found = header.get("deepspeed", config.get("deepspeed"))
     if isinstance(found, Mapping):
