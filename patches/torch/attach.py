@@ -38,7 +38,7 @@ ATTRIBUTE = "_hybridcomp_attached"
 COMPILED = "_orig_mod"
 _UNSEEN = object()
 DETACH = "hybridcomp.detach"
-#: seconds that a detach waits for a rank that is alive: nothing is lost by going on
+#: seconds for which detach waits for a silent but living rank: going on without it loses nothing
 SILENT_S = 5.0
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -108,7 +108,7 @@ def _start(model: Module, attached: Attached) -> None:
 
 
 def _follow_loads(model: Module, attached: Attached) -> None:
-    """Notify ``attached`` when weights are loaded: every loader calls ``load_state_dict``."""
+    """Notify ``attached`` of loaded weights: every loader calls ``load_state_dict``."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     _loads[inner] = weakref.ref(attached)
     attached.on_detach(inner.register_load_state_dict_post_hook(_loaded).remove)
@@ -155,8 +155,8 @@ def _weights(model: weakref.ref[Module]) -> EngineWeights:
 def unwrapped(model: Any) -> Any:
     """Return the model to attach, without the wrapper of torch.compile or a module around it.
 
-    A module around the only DistributedDataParallel, or around the root of ``fully_shard`` that
-    has all of its parameters, is taken for what it has inside.
+    If a module contains just one DistributedDataParallel, or a root of ``fully_shard`` with all of
+    its parameters, the inner one is returned.
     """
     while isinstance(model, Module) and COMPILED in model._modules:
         model = model._modules[COMPILED]

@@ -38,7 +38,7 @@ from hybridcomp.session.followers import StatefulFollower
 
 CALL = "hybridcomp.stateful"
 WHAT = "loading the state of hybridcomp"
-#: what brings state that a checkpoint lacks
+#: advice on restoring state that a checkpoint lacks
 BRING = (
     "To bring it: hybridcomp.save_state(folder) where the job saves and "
     "hybridcomp.load_state(folder) where it loads, or hybridcomp.stateful(model) in what "

@@ -40,7 +40,7 @@ def test_blocks_parse(fence: Fence) -> None:
     elif BLOCK in found:
         block = load_config(found)
         assert block is not None
-        check.check(block, found)  # takes effect beside the rest of the file
+        check.check(block, found)  # the block has to act beside the rest of the file
     else:
         CompressionConfig.parse(found)
 
