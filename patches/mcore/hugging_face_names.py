@@ -124,7 +124,7 @@ class HuggingFaceNames:
     def translate(self, part: WeightPart) -> Iterator[WeightPart]:
         """Yield ``part`` under Hugging Face's names, maybe as several parts. Raises ConfigError."""
         stem, _, kind = part.name.rpartition(".")
-        if kind.startswith("layer_norm_"):  # of a fused layer of Transformer Engine
+        if kind.startswith("layer_norm_"):  # from a fused layer of Transformer Engine
             stem, kind = f"{stem}.layer_norm", kind.removeprefix("layer_norm_")
         family, layer = self.family, _LAYER.fullmatch(stem)
         if layer is None:

@@ -40,7 +40,7 @@ _KEPT = {
     ),
     "FP32Optimizer": (),  # its param_groups hold them
 }
-#: settings of an optimizer with which its weights are elsewhere, or gathered inside its step
+#: settings of an optimizer that keep weights elsewhere, or gather them inside its step
 _ELSEWHERE = (
     "optimizer_cpu_offload",
     "use_precision_aware_optimizer",

@@ -14,15 +14,15 @@ from hybridcomp.errors import ConfigError
 #: facts of the job that the rules of one upstream read
 J = TypeVar("J")
 
-#: refuse   never together, as results would be wrong: an error for a key that the user wrote, even
-#:          with ``on_unsupported`` native, which leaves out a codec that only the preset chose
+#: refuse   results would be wrong: an error for a key that the user wrote, even with
+#:          ``on_unsupported`` native; a codec that only the preset chose is left out then
 #: bypass   upstream sends this traffic on a path that no seam covers
 #: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
 #:          preset, which is made for every kind of job
 #: note     acts, with a remark for the user
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
-#: of every engine: the key of a job without tables
+#: message of any engine about a key of tables in a job that has none
 NO_TABLES = "a job without tables: CachedEmbedding of hybridcomp.nn, or Embedding(sparse=True)"
 NO_ROWS, TABLES_TODO = "no rows of tables are sent", "make the tables before the engine"
 

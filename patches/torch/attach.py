@@ -90,7 +90,7 @@ def _ranks(model: Module) -> Ranks | None:
         with suppress(ImportError):  # torch before 2.9
             ranks = island_masters.ranks_of_model(model)
     if not 0 < len(ranks) < dist.get_world_size() or is_island(tuple(ranks)):
-        return None  # islands attach together
+        return None  # all ranks of the islands attach together
     return ranks
 
 
@@ -187,11 +187,11 @@ def _inside(model: Module) -> list[DistributedDataParallel]:
 def detach(model: Module) -> None:
     """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
-    Every rank calls it between two steps, and none is let go where one is given another model. For
-    a rank that does not call it the others wait SILENT_S seconds, and then let go.
-    ``attach`` may follow, with another block too. Residuals of error feedback are dropped, with a
-    notice; ``save_state`` before saves them. Harmless when called twice. DDP's reducer cannot drop
-    a hook: ours stays and averages natively.
+    Every rank calls it between two steps, and no model is detached if ranks give different models.
+    If a rank does not call it, the others wait SILENT_S seconds and then detach. ``attach`` may
+    follow, with another block too. Residuals of error feedback are dropped, with a notice;
+    ``save_state`` before saves them. Harmless when called twice. DDP's reducer cannot drop a hook:
+    ours stays and averages natively.
 
     Args:
         model: the argument of ``attach``, or a model that was attached automatically.

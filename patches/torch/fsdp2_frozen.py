@@ -68,8 +68,8 @@ class FrozenGather:
         moves = sorted(self._members.trained)
         if output.dtype not in VALUE_DTYPES:
             moves = list(range(len(stretches)))
-        own: list[Tensor] = []  # of a copy of ``share``, which is a view of ``output``, by stretch
-        message: list[Tensor] = []  # a room and this rank's part, of what is trained
+        own: list[Tensor] = []  # copy of ``share``, a view of ``output``, by stretch
+        message: list[Tensor] = []  # a buffer and this rank's part of trained values
 
         def shards() -> list[Tensor]:
             if not own:

@@ -56,8 +56,8 @@ class LossScale:
     def load(self, saved: float | None, is_known: bool, given: float | None) -> None:
         """Continue with residuals that were saved at the scale ``saved``; None: it is not known.
 
-        ``is_known``: as saved; ``given``: the scale from now on, None: that of the scaler, or
-        ``saved`` where there is none and no scaler had it.
+        ``is_known``: the saved value. ``given``: the scale from now on; None: the scaler's, or
+        ``saved`` if there never was a scaler.
         """
         if saved is None:
             return

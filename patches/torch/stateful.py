@@ -269,7 +269,7 @@ def _check(attached: WithState, stated: Sequence[Mapping[str, Any]]) -> None:
     if told["kind"] != attached.kind:
         todo = f"this model is under {attached.kind}; residuals do not fit: leave them out"
         raise ConfigError(CALL, told["kind"], todo)
-    first = stated[min(known)]  # of one rank only: stages of a pipeline are different models
+    first = stated[min(known)]  # one rank's only: pipeline stages are different models
     if first["model"] not in (None, first["here"]):
         todo = (
             f"this one is {first['here']}: names or shapes of parameters differ; load it into the "

@@ -55,7 +55,7 @@ class UnseenSteps:
     def stepped_since_begin(self, passes: int, is_heard: bool) -> bool:
         """Return whether the optimizer has stepped since ``begin``.
 
-        The first forward pass after a reduction asks this.
+        The first forward pass after a reduction calls it.
 
         ``passes``: those with reduced gradients since the last step; ``is_heard``: whether steps of
         an optimizer of torch were heard of before.

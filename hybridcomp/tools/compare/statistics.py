@@ -28,11 +28,11 @@ POINTS = 400
 class Aligned:
     """Runs on one axis."""
 
-    unit: str  # of the axis: "tokens" or "steps"
+    unit: str  # unit of the axis: "tokens" or "steps"
     axis: Curve  # (points,)
-    losses: list[Curve]  # of each run: (seeds, points)
-    seconds: list[Curve] | None  # of each run: (seeds, points); None where one is unknown
-    sent: list[Curve | None]  # MB of each run: (seeds, points); None without its ledger
+    losses: list[Curve]  # losses of each run: (seeds, points)
+    seconds: list[Curve] | None  # seconds of each run: (seeds, points); None if unknown
+    sent: list[Curve | None]  # MB sent by each run: (seeds, points); None without its ledger
     notes: list[str]
 
 

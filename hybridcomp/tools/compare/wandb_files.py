@@ -76,7 +76,7 @@ def read_training(*folders: Path) -> LoggedTraining:
         )
     numbers = next(iter(rows.values()))
     counted = _series(history, TRAINER_STEP)
-    # of a repeated step the last record counts
+    # if a step was logged twice, the last record counts
     last = {counted.get(row, row): row for row in sorted(numbers)}
     at = [last[step] for step in sorted(last)]
     losses = np.array([numbers[step] for step in at], dtype=np.float64)
