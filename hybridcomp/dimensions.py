@@ -221,7 +221,7 @@ KEYS: tuple[Key, ...] = tuple((name, way) for name, row in ROWS.items() for way 
 ONE_WAY = tuple(name for name, row in ROWS.items() if row.one_way)
 #: dimensions whose codec is compared with native message by message
 MEASURED = tuple(name for name, row in ROWS.items() if row.timed not in (None, "in real steps"))
-#: those of MEASURED that are compared before the first step
+#: dimensions of MEASURED that are compared before the first step
 MEASURED_EARLY = tuple(name for name, row in ROWS.items() if row.timed == "at start-up")
 #: dimensions whose messages go from rank to rank
 BETWEEN_RANKS = tuple(name for name, row in ROWS.items() if row.between_ranks)

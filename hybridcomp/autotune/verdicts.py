@@ -20,8 +20,9 @@ from hybridcomp.config.policy import Dimension
 #: if encoding took this many times as long as native in the trial, no steps are compared: in a step
 #: encoding also takes the model's cores
 CLEAR = 2.0
-#: nor are they if encoding was this many times as fast. Below that the model's own work may hide
-#: the wire: over 1 Gb/s messages of DDP were twice as fast encoded, yet steps were slower
+#: no steps are compared either if encoding was this many times as fast. Below that the model's own
+#: work may hide the wire: over 1 Gb/s messages of DDP were twice as fast encoded, yet steps were
+#: slower
 CLEAR_CODED = 8.0
 #: encoded steps before steps are compared, in which kernels load and buffers are allocated
 WARM = 3

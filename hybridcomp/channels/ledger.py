@@ -34,7 +34,7 @@ class Entry:
     """Totals of one dimension and direction. All fields add up over messages and ranks."""
 
     messages: float = 0.0  # messages, including those left native
-    native: float = 0.0  # of these, messages left native
+    native: float = 0.0  # how many of the messages stayed native
     raw_nbytes: float = 0.0  # bytes that native would have sent to other ranks
     wire_nbytes: float = 0.0  # bytes sent to other ranks
     codec_s: float = 0.0  # host seconds of encoding and decoding
@@ -44,7 +44,7 @@ class Entry:
     inter_raw_nbytes: float = 0.0  # encoded messages: bytes native would have sent to other nodes
     inter_nbytes: float = 0.0  # encoded messages: bytes sent to other nodes
     outside: float = 0.0  # sampled: elements beyond their error bound; must stay 0
-    device_nbytes: float = 0.0  # of raw_nbytes, those encoded on a GPU
+    device_nbytes: float = 0.0  # part of raw_nbytes that was encoded on a GPU
     timed_nbytes: float = 0.0  # part of device_nbytes in timed steps
     device_codec_s: float = 0.0  # seconds on the streams in timed steps
     device_wait_s: float = 0.0

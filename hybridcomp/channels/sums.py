@@ -39,7 +39,7 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.config.policy import Direction
 
-#: pieces that one rank encodes, and those whose sum it owns
+#: pieces that one rank encodes, and pieces whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
 #: number of pieces that count as much as a plan in a group's cache: they only refer to existing
 #: objects

@@ -202,7 +202,7 @@ class HostLayers:
     ) -> None:
         """Restore all weights in place, bit for bit."""
         if self._pool is not None:
-            with suppress(Exception):  # of a layer that is no longer needed
+            with suppress(Exception):  # it belongs to a layer that is no longer needed
                 self._met()
             self._pool.shutdown()
             self._put_back()

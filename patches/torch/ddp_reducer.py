@@ -249,7 +249,7 @@ class Reducer:
             if one.layout is not None:
                 one.layout.unpack(one.message, one.gradients)
                 POOL.give(one.buffer)
-            one.future.set_result(one.gradients)  # on a GPU it is ready when this stream gets here
+            one.future.set_result(one.gradients)  # on a GPU they are ready when this stream arrives
 
     @contextmanager
     def _beside(self, gradients: Tensor) -> Iterator[None]:

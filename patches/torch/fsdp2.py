@@ -72,7 +72,7 @@ def _groups(state: Any) -> list[Any]:
 def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached | None:
     """Fill the slots of all groups; return None if there is no block.
 
-    ``undo``: gets what detaches the model. Raises ConfigError, AgreementError.
+    ``undo`` receives callbacks that detach the model. Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
     if block is not None and any(map(fsdp2_comms.has_output, groups)):
@@ -139,7 +139,7 @@ def is_served(model: nn.Module) -> bool:
 class _Enter:
     """Forward pre-hook of an FSDP2 module: notes passes in which any of its parameters trains.
 
-    Not those of a frozen teacher, though gradients may be enabled: no step of it will come.
+    It ignores passes of a frozen teacher even if gradients are enabled, since no step follows.
     """
 
     members: Members

@@ -31,9 +31,9 @@ OWN_COMMS = (
 class ShardedJob:
     """One model under FSDP2."""
 
-    ranks: Ranks  # of its largest mesh
+    ranks: Ranks  # ranks of its largest mesh
     shards: int  # ranks that a parameter is cut for, of the largest group
-    replicas: int  # of an HSDP mesh, else 1
+    replicas: int  # replicas of an HSDP mesh, else 1
     shard_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     process_groups: tuple[dist.ProcessGroup, ...]

@@ -1,8 +1,8 @@
 """Tables with sparse gradients that ``fully_shard`` ignores, dimension ``embed``.
 
-``fully_shard(model, ignored_params={table.weight})`` leaves a table as it is on every rank, and
-nobody reduces its gradient. Before the step of the optimizer that has the table, its touched rows
-are averaged over the ranks of the mesh, as FSDP2 averages other gradients; native steps (before
+``fully_shard(model, ignored_params={table.weight})`` leaves a table whole on every rank, and does
+not reduce its gradient. Before the step of the optimizer that has the table, its touched rows are
+averaged over the ranks of the mesh, as FSDP2 averages other gradients; native steps (before
 ``start_step``) send them exactly.
 """
 

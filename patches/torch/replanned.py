@@ -57,8 +57,8 @@ def _is_one(folder: Path) -> bool:
 def find(place: Path) -> checkpoints.Picked:
     """Return the newest whole checkpoint in ``place``, which may be one itself.
 
-    The one with the largest number at the end of its folder's name. torch writes its index last:
-    without it a checkpoint was not finished. Raises CheckpointError where none is whole.
+    Its folder has the largest number at the end of its name. torch writes its index last, so a
+    checkpoint without an index is unfinished. Raises CheckpointError if none is whole.
     """
     if _is_one(place):
         return checkpoints.newest([place], read)
@@ -137,9 +137,9 @@ def resume(
 
 @contextmanager
 def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
-    """Have torch leave out the optimizer states that the checkpoint lacks, of frozen parameters.
+    """Make torch leave out optimizer states of frozen parameters, which the checkpoint lacks.
 
-    torch asks for a state of every parameter that requires gradients.
+    torch otherwise expects a state for every parameter that requires gradients.
     """
     start = f"{OPTIMIZER}.state."
     stepped = {name.rpartition(".")[0] for name in job.files if name.startswith(start)}
@@ -158,7 +158,7 @@ def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
 def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:
     """Return ``job`` with the sampler's state in its checkpoint, if it has one.
 
-    Every rank calls it; ``alone``: this process, which is no rank of a job.
+    Every rank calls it; ``alone``: a process that is no rank of a job calls it.
     """
     names = [name.partition(".")[2] for name in job.files if name.startswith(f"{SAMPLER}.")]
     if not names:

@@ -57,7 +57,7 @@ def island_group(
     Build DistributedDataParallel or the mesh of fully_shard with it; DeepSpeed's engines take it by
     themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
     group. If islands are jobs of their own it is the whole job's. ``block``: as for ``attach``.
-    Raises ConfigError if the block has no islands, or the job cannot be cut into them.
+    Raises ConfigError if the block has no islands, or if the job cannot be cut into islands.
     """
     found, whole = read(block), dist.group.WORLD
     if found is not None and found.sync.jobs is not None and whole is not None:
@@ -95,11 +95,11 @@ def session_of(
     ConfigError where ``block`` is a plan's for another number of ranks.
 
     Args:
-        block: on which the ranks have agreed.
-        device: of the messages.
+        block: the block on which the ranks have agreed.
+        device: device of the messages.
         absent: dimensions of which the model has no messages.
         ranks: global ranks of the model.
-        undo: gets what closes the session.
+        undo: receives the callback that closes the session.
     """
     hold_to_plan(block, {"ranks": dist.get_world_size()})
     hold_to_machines(block, lambda: machines(device_name(device)))

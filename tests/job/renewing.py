@@ -139,7 +139,7 @@ class Engine3(Renewing):
         return [layer.base.weight for layer in self.job.model]
 
     def check(self) -> bool:
-        loss = self.job.step(self.values)  # of a forward pass with the renewed copies
+        loss = self.job.step(self.values)  # from a forward pass with the renewed copies
         whole = [self.job.whole(p) for p in self.job.model.parameters()]
         return self.right(loss) and all(bool(values.isfinite().all()) for values in whole)
 

@@ -309,7 +309,7 @@ def closed(folder: Path) -> list[Any]:
         publisher.publish(wait=False)
         begun = time.perf_counter()
         publisher.close()
-        assert time.perf_counter() - begun < 300  # of the 600 that rank 0 would have waited
+        assert time.perf_counter() - begun < 300  # rank 0 alone would have waited 600
     dist.barrier()
     receiver = WeightReceiver(folder)
     receiver.update()

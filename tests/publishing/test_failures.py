@@ -490,6 +490,6 @@ def test_of_two_jobs_one_writes_a_version_where_there_are_no_links(
     target.unlink()
     claim = tmp_path / "v1.claim"
     claim.touch()
-    os.utime(claim, (0, 0))  # of a job that was killed
+    os.utime(claim, (0, 0))  # as left by a job that was killed
     destinations._rename_new(second, target)
     assert target.read_text() == "second" and not claim.exists()

@@ -216,7 +216,7 @@ def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) ->
         assert "rank 1: OSError" in told[0]
     receiver = WeightReceiver(tmp_path)
     applied = receiver.update()
-    assert applied is not None and applied.version == 3  # of four steps one was not published
+    assert applied is not None and applied.version == 3  # one of the four steps was not published
 
 
 def other_parameters(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Device:
-    """One stream: its work takes ``busy`` seconds each, of which ``done`` have passed."""
+    """A device with one stream: ``given`` seconds of work are queued, ``done`` of them finished."""
 
     given: float = 0.0
     done: float = 0.0

@@ -34,7 +34,7 @@ def reduce_scatter_along_first_dim(inp, tp_group, async_op=False):
         out, inp.contiguous(), group=tp_group, async_op=async_op)
     return out, handle
 """
-#: of 2.19 and 2.20: two functions with an output argument
+#: source of 2.19 and 2.20: two functions have an output argument
 LATER = (
     DISTRIBUTED.replace(
         """quantizer=None):

@@ -273,7 +273,7 @@ def taken_over(folder: Path) -> None:
     for step in range(7, 10):
         train_step(engine, job, step)
     session.save(folder / "again")
-    saved_session.read(session, folder / "again")  # of another number of ranks
+    saved_session.read(session, folder / "again")  # after a change of the number of ranks
     engine.destroy()
 
 

@@ -155,7 +155,7 @@ def test_islands_do_not_save_into_one_folder(tmp_path: Path) -> None:
     with rendezvous() as address:
         jobs = [Job(stage=1, block=named(address, name, at_start=1)) for name in "ab"]
         assert run_ranks(1, saves_into, jobs[0], tmp_path, 0) == [""]
-        (told,) = run_ranks(1, saves_into, jobs[1], tmp_path, 1)  # of the same run
+        (told,) = run_ranks(1, saves_into, jobs[1], tmp_path, 1)  # an island of the same run
     words = r"two has what island a of this run has saved, and island b would overwrite"
     assert re.search(words, told) and "\n" not in told
     with rendezvous() as address:  # another run may
@@ -169,7 +169,7 @@ def test_checkpoints_go_on_bit_for_bit_and_with_another_number(stage: int, tmp_p
     with rendezvous() as address:
         job = Job(stage=stage, dtype="bf16", block=block(address, **FED_BACK))
         whole = beside(*((2, saves, (job, folder)) for folder in folders[:2]))
-    with rendezvous() as address:  # of another run
+    with rendezvous() as address:  # another run
         job = Job(stage=stage, dtype="bf16", block=block(address, **FED_BACK))
         again = beside(*((2, loads, (job, folder)) for folder in folders[:2]))
     for island, other in zip(whole, again, strict=True):

@@ -107,7 +107,7 @@ def test_one_that_shows_no_life_has_ended_elsewhere_and_lives_here(
             second.take()
         return
     second.take()
-    with pytest.raises(AgreementError):  # one that was stopped, and joins again
+    with pytest.raises(AgreementError):  # the stopped holder tries to join again
         first.take()
     first.release()
     assert second._line.get("holders/a") == second._text.encode()

@@ -53,7 +53,7 @@ def accumulates(engine: str) -> None:
                 passed(job)
                 job.optimizer.step()
                 job.optimizer.zero_grad(set_to_none=to_none)
-            for _ in range(5):  # cleared at the last moment
+            for _ in range(5):  # gradients are cleared just before the step
                 passed(job, functools.partial(job.optimizer.zero_grad, to_none))
                 job.optimizer.step()
         assert job.meetings.clock == 10

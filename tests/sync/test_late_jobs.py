@@ -120,7 +120,7 @@ def test_checkpoints_hold_what_is_under_way(rule: str, tmp_path: Path) -> None:
         again = beside(*((1, loads, (address, n, rule, tmp_path, 2)) for n in (0, 2)))
     for (mine,), (theirs,) in zip(whole, again, strict=True):
         assert torch.equal(mine, theirs)
-    with rendezvous() as address:  # of more islands: in-flight messages are sent again
+    with rendezvous() as address:  # with more islands, in-flight messages are sent again
         three = beside(*((1, loads, (address, n, rule, tmp_path, 3)) for n in (0, 2, 4)))
     assert torch.equal(three[0][0], three[1][0]) and torch.equal(three[0][0], three[2][0])
 

@@ -314,7 +314,7 @@ def far_off_in_parts() -> None:
     mine = held[dist.get_rank() % 2] * (dist.get_rank() < 2)
     assert far_off_of(mine, [True] * 4, 3.0, group) == [False, False, True, False]
     assert far_off_of(mine, [True, False, True, True], 7.0, group) == [False] * 4
-    assert far_off_of(mine, [True, False, True, False], 1.5, group) == [False] * 4  # of two
+    assert far_off_of(mine, [True, False, True, False], 1.5, group) == [False] * 4  # two islands
 
 
 def test_an_outlier_is_skipped() -> None:

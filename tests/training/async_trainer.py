@@ -49,7 +49,7 @@ class AsyncOutcome:
     most_held: int = 1
     staleness: int = 0
     row: dict[str, float] | None = None
-    collectives: int = 0  # of all stages, in train_batch
+    collectives: int = 0  # collectives of all stages, in train_batch
 
 
 def weight(stage: int) -> Tensor:

@@ -40,7 +40,7 @@ class Job:
     dispatcher: str = "alltoall"
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
-    overlap: bool = False  # of gradient reduction, parameter gather and pipeline sends
+    overlap: bool = False  # reduction, gathers and sends overlap with computation
     batch_p2p: bool = True
     bf16: bool = False
     loss_scale: float | None = None  # initial scale: the job is in fp16
@@ -49,14 +49,14 @@ class Job:
     optimizer: str = "adam"
     linear: bool = False  # makes Adam plain SGD, which the distributed optimizer does not accept
     clip: float = 1.0
-    order: str = "tp-cp-ep-dp-pp"  # of ranks
+    order: str = "tp-cp-ep-dp-pp"  # order of ranks
     tied: bool = False  # embedding and output layer share a weight
     steps: int = 50
     micro_batches: int = 2
     lr: float = 4e-3
     seed: int = 0
     restart: int | None = None  # save, drop and reload everything before this step
-    folder: str = ""  # of the restart's checkpoint
+    folder: str = ""  # the restart's checkpoint
     raw: bool = False  # a lossless fixed-size codec on every dimension of the block
     #: seconds of native and of encoded messages, as measured by ``"when": "auto"``
     link: tuple[float, float] | None = None
@@ -91,7 +91,7 @@ def prepare() -> None:
     import megatron.core.optimizer  # noqa: F401
 
     if not known:
-        forget_inherited()  # nor its objects
+        forget_inherited()  # drop inherited objects as well
 
     if shim:
         megatron_on_cpu.patch()

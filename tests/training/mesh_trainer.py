@@ -30,7 +30,7 @@ class Job:
     norm: str = "rmsnorm"
     tied: bool = False
     block: dict[str, Any] | None = None
-    folder: str | None = None  # of a checkpoint
+    folder: str | None = None  # folder of a checkpoint
     save: int = 0  # after this step
     load: bool = False
     plain: str | None = None  # output file of the plain model's weights

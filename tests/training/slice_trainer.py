@@ -31,10 +31,10 @@ class Job:
     replicas: int = 1
     clip: float = 0.1
     block: dict[str, Any] | None = None
-    folder: str | None = None  # of a checkpoint
+    folder: str | None = None  # folder of a checkpoint
     save: int = 0  # after this step
     load: bool = False
-    more: dict[str, Any] = field(default_factory=dict)  # of the DeepSpeed file
+    more: dict[str, Any] = field(default_factory=dict)  # further keys of the DeepSpeed file
 
 
 @dataclass

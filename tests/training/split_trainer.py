@@ -57,7 +57,7 @@ class Outcome:
     """A rank's results."""
 
     losses: list[float]
-    digests: dict[str, str]  # of the bytes of this rank's parameters, by name
+    digests: dict[str, str]  # digests of the bytes of this rank's parameters, by name
     #: (dimension, direction) -> (messages, native messages, raw bytes, wire bytes)
     ledger: dict[tuple[str, str], tuple[int, int, int, int]]
     names: dict[str, str]  # parameter name -> name of its residuals

@@ -34,7 +34,7 @@ class Job:
     tied: bool = False
     partitioned: bool = True  # send activations in parts, one per tensor rank
     same_data: bool = False  # on all replicas: results do not depend on their number
-    folder: str | None = None  # of a checkpoint
+    folder: str | None = None  # folder of a checkpoint
     save: int = 0  # after this step
     load: bool = False
     block: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)  # digest of the bytes, by name
-    whole: dict[str, str] = field(default_factory=dict)  # of unsharded parameters
+    whole: dict[str, str] = field(default_factory=dict)  # unsharded parameters, as digests
     ledger: dict[tuple[str, str], tuple[int, int, int, int]] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)  # keys of the residuals
     step: int = 0  # counted by the channels
@@ -62,7 +62,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     start_deepspeed()
     import megatron.core.tensor_parallel  # noqa: F401
 
-    forget_inherited()  # nor megatron-core's objects
+    forget_inherited()  # drop inherited megatron-core objects as well
     sys.path.insert(0, str(SCRIPTS))
     outcomes: list[Outcome | str] = []
     for job in jobs:

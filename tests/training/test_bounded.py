@@ -60,5 +60,5 @@ def test_bounded_gradients_train(pool: RankPool, stage: int, dtype: str) -> None
         assert row["codec"].startswith("radix(error_bound=0.0")
         assert row["native_messages"] == 0 and row["ratio"] > 1.5
         assert row["outside_bound"] == 0
-        # of norms: most values are a few times smaller than their segment's largest
+        # error of norms: most values are a few times smaller than their segment's largest
         assert 0 < row["error"] < 5 * BOUND

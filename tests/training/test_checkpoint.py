@@ -334,7 +334,7 @@ def test_other_ranks_under_zero_are_refused_as_upstream_refuses_them(tmp_path: P
 
 
 def overflow_run() -> list[tuple[bool, float, float]]:
-    """Return (overflow, change of loss scale, residual norm) by step; the first overflow."""
+    """Return (overflow, change of loss scale, residual norm) by step; the first steps overflow."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 

@@ -254,7 +254,7 @@ def test_changes_are_noticed_and_sent_anew(pool: RankPool, engine: str, way: str
     native, exact = pool.run(trained, plain, None, way), pool.run(trained, engine, EXACT, way)
     assert [found[0] for found in exact] == [found[0] for found in native]
     for _, sent, _ in exact:
-        once = 2 * (WIDTH * WIDTH) * 3 // 4  # of one weight
+        once = 2 * (WIDTH * WIDTH) * 3 // 4  # bytes of one weight
         anew = way != "thaw"
         share = 0.6 if engine == "hpz" else 0.9  # inside a node: two thirds
         assert (sent[3] - sent[2] > share * once) == anew and sent[4] == sent[2]

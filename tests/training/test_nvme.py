@@ -38,7 +38,7 @@ def parameters_on(folder: str) -> dict[str, Any]:
 
 
 def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
-    """Bit for bit, for every way that DeepSpeed reads and writes; and the bytes."""
+    """Results are equal bit for bit for every way in which DeepSpeed reads and writes files."""
     host = NvmeJob(None, accumulation=2)
     folders = [str(tmp_path / name) for name in ("plain", "piped", "parameters")]
     jobs = [

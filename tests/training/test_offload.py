@@ -487,7 +487,7 @@ def broken_run(job: Job, folder: str) -> tuple[list[float], list[float], float, 
 BESIDE: dict[str, dict[str, Any]] = {
     "alone": {},
     "zero": {"zero": "blockint"},
-    "delta": {"zero": {"codec": "blockint", "bits": 4, "delta": True}},  # not at stage 3
+    "delta": {"zero": {"codec": "blockint", "bits": 4, "delta": True}},  # refused at stage 3
 }
 SAVED = [case for case in product((1, 2, 3), BESIDE) if case != (3, "delta")]
 

@@ -91,7 +91,7 @@ def test_trains_as_natively(four: RankPool, name: str) -> None:
         assert (coded.digests, coded.skipped) == (native.digests, native.skipped)
         assert any(coded.skipped) == (name == "overflows")
     sent = sum(coded.between["zero"][1] for _, coded in results)
-    values = 5400 * (job.steps - sum(results[0][1].skipped))  # of matrices
+    values = 5400 * (job.steps - sum(results[0][1].skipped))  # values of matrices
     assert 0 < 8 * sent / values < (6 if name == "small learning rate" else 20)
 
 
@@ -147,7 +147,7 @@ def test_evaluation_renews_what_the_next_step_uses(four: RankPool) -> None:
             for step, (losses, _, evaluation, trained, _, _) in enumerate(some):
                 assert losses[0] == losses[1] and trained == 0
                 assert (evaluation > 0) == (step > 0), "only what a step changed crosses"
-        held = plain[0][4]  # of hpZ during a step; it drops its copy between steps
+        held = plain[0][4]  # hpZ's bytes during a step; it drops its copy between steps
         assert {kept for found in coded for kept in found[4:]} == {held}
         assert max(kept for found in eight for kept in found[4:]) < 0.65 * held  # tiny shards: 0.5
 

@@ -47,7 +47,7 @@ class Outcome:
     """A rank's results."""
 
     losses: list[float]
-    digests: dict[str, str]  # of the bytes of the exact parameters, by name
+    digests: dict[str, str]  # digests of the bytes of the exact parameters, by name
     skipped: list[bool]  # by step: whether the optimizer step was skipped
     #: dimension, with its direction where it has two -> (messages, native messages, raw bytes, wire
     #: bytes)

@@ -32,7 +32,7 @@ COPIES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 26
 #: bytes of files on a drive
 FILES = (1 << 20, 1 << 26)
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
-#: of the hosts of GPUs: values of one call, and their dtypes: fp32 are master weights
+#: on hosts of GPUs: values of a call, and their dtypes (fp32 for master weights)
 HOST_NUMELS, HOST_DTYPES = (1 << 16, 1 << 22), ("fp32", "bf16")
 #: rows and columns of the matrix product that runs concurrently with a codec
 SIDE = {"cpu": 192, "cuda": 2048}

@@ -64,10 +64,10 @@ def measure(
     """Measure the cluster that this job runs on; a collective over the job, the same on all ranks.
 
     Args:
-        device: of this rank.
+        device: this rank's.
         seconds: that it may take, roughly.
         hierarchy: as in the block: how ranks are assigned to nodes, and nodes to sites.
-        dtype: of the values of messages.
+        dtype: dtype of messages.
         blocks: transformer blocks to time, those of the model to train; none: default ones.
         drive: folder of each node's drive, to time files there.
     """

@@ -36,7 +36,7 @@ def losses_of(folder: Path, printed: str) -> tuple[float, float]:
     """Return the first and the last loss that a trainer logged."""
     if found := re.search(r"losses ([\d.]+) to ([\d.]+)", printed):
         return float(found[1]), float(found[2])
-    if found := re.search(r"losses in (\S+)", printed):  # of Lightning's logger
+    if found := re.search(r"losses in (\S+)", printed):  # written by Lightning's logger
         with (folder / found[1]).open() as file:
             rows = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
         return rows[0], rows[-1]

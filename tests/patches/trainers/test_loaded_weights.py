@@ -95,7 +95,7 @@ def test_files_of_accelerate_for_each_rank(tmp_path: Path, state: bool) -> None:
 
 
 def loaded_by_hand() -> tuple[str, str]:
-    """Return the messages after loading weights into the module inside DDP, by two blocks."""
+    """Return the log messages after loading weights into the module inside DDP, for two blocks."""
     found = []
     for block in (BLOCK, {"dp": {"codec": "blockint", "bits": 8}}):
         model = DistributedDataParallel(nn.Linear(32, 32))

@@ -50,7 +50,7 @@ def test_zero_resumed_shows_the_ledger_in_log_json_and_wandb(stage: int, tmp_pat
     for part, more, steps in (("first", "--steps 10", [10]), ("resumed", "--resume", [20])):
         printed = launch(tmp_path, f"{command} {more}", **OFFLINE)
         assert f"[hybridcomp] step {steps[0]}: dp blockint(bits=4)" in printed, part
-        *reports, _ = ledger(tmp_path)  # of this part: a resumed part begins a new file
+        *reports, _ = ledger(tmp_path)  # a resumed part begins a new file
         assert [report["step"] for report in reports] == steps, part
         history = history_of(tmp_path)
         for dimension in ("dp", "zero"):

@@ -86,7 +86,7 @@ def test_every_moment_of_a_step_has_one_cause(tmp_path: Path) -> None:
         causes.LATE: 50,  # from 400 to 450 it waits for the second rank
         causes.OTHERS: 30,
         causes.QUEUED: 50 + 10,  # from the end of a launch to its kernel
-        causes.BLOCKED: 50 - 30,  # of the blocking call, when nothing runs on the GPU
+        causes.BLOCKED: 50 - 30,  # the blocking call, while nothing runs on the GPU
         causes.OURS: 20,
         causes.REST: 50 + 10 + 10 + 100,  # before the first launch, around a mark, at the end
     }

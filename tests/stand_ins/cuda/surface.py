@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ops: Any = torch.ops.host_cuda
 cuda: Any = torch.cuda
-#: of every device
+#: memory of every device
 TOTAL = 8 << 30
 
 

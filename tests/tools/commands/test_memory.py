@@ -46,7 +46,7 @@ def test_seventy_billion_parameters_on_a_laptop(
     assert f"residuals {size(4 * N / 8)}," in told(capsys, path, *SIZED, "--ranks-per-node", "8")
     # a replica has eight ranks
     assert f"residuals {size(4 * N / 8)}," in told(capsys, path, *SIZED, "--replicas", "8")
-    # of four nodes of eight it is a 32nd if a replica spans several of these, else an eighth
+    # on four nodes of eight ranks: a 32nd if a replica spans several nodes, else an eighth
     deep = file(tmp_path, 3, dp=FEEDBACK, hierarchy=["auto", 4])
     assert f"residuals {size(4 * N / 32)}," in told(capsys, deep, *SIZED, "--ranks-per-node", "8")
     wide = file(tmp_path, 3, dp=FEEDBACK, hierarchy=[8, 8])

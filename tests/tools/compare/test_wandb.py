@@ -139,7 +139,7 @@ def test_run_of_the_trainer_with_figures_of_the_ledger(folder: Path) -> None:
     assert found.identity["model"] == {"vocab_size": 64, "model_type": "gpt2"}
     assert found.identity["data"]["per_device_train_batch_size"] == 4
     assert found.settings == {"zero_optimization": {"stage": 1}}
-    row = found.ledger["dp"]["forward"]  # of 15 reports, although the Trainer wrote 9 rows
+    row = found.ledger["dp"]["forward"]  # sums 15 reports, although the Trainer wrote 9 rows
     wire = sum(1.0 + step / 30 for step in range(2, 31, 2))
     assert row["raw_MB"] == 60.0 and row["wire_MB"] == pytest.approx(wire)
     assert row["ratio"] == pytest.approx(60.0 / wire)

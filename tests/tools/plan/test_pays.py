@@ -98,7 +98,7 @@ def test_steps_are_as_fast_as_the_instructions_at_hand() -> None:
     finally:
         kernels.limit(here)
     assert list(speeds.values()) == sorted(speeds.values()) and speeds["plain"] < 0.3e9
-    shares = pays.STEPS_BY_INSTRUCTIONS  # those that this machine has
+    shares = pays.STEPS_BY_INSTRUCTIONS  # instructions that this machine has
     assert speeds == pytest.approx({name: 1.1e9 * shares[name] for name in speeds})
 
 
@@ -226,7 +226,7 @@ def test_a_file_of_gpt_neox_needs_no_settings_of_deepspeed(
 def test_a_job_without_a_block_is_asked_about_with_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its own figures count, and only another file is an error."""
+    """A block's own figures count; a file that is no ds_config is an error."""
     path = tmp_path / "ds_config.json"
     settings: dict[str, object] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     path.write_text(json.dumps(settings))

@@ -148,7 +148,7 @@ def test_sub_groups_and_gathers_are_deepspeeds(tmp_path: Path) -> None:
     sizes = [10, 10, 30, 10, 40]
     model = ModelPass(tuple(((size,), True) for size in sizes), (), False)
     assert model.sub_group(2) == 2
-    # of 3 sub-groups (20, 30 and 50 of 100 values, half on each of 2 ranks) the first stays
+    # the first of 3 sub-groups stays (20, 30 and 50 of 100 values, half on each of 2 ranks)
     assert model.on_host(2, 0.6, 8) == 0.8 and model.on_host(2, 0.7, 8) == 1.0
     assert model.on_host(2, 0.5, 0) == 1.0, "one sub-group by default"
     assert Layout.from_json(layout.to_json()) == layout
@@ -292,7 +292,7 @@ def test_parameters_on_a_cut_are_whole_on_both_sides() -> None:
 
 
 def test_sums_of_micro_batches_are_those_of_whole_parameters() -> None:
-    """At ZeRO 2 only; the rank that moves the most bytes determines the time."""
+    """The case is ZeRO 2; the rank that moves the most bytes determines the time."""
     job, layout, stage = stage_and_job(3, 0.5)
     tensors = tuple(chain.from_iterable(layer.tensors for _, layer in stage.layers))
     whole = whole_of([(tensors, 2)])
