@@ -136,16 +136,15 @@ def of_json(found: Any) -> MeasuredLinks | None:
 def _row(found: Mapping[str, Any]) -> MeasuredRow:
     """Read a row. Raises KeyError, TypeError or ValueError where it is damaged."""
     numels = tuple(int(one) for one in found["numels"])
-    columns = [tuple(float(one) for one in found[name]) for name in ("native_s", "coded_s")]
-    flat = [*columns[0], *columns[1]]
+    native, coded = (tuple(map(float, found[name])) for name in ("native_s", "coded_s"))
     if not numels or list(numels) != sorted(set(numels)) or numels[0] < 1:
         raise ValueError("numels")
-    if {len(one) for one in columns} != {len(numels)}:
+    if not len(native) == len(coded) == len(numels):
         raise ValueError("columns")
-    if not all(math.isfinite(one) and one > 0 for one in flat):
+    if not all(math.isfinite(one) and one > 0 for one in (*native, *coded)):
         raise ValueError("seconds")
-    words = [str(found[name]) for name in ("how", "codec", "dtype")]
-    return MeasuredRow(*words, int(found["levels"]), numels, *columns)
+    how, codec, dtype = (str(found[name]) for name in ("how", "codec", "dtype"))
+    return MeasuredRow(how, codec, dtype, int(found["levels"]), numels, native, coded)
 
 
 def write(path: Path, hosts: Sequence[str], rows: Sequence[MeasuredRow], written: float) -> str:
