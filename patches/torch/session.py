@@ -29,6 +29,7 @@ from hybridcomp.log import say_once
 from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
+from hybridcomp.session.agreement import refuse_deepspeeds
 from hybridcomp.session.engine_session import EngineSession
 
 #: the name of each engine that users know
@@ -70,10 +71,13 @@ def island_group(
 
 
 def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
-    """Compare the block and the versions over the ranks of one model. Raises AgreementError.
+    """Compare the block and the versions over the ranks of one model.
+
+    Raises AgreementError, or ConfigError for what acts under DeepSpeed alone.
 
     With a block, these ranks then exchange their hosts, for errors about lost ranks.
     """
+    refuse_deepspeeds(block)
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, "engine": kind, **versions()}, ranks=ranks)
     if block is None:

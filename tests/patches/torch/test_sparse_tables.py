@@ -236,4 +236,4 @@ def test_what_cannot_act_is_refused(on_ranks: RunRanks) -> None:
     for first, _, last, memory in on_ranks(2, _refused):
         assert "compression.dp" in first and "name embed" in first
         assert "compression.embed" in last and "a job without tables" in last
-        assert memory.startswith('compression.memory.policy: found "planned"; only DeepSpeed')
+        assert memory.startswith("compression.memory.policy: found 'planned'; only DeepSpeed")
