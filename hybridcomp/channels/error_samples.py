@@ -92,10 +92,10 @@ def encode_once(
 
     Args:
         values: the message; its first SAMPLE_NUMEL elements are encoded.
-        codec: of the first quantization.
+        codec: codec of the first quantization.
         cuts: borders that the codec must not cross.
         relative_to: the tensor whose norm the error is divided by, None for ``values``.
-        residual: of error feedback for ``values``.
+        residual: residual of error feedback for ``values``.
     """
     head = values.detach().reshape(-1)[:SAMPLE_NUMEL]
     nbytes = codec.wire_nbytes(head.numel(), head.dtype)

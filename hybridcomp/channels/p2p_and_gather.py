@@ -79,7 +79,7 @@ class AllToAll(Message[Handle]):
     """Exchange parts of ``values`` between all ranks.
 
     Attributes:
-        values: of any shape; their flat order counts.
+        values: a tensor of any shape, read in flat order.
         out: 1-D contiguous, of their dtype; None: allocated where there is a codec.
         in_splits, out_splits: rows to and from each rank; None: equal parts. Sending replaces them
             by elements to and from each rank.

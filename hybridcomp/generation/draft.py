@@ -30,11 +30,11 @@ class DraftSizes:
 
     Attributes:
         vocabulary: size of the target's logits.
-        width, heads, layers: of the draft.
+        width, heads, layers: the draft's.
         target_heads, head_width: shape of the target's keys and values.
-        cross: whether it attends to them.
-        rope_base: of the rotation by position, in halves as Llama's and GPT-NeoX's, of the draft
-            and of its look at the target.
+        cross: whether the draft attends to them.
+        rope_base: base of rotary positions (in halves, as in Llama and GPT-NeoX), of the draft and
+            of its attention to the target.
     """
 
     vocabulary: int

@@ -28,7 +28,7 @@ class DraftSettings:
     """Settings of a draft and of its training.
 
     Attributes:
-        layers, width: of the draft; width None: half the width of the target's keys, all heads.
+        layers, width: the draft's; width None: half the width of the target's keys, all heads.
         kinds: "glide", with cross-attention, "plain", without; several are trained together.
         gamma: tokens drafted at a time.
         lr: peak learning rate of AdamW, with cosine decay to a fiftieth.

@@ -49,7 +49,7 @@ class CutWeight:
 
     Attributes:
         name: its dotted name.
-        shape, dtype: of the whole weight, as the model computes with it.
+        shape, dtype: those of the whole weight with which the model computes.
         numel: elements of a share, padding included; the same on all ranks.
         group: the ranks that hold shares, in their order; None: all.
         read: returns this rank's current values, in any shape, dtype and device, without padding.

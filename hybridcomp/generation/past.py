@@ -31,7 +31,7 @@ class SequencePart:
         sequence: its number.
         tokens: ids, at least one.
         place: tokens of its answer so far.
-        wants: of how many of the last tokens the last stage returns logits.
+        wants: number of last tokens for which the last stage returns logits.
         parents: for each token the index of the token in this part that it follows, -1 for one that
             follows the held tokens; always an earlier index. A token sees the held tokens, those
             on its path, and itself; its position is its depth behind the held tokens. None: each

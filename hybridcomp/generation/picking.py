@@ -23,7 +23,7 @@ class Picked:
     Attributes:
         answer: tokens added to the answer, at least one.
         tokens: tokens of the next pass: the answer's last token, or a tree after it.
-        parents, kept: of the next part, as ``SequencePart`` has them.
+        parents, kept: those of the next part, see ``SequencePart``.
     """
 
     answer: tuple[int, ...]

@@ -26,7 +26,7 @@ class StageRunner:
     would hold had the right tokens come one by one.
 
     Attributes:
-        layers: of the stage, in order.
+        layers: layers of the stage, in order.
         store: keys and values; ``store.of(sequence, layer)`` reads them, ``layer`` being what the
             layer has given to ``past.attend``.
     """

@@ -60,7 +60,7 @@ MESSAGES: tuple[tuple[Name, Operation], ...] = (
     ("tp", "all_reduce"), ("tp", "all_gather"), ("tp", "reduce_scatter"), ("pp", "send"),
     ("ep", "all_to_all"), ("cp", "send"),
 )  # fmt: skip
-#: values of the two messages: as many as activations of a small model have, and of a large one
+#: values of the two messages, like the activations of a small and of a large model
 NUMELS = {"cpu": (1 << 15, 1 << 20), "cuda": (1 << 15, 1 << 22)}
 #: leave out the longer message if all its turns may take this many times the allowance
 PATIENCE = 6.0

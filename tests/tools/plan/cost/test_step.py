@@ -242,8 +242,8 @@ def test_three_levels_send_least_over_uplinks() -> None:
     assert found[3].nbytes == pytest.approx(payload / 4 + 6e6)
     assert found[3].between_nbytes == pytest.approx(payload / 4 + 2e6)
     assert found[3].native_nbytes == flat.native_nbytes
-    # a gather: of a quarter of the values 1/2 from the other site, half of the payloads between the
-    # nodes of a site, and half of the values inside a node
+    # a gather sends half of a quarter of the payload to the other site, half of the payloads
+    # between the nodes of a site, and half of the values inside a node
     gather = EngineCall("all_gather", 1e6, 8, 4, None, levels=3, sites=2)
     gathered = prices.of(gather, bits_8, torch.float32)
     assert gathered.nbytes == pytest.approx(payload / 8 + payload / 4 + 2e6, rel=1e-4)
