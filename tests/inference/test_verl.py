@@ -1,4 +1,4 @@
-"""verl's checkpoint engine: actors on ranks, a rollout worker, one sync after the other."""
+"""verl's checkpoint engine: actors on ranks, a rollout worker, consecutive syncs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextlib.contextmanager
 def verl_on_this_rank() -> Iterator[None]:
-    """The stand-in, and our module around it, on a rank that other tests use as well."""
+    """Install the stand-in and our module on a rank that other tests share."""
     known, before = patching.version, set(sys.modules)
 
     def put(modules: dict[str, Any], package: str, version: str) -> None:
@@ -52,13 +52,13 @@ def verl_on_this_rank() -> Iterator[None]:
 
 
 def engine_of(to: str, **settings: Any) -> Any:
-    """An engine as a worker of verl makes it."""
+    """Return an engine as a verl worker creates it."""
     registry = stand_in_for_verl.CheckpointEngineRegistry
     return registry.new(BACKEND, bucket_size=1 << 20, to=to, **settings)
 
 
 def send(to: str, first: int, last: int) -> list[dict[str, float]]:
-    """Sync versions from the ranks of a new actor; returns what verl logs."""
+    """Sync versions from the ranks of a new actor; return verl's log entries."""
     with verl_on_this_rank():
         engine = engine_of(to, is_master=dist.get_rank() == 0)
         engine.prepare()
@@ -71,7 +71,7 @@ def send(to: str, first: int, last: int) -> list[dict[str, float]]:
 
 
 def received(engine: Any) -> dict[str, list[int]]:
-    """The bits that a rollout worker hands to its inference engine."""
+    """Return the bits that a rollout worker passes to its inference engine."""
 
     async def take() -> dict[str, torch.Tensor]:
         return {name: one.clone() async for name, one in engine.receive_weights(global_steps=3)}
@@ -96,7 +96,7 @@ def test_a_rollout_gets_the_version_of_each_sync(
             assert received(rollout) == bits(values_of(version).items())
             ratio = told[0][version - first]["checkpoint_engine/changed_ratio"]
             assert (ratio == 1) == (version == first)  # a new actor begins with a full version
-            rollout._before = version  # as init_process_group, which saw the others already
+            rollout._before = version  # as after init_process_group
     with pytest.raises(PublishError, match=f"version {VERSIONS + 1} was not in .*weights after 0"):
         received(rollout)
     said: list[str] = []
@@ -109,7 +109,7 @@ def test_a_rollout_gets_the_version_of_each_sync(
 
 
 def another_export(to: str) -> str:
-    """A sync in which rank 1 exports another model; what this rank is told."""
+    """Sync with rank 1 exporting another model; return this rank's error."""
     with verl_on_this_rank():
         engine = engine_of(to)
         asyncio.run(engine.send_weights(sent(1)))
@@ -120,7 +120,7 @@ def another_export(to: str) -> str:
             asyncio.run(engine.send_weights(export))
         except PublishError as error:
             told = str(error)
-        assert asyncio.run(engine.send_weights(sent(3)))  # the next sync goes on
+        assert asyncio.run(engine.send_weights(sent(3)))  # the next sync continues
         return told
 
 
@@ -178,7 +178,7 @@ def test_another_version_of_verl_is_refused(
 
 @pytest.mark.nightly
 def test_verl_itself_syncs_actors_and_rollouts_in_a_cluster_of_ray(tmp_path: Path) -> None:
-    """Two of each: by verl's manager; behind a sync that fails on one actor the next is right."""
+    """verl's manager syncs two of each; after a sync that fails on one actor the next is right."""
     pytest.importorskip("ray", reason="Ray is not installed")
     pytest.importorskip("verl.checkpoint_engine.base", reason="verl lacks", exc_type=ImportError)
     command = [sys.executable, "-m", "tests.inference.verl_runs", str(tmp_path), "4"]
