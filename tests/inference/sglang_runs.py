@@ -25,7 +25,7 @@ LIBRARIES: list[torch.library.Library] = []
 
 
 def without_kernels() -> None:
-    """Declare operators that CPUs lack but imports need: two for images, one for rotary positions."""
+    """Declare operators that CPUs lack but imports need: of images and positions."""
     library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
@@ -85,7 +85,7 @@ def serialize(pipe: Connection) -> None:
 
 
 class Engine:
-    """``sglang.Engine`` that serializes in a process of its own; this process is the only worker."""
+    """``sglang.Engine`` in a process of its own, with this process as its worker."""
 
     def __init__(self) -> None:
         import sglang.srt.utils  # noqa: F401  once for both
