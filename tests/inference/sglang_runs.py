@@ -1,7 +1,7 @@
-"""Load published versions by SGLang's own updater into its own model; prints JSON.
+"""Load published versions with SGLang's own updater into its own model; print JSON.
 
-``python -m tests.inference.sglang_runs FAMILY VERSIONS FOLDER``. SGLang 0.5.23 makes and loads the
-model and calls the loader; nothing is generated, which needs kernels for a GPU.
+``python -m tests.inference.sglang_runs FAMILY VERSIONS FOLDER``. SGLang 0.5.23 builds and loads the
+model and calls our loader. Nothing is generated: that needs kernels for a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIBRARIES: list[torch.library.Library] = []
 
 
 def without_kernels() -> None:
-    """Name operators that are not there on CPUs: of images, and one that turns positions."""
+    """Declare operators that CPUs lack but imports need: of images and positions."""
     library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
@@ -36,7 +36,7 @@ def without_kernels() -> None:
 
 
 def updater_of(model_folder: Path) -> tuple[Any, Any]:
-    """SGLang's model of a folder on the CPU, and its updater, as ``ModelRunner`` makes them."""
+    """Return SGLang's model of a folder on the CPU and its updater, built as in ``ModelRunner``."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -73,10 +73,10 @@ def updater_of(model_folder: Path) -> tuple[Any, Any]:
 
 
 def serialize(pipe: Connection) -> None:
-    """Put tensors into SGLang's form until the pipe ends; its workers cannot, once they load."""
+    """Serialize tensors as SGLang does, until the pipe ends; a process that loads cannot."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    kept = []  # whose memory the worker maps
+    kept = []  # the worker maps their memory
     with contextlib.suppress(EOFError):
         while True:
             kept.append([(name, torch.tensor(values, dtype=torch.uint8))
@@ -85,7 +85,7 @@ def serialize(pipe: Connection) -> None:
 
 
 class Engine:
-    """``sglang.Engine`` in a process of its own, whose only worker is this process."""
+    """``sglang.Engine`` in a process of its own, with this process as its worker."""
 
     def __init__(self) -> None:
         import sglang.srt.utils  # noqa: F401  once for both
@@ -100,7 +100,7 @@ class Engine:
     def end_weight_update(self) -> None: ...
 
     def update_weights_from_tensor(self, tensors: Any, load_format: str) -> Any:
-        """Send them, and have SGLang's updater take them."""
+        """Send tensors, and have SGLang's updater take them."""
         from sglang.srt.utils import MultiprocessingSerializer
 
         self._pipe.send([(name, one.tolist()) for name, one in tensors])
@@ -109,7 +109,7 @@ class Engine:
 
 
 def expected(trained: Trained, names: list[str]) -> dict[str, str]:
-    """Checksums of the trained weights, as SGLang packs them; experts in one tensor."""
+    """Return checksums of the trained weights as SGLang packs them, experts in one tensor."""
     experts = [name for name in names if ".experts." in name]
     found = trained.held([name for name in names if name not in experts], 0, 1)
     whole = dict(exported(trained.model))
@@ -124,7 +124,7 @@ def expected(trained: Trained, names: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Load versions, before the third one that is not there; say what is held otherwise."""
+    """Load versions, before the third a missing one; print which weights differ."""
     from hybridcomp.errors import PublishError
     from hybridcomp.inference import sglang_loader
 

@@ -178,7 +178,7 @@ def test_another_version_of_verl_is_refused(
 
 @pytest.mark.nightly
 def test_verl_itself_syncs_actors_and_rollouts_in_a_cluster_of_ray(tmp_path: Path) -> None:
-    """Two of each: by verl's manager; behind a sync that fails on one actor the next is right."""
+    """verl's manager syncs two of each; after a sync that fails on one actor the next is right."""
     pytest.importorskip("ray", reason="Ray is not installed")
     pytest.importorskip("verl.checkpoint_engine.base", reason="verl lacks", exc_type=ImportError)
     command = [sys.executable, "-m", "tests.inference.verl_runs", str(tmp_path), "4"]

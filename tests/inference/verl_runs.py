@@ -1,4 +1,4 @@
-"""Sync weights by verl's own manager and worker groups in a Ray cluster; prints JSON.
+"""Sync weights with verl's own manager and worker groups in a Ray cluster; print JSON.
 
 ``python -m tests.inference.verl_runs FOLDER SYNCS``: two actors and two rollout workers, each a
 process of Ray. verl 0.9.1 makes the engines from its registry and calls them; our own are the model
@@ -38,7 +38,7 @@ MODULE = "hybridcomp.inference.verl_engine"
 
 
 class Actor(Worker):  # type: ignore[misc]
-    """An actor without its model: what ``ActorRolloutRefWorker`` does for a sync."""
+    """Does what verl's ``ActorRolloutRefWorker`` does for a sync, without a model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Actor(Worker):  # type: ignore[misc]
 
 
 class Adapter:
-    """The inference engine of a rollout worker: keeps what it is given."""
+    """Inference engine of a rollout worker that keeps the received bits."""
 
     def __init__(self) -> None:
         self.bits: dict[str, list[int]] = {}
@@ -74,7 +74,7 @@ class Adapter:
 
 
 class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
-    """verl's worker of a rollout, which also says what its engine holds."""
+    """verl's rollout worker, which also returns what its engine holds."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def held(self) -> dict[str, list[int]]:
@@ -82,7 +82,7 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
 
 
 class Replica:
-    """A replica of rollouts: verl's manager pauses it around a sync."""
+    """Replica of rollouts that records the calls of verl's manager around a sync."""
 
     def __init__(self, workers: list[Any]) -> None:
         self.workers = workers
@@ -96,14 +96,14 @@ class Replica:
 
 
 def group(of: type, *given: Any, **named: Any) -> Any:
-    """Two workers of Ray."""
+    """Start two Ray workers of a class."""
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     made = RayClassWithInitArgs(ray.remote(of), *given, **named)
     return RayWorkerGroup(pool, made, device_name="cpu")
 
 
 def synced(folder: Path, syncs: int) -> dict[str, Any]:
-    """Sync versions; say which came back otherwise, and why the one of another model failed."""
+    """Sync versions; return those that arrive wrong, and why a sync failed."""
     settings = {"to": str(folder / "weights"), "wait_s": 20.0}
     given = {"backend": "hybridcomp", "custom_backend_module": MODULE}
     config = CheckpointEngineConfig(**given, engine_kwargs={"hybridcomp": settings})
@@ -127,7 +127,7 @@ def synced(folder: Path, syncs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what the command line says in a cluster of its own."""
+    """Run the syncs in a new local cluster."""
     folder = Path(sys.argv[1])
     there = {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
     ray.init(

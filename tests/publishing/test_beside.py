@@ -115,7 +115,7 @@ def test_an_optimizer_waits_for_the_copy_alone(on_ranks: RunRanks, tmp_path: Pat
 
 
 def room_made(folder: Path, is_ended: bool) -> list[Any]:
-    """Memory that an earlier step makes is the first version's; its making may be cut short."""
+    """Check that memory allocated at an earlier step is used; the thread may be stopped early."""
     weights, gate = Weights(), threading.Event()
     publisher = weights.publisher(Folder(folder), every=2)
     encoder, known = publisher._encoder, Shard.make_room
