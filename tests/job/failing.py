@@ -39,6 +39,7 @@ KEPT = {
     ("__init__.py", "save_state"), ("__init__.py", "load_state"),
     ("__init__.py", "attach"), ("steps.py", "living"),
     ("attach.py", "_ranks"), ("attach.py", "attach"), ("islands.py", "is_island"),
+    ("attach.py", "_roots"), ("fsdp2.py", "groups_of"), ("fsdp2.py", "_groups"),
     ("attach.py", "is_sharded"), ("attach.py", "<genexpr>"), ("attach.py", "<listcomp>"),
     ("__init__.py", "__getattr__"),
     ("attach.py", "unwrapped"), ("island_masters.py", "_sharded"),
