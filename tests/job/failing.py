@@ -38,7 +38,7 @@ SPARED = tuple(
 KEPT = {
     ("__init__.py", "save_state"), ("__init__.py", "load_state"),
     ("__init__.py", "attach"), ("steps.py", "living"),
-    ("attach.py", "_ranks"), ("attach.py", "attach"), ("islands.py", "is_island"),
+    ("attach.py", "_ranks"), ("attach.py", "attach"),
     ("attach.py", "is_sharded"), ("attach.py", "<genexpr>"), ("attach.py", "<listcomp>"),
     ("__init__.py", "__getattr__"),
     ("attach.py", "unwrapped"), ("island_masters.py", "_sharded"),
@@ -80,11 +80,14 @@ class Steps:
 
     Attributes:
         fails_at: number of the failing step; None: no failure.
+        inside: whether only steps inside operations count: an attach looks at the model in front of
+            its own, to find the ranks of it.
         found: number of steps so far.
         where: the step that failed.
     """
 
     fails_at: int | None = None
+    inside: bool = False
     found: int = 0
     where: str = ""
 
@@ -100,7 +103,7 @@ class Steps:
             called = frame.f_code.co_name
             if _is_own(frame) or str(frame.f_globals.get("__name__")).startswith(SYNTAX):
                 return
-        if not here.operations and _is_upstreams(frame):
+        if not here.operations and (self.inside or _is_upstreams(frame)):
             return
         self.found += 1
         if self.found - 1 == self.fails_at:
@@ -132,9 +135,9 @@ def _counts(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def steps(fails_at: int | None = None) -> Iterator[Steps]:
+def steps(fails_at: int | None = None, inside: bool = False) -> Iterator[Steps]:
     """Count the steps of the body, and make one fail."""
-    counter = Steps(fails_at)
+    counter = Steps(fails_at, inside)
     sys.setprofile(counter)
     try:
         yield counter

@@ -257,14 +257,12 @@ class EngineSubject:
         self.train()
 
     def attach(self) -> None:
-        with patch.object(hybridcomp, "install"):  # of the script; in front of the operation
-            self.found = trainer.make_engine(self.job, self.model)
+        self.found = trainer.make_engine(self.job, self.model)
 
     def prepare_attach(self) -> None:
         if self.found is not None:
             self.found.destroy()
         self.found, self.model = None, trainer.Tiny()
-        hybridcomp.install()
 
     def ends_well(self) -> bool:
         self.train()
@@ -277,7 +275,8 @@ AnySubject = Subject | EngineSubject | renewing.Renewing
 def told(subject: AnySubject, what: str, fails_at: int | None) -> tuple[Any, ...]:
     """What one try comes to here: seconds, error, the step, and how many there were."""
     began, said = time.monotonic(), ""
-    with steps(fails_at) as counter, contextlib.redirect_stdout(io.StringIO()):
+    inside = what == "attach"
+    with steps(fails_at, inside) as counter, contextlib.redirect_stdout(io.StringIO()):
         try:
             getattr(subject, what)()
         except (HybridcompError, RuntimeError) as error:
