@@ -3,11 +3,11 @@
 
     python scripts/chaos.py                              # 100 seeded runs, 5 to 15 minutes
     python scripts/chaos.py --runs 10 --launcher deepspeed
-    python scripts/chaos.py --first 17 --runs 1 --show   # one run again, with what it printed
+    python scripts/chaos.py --first 17 --runs 1 --show   # repeat a run and show its output
 
 Each run is a training of eight steps with two or three ranks (``fuzzing/trainer.py``), started by
-torchrun's agent or by the launcher itself. How each must end, and with which message, stands in
-docs/faults.md. The exit status is 1 where one ended otherwise; its output is kept in ``--keep``.
+torchrun's agent or by the launcher itself. docs/faults.md says how each must end and with which
+message. The exit status is 1 if a run ended otherwise; its output is kept in ``--keep``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit status."""
+    """Run; return the exit status."""
     args = arguments(argv)
     context = jobs.server()
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fits(strike: strikes.Strike, launcher: str) -> bool:
-    """Return whether the launcher can do it: DeepSpeed's does not start ranks again."""
+    """Return whether the launcher supports the strike: DeepSpeed's does not restart ranks."""
     return launcher != "deepspeed" or strike.kind != "restart"
 
 
@@ -87,7 +87,7 @@ def whole_checkpoint(folder: Path, context: ForkServerContext) -> Path:
 
 
 def told(seed: int, outcome: strikes.Outcome, args: argparse.Namespace) -> bool:
-    """Print and keep what came of a run; whether it failed."""
+    """Print and store a run's outcome; return whether it failed."""
     strike = outcome.strike
     print(
         f"{time.strftime('%H:%M:%S')} run {seed}: {strike.kind}, rank {strike.rank} of "

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Kill, stop and pause islands that are jobs of their own, again and again, in one run.
+"""Repeatedly kill, stop and pause islands, each a separate job, in one run.
 
     python scripts/chaos_islands.py                      # 100 strikes, 10 to 20 minutes
     python scripts/chaos_islands.py --strikes 10 --seed 3
-    python scripts/chaos_islands.py --preset streaming   # with fragments, and means taken late
+    python scripts/chaos_islands.py --preset streaming   # with fragments and delayed averages
     python scripts/chaos_islands.py --strikes 1 --kinds away   # 4 islands, 3, 4
 
-Each island is a process that trains (``fuzzing/island_job.py``). A strike ends it and starts it
-again, at once or after others have met without it, or stops it for longer or shorter than the
-others wait. Two islands at least are left alone at any time. Then it is checked that
+Each island is a process that trains (``fuzzing/island_job.py``). A strike ends it and restarts it,
+at once or after the others have met without it, or pauses it for longer or shorter than the others
+wait. At least two islands run undisturbed at any time. Checks:
 
-* no meeting took longer than two time-outs and the start of a process, and all islands ended,
-* islands that were at the same meeting agree on the same bits after it,
-* an island was left out only where it had been struck, and one that was not lost no step,
-* the loss after the last meetings, of the weights that all agreed on and of each island's own, is
-  at most three standard deviations above the highest of undisturbed runs of as many meetings,
-  which have other seeds.
+* no meeting took longer than two time-outs plus the start of a process, and all islands ended,
+* islands at the same meeting have bit-identical averages after it,
+* an island missed a meeting only after a strike, and other islands lost no step,
+* the loss after the last meetings, of the averaged weights and of each island's weights, is at most
+  three standard deviations above the highest of undisturbed runs of as many meetings with other
+  seeds.
 
-Prints what was found as JSON; the exit status is 1 where something else happened.
+Prints the results as JSON; the exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from hybridcomp.tools.commands import rendezvous  # noqa: E402
 
 NAMES = "abcdefgh"
 KINDS = ("kill", "away", "stop", "pause")
-#: what an island imports, seconds of a core each time otherwise
+#: imports of an island, preloaded since they take seconds of a core
 PRELOAD = [
     "torch._dynamo", "torch._inductor.compile_fx", "fuzzing.island_job",
     "hybridcomp.patches.torch.attach", "hybridcomp.patches.torch.ddp", "hybridcomp.sync",
 ]  # fmt: skip
-#: meetings at the end whose mean loss is compared
+#: final meetings whose mean loss is compared
 LAST = 10
-#: seconds in which a process starts on a busy machine
+#: seconds that a process needs to start on a busy machine
 START_S = 30.0
 
 
 class Struck:
-    """An island with its processes, and what was done to it."""
+    """An island with its processes and the strikes on it."""
 
     def __init__(self, context: ForkServerContext, first: island_job.Island) -> None:
         self.context, self.island = context, first
-        self.back_at, self.stopped = 0.0, False  # when a strike ends; 0: it has
+        self.back_at, self.stopped = 0.0, False  # when a strike ends; 0: none is active
         self.process = self._start()
 
     def _start(self) -> BaseProcess:
@@ -75,14 +75,14 @@ class Struck:
         return process
 
     def strike(self, kind: str, seconds: float) -> None:
-        """End or stop the process; ``settle`` undoes it after ``seconds``."""
+        """End or stop the process for ``seconds``, after which ``settle`` undoes it."""
         assert self.process.pid is not None
         self.stopped = kind in ("stop", "pause")
         os.kill(self.process.pid, signal.SIGSTOP if self.stopped else signal.SIGKILL)
         self.back_at = time.monotonic() + seconds
 
     def settle(self) -> None:
-        """Go on with a stopped process, or start another, once its time has come."""
+        """Resume a stopped process, or start another, when its time has come."""
         if not self.back_at or time.monotonic() < self.back_at:
             return
         assert self.process.pid is not None
@@ -100,7 +100,7 @@ class Struck:
 def run(
     context: ForkServerContext, folder: Path, args: argparse.Namespace, **own: Any
 ) -> Iterator[tuple[list[Struck], Rendezvous]]:
-    """Hold a rendezvous and start the islands of a run."""
+    """Open a rendezvous and start the islands of a run."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -122,7 +122,7 @@ def run(
 
 
 def finish(folder: Path, islands: Sequence[Struck], meeting: int, seconds: float) -> list[str]:
-    """Have all islands end after ``meeting``; return which do not end well."""
+    """Make all islands end after ``meeting``; return those that do not end normally."""
     part = folder / "end.part"
     part.write_text(str(meeting))
     part.rename(folder / island_job.END)
@@ -137,7 +137,7 @@ def finish(folder: Path, islands: Sequence[Struck], meeting: int, seconds: float
 def disturb(
     islands: Sequence[Struck], meet: Rendezvous, args: argparse.Namespace
 ) -> tuple[list[tuple[str, str, int]], list[str], float]:
-    """Strike islands; return the strikes, what went wrong, the longest time without a meeting."""
+    """Strike islands; return the strikes, the problems and the longest time without a meeting."""
     chance = random.Random(args.seed)
     strikes: list[tuple[str, str, int]] = []
     wrong: list[str] = []
@@ -167,14 +167,14 @@ def disturb(
 
 
 def _is_member(one: Struck, meet: Rendezvous, decisions: int) -> bool:
-    """Return whether the present life of an island was at the last meeting."""
+    """Return whether the island's current process took part in the last meeting."""
     last = meet.decision(decisions - 1) if decisions else None
     lines = one.island.log.read_text().splitlines() if one.island.log.exists() else []
     return last is not None and bool(lines) and json.loads(lines[-1])["island"] in last.present
 
 
 def lines_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """Return the lines of each process; the last of one that was killed may be cut."""
+    """Return each process's lines; a killed process may leave a truncated last line."""
     found = []
     for path in sorted(folder.glob("*.jsonl")):
         texts = [text for text in path.read_text().split("\n")[:-1] if text]
@@ -185,7 +185,7 @@ def lines_of(folder: Path) -> list[list[dict[str, Any]]]:
 def judge(
     folder: Path, meet: Rendezvous, strikes: Sequence[tuple[str, str, int]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Hold what the islands wrote against what must be; return figures and what is wrong."""
+    """Check the islands' lines; return figures and problems."""
     lives, wrong = lines_of(folder), []
     digests: dict[int, set[str]] = {}
     for line in (line for life in lives for line in life):
@@ -223,14 +223,14 @@ def judge(
 
 
 def own_losses(lives: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
-    """Return the mean loss of each island's own weights after the last meetings of its life."""
+    """Return the mean loss of each island's weights after the last meetings of its last process."""
     known = sorted((life for life in lives if life), key=lambda life: life[-1]["meeting"])
     of = {life[-1]["island"].partition("#")[0]: life for life in known}  # its last life
     return [statistics.mean(line["own"] for line in life[-LAST:]) for life in of.values()]
 
 
 def compare(figures: dict[str, Any], calm: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Hold losses against those of undisturbed runs; say which are too high."""
+    """Compare losses with those of undisturbed runs; return a line for each that is too high."""
     shared = [one["loss"] for one in calm]
     own = [loss for one in calm for loss in one["own losses"]]
     for name, found, like in (
@@ -243,7 +243,7 @@ def compare(figures: dict[str, Any], calm: Sequence[dict[str, Any]]) -> Iterator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit status."""
+    """Run; return the exit status."""
     args = arguments(argv)
     context, began = jobs.server(), time.monotonic()
     context.set_forkserver_preload([*jobs.PRELOAD, *PRELOAD])

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Look for faults: damaged payloads, values against bounds, broken blocks, broken checkpoints.
+"""Fuzz decoders, codec bounds, compression blocks and checkpoints.
 
     python scripts/fuzz.py                               # all of it, 15 to 30 minutes
     python scripts/fuzz.py payloads --only radix --cases 5000000
     python scripts/fuzz.py bounds --values 3000000000
     python scripts/fuzz.py replay fuzz-failures/radix-1-4711.payload
 
-Says how many cases it tried. What fails is kept in ``--keep`` as a file, with the command that
-tries it once more; the exit status is then 1. One seed gives the same cases everywhere.
-``scripts/chaos.py`` does the same with ranks that are killed and stopped.
+Prints the number of cases. A failing case is stored in ``--keep`` with the command that repeats it,
+and makes the exit status 1. A seed gives the same cases everywhere. ``scripts/chaos.py`` tests
+killed and stopped ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from fuzzing import blocks, bounds, payloads  # noqa: E402
 
-#: damaged payloads of a codec of variable and of fixed size
+#: damaged payloads per codec of variable size and of fixed size
 VARIABLE_CASES, FIXED_CASES = 5_000_000, 1_000_000
 
 
@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def fuzz_payloads(args: argparse.Namespace) -> int:
-    """Try damaged payloads on every codec; return the number of codecs that failed."""
+    """Decode damaged payloads with every codec; return the number of codecs that failed."""
     codecs = args.only or list(payloads.SOURCES)
     say(f"payloads: building {', '.join(codecs)} with sanitizers")
     driver = payloads.build(codecs)
@@ -54,7 +54,7 @@ def fuzz_payloads(args: argparse.Namespace) -> int:
 
 
 def fuzz_bounds(args: argparse.Namespace) -> int:
-    """Hold hostile values against the bounds of codecs, moved messages and sums."""
+    """Check codecs, moved messages and sums with hostile values against their bounds."""
     result = bounds.hunt(args.values, args.seed, args.keep, say)
     for line in result.lines():
         say(line)
@@ -64,7 +64,7 @@ def fuzz_bounds(args: argparse.Namespace) -> int:
 
 
 def fuzz_blocks(args: argparse.Namespace) -> int:
-    """Try broken blocks; count those whose error is not one line that names the key."""
+    """Parse broken blocks; count those whose error is not a single line that names the key."""
     tried = blocks.broken()
     wrong = [(block, key, blocks.problem_of(block, key)) for block, key in tried]
     wrong = [case for case in wrong if case[2]]
@@ -75,7 +75,7 @@ def fuzz_blocks(args: argparse.Namespace) -> int:
 
 
 def fuzz_checkpoints(args: argparse.Namespace) -> int:
-    """Resume two ranks from damaged files beside a checkpoint."""
+    """Resume two ranks from damaged hybridcomp files of a checkpoint."""
     from fuzzing import checkpoints
     from tests.ranks import run_ranks
 
@@ -114,7 +114,7 @@ PARTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit status."""
+    """Run; return the exit status."""
     args = arguments(argv)
     if args.what == "replay":
         replay: Callable[[Path], int] = (

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write what in docs/ is made from the code, or build the site.
+"""Generate the parts of docs/ that come from the code, or build the site.
 
 make_docs.py                    write docs/block.md, the schema for editors, charts, the tables
                                 inside other pages, and the releases that they name
-make_docs.py --check            say what is not current; the exit status is 1 then
+make_docs.py --check            list stale pages; the exit status is then 1
 make_docs.py --build FOLDER     build the site there, strictly (pip install -e '.[docs]');
                                 --repository URL: its pages link to where they are edited
 """
@@ -24,14 +24,14 @@ from doc_pages import bits, block, charts, chooser, inside, jobs, link, parts, r
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 CONFIG = DOCS / "mkdocs" / "mkdocs.yml"
-#: files that are made as a whole, below docs/
+#: generated files below docs/
 PAGES: Mapping[str, Callable[[], str]] = {
     "block.md": block.page,
     "../configs/compression.schema.json": block.editors,
     "site/blocks.js": chooser.script,
     **charts.PICTURES,
 }
-#: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, what makes it
+#: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, its generator
 PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("../README.md", "bits", bits.table),
     ("../README.md", "speeds", speeds.table),
@@ -51,7 +51,7 @@ PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
 
 
 def made() -> dict[Path, str]:
-    """Return the text of every page made from the code. Raises ValueError without a mark."""
+    """Return the text of every generated page. Raises ValueError if a marker is missing."""
     pages = {(DOCS / name).resolve(): make() for name, make in PAGES.items()}
     for name, mark, make in PARTS:
         path = (DOCS / name).resolve()
@@ -65,7 +65,7 @@ def made() -> dict[Path, str]:
 
 
 def _with_part(text: str, mark: str, part: str, name: str) -> str:
-    """``text`` with ``part`` between the marks."""
+    """Return ``text`` with ``part`` between the markers."""
     pattern = re.compile(f"(<!-- {mark}[^>]*-->\n).*?(<!-- /{mark} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"docs/{name}: expected <!-- {mark} --> and <!-- /{mark} -->")
@@ -73,7 +73,7 @@ def _with_part(text: str, mark: str, part: str, name: str) -> str:
 
 
 def stale() -> list[Path]:
-    """Return the pages that differ from what the code makes of them."""
+    """Return the pages that differ from their generated text."""
     return [
         path for path, text in made().items()
         if not path.is_file() or path.read_text("utf-8") != text
@@ -83,10 +83,10 @@ def stale() -> list[Path]:
 def build(folder: Path, repository: str = "") -> int:
     """Build the site into ``folder``; returns the exit status of mkdocs.
 
-    With the address of a ``repository`` each page links to the file that it is made from.
+    ``repository``: URL, which makes each page link to its source file.
     """
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(CONFIG)]
-    # the theme says at length on every build until when it gets fixes
+    # silences the theme's notice on every build about its end of support
     environment = {
         **os.environ,
         "NO_MKDOCS_2_WARNING": "1",
@@ -99,7 +99,7 @@ def build(folder: Path, repository: str = "") -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Write, check or build; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Change one expression of the package at a time, and count how often the room's tests notice.
+"""Mutation testing: change one expression at a time and count how often the room's tests fail.
 
 mutate.py                        100 mutations of the files that the last commit changed
 mutate.py --since COMMIT         of the files that changed since COMMIT
-mutate.py hybridcomp/channels    of these files and folders, whatever changed
+mutate.py hybridcomp/channels    of these files and folders, changed or not
 
 A mutation swaps a comparison or an operator, negates a condition, changes a constant, or removes a
 call whose result nobody uses. Its tests are those of the folder that mirrors the module's: first
@@ -41,9 +41,9 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-#: what git diff looks at; hybridcomp/patches is a link to patches
+#: folders that git diff covers; hybridcomp/patches is a link to patches
 ROOMS = ("hybridcomp", "patches")
-#: never mutated, as types and decorators: messages, and what a failed assertion would say
+#: expressions never mutated besides types and decorators: messages, including those of assertions
 SKIPPED = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
 
 
@@ -59,7 +59,7 @@ class Mutation:
     after: str
 
     def apply(self, source: bytes) -> bytes:
-        """Return ``source``, the file's bytes, with the mutation."""
+        """Return ``source``, the file's bytes, after the mutation."""
         return source[: self.start] + self.after.encode() + source[self.end :]
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ def mutations_of(path: Path, root: Path) -> list[Mutation]:
 
 
 def _expressions(tree: ast.AST) -> Iterator[ast.expr | ast.Expr]:
-    """Walk what a mutation may change."""
+    """Walk the expressions that a mutation may change."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
@@ -98,7 +98,7 @@ def _expressions(tree: ast.AST) -> Iterator[ast.expr | ast.Expr]:
 
 
 def _after(node: ast.expr | ast.Expr) -> Iterator[str]:
-    """Yield the mutated texts of one node."""
+    """Yield the mutated texts of a node."""
     changed = copy.deepcopy(node)
     match changed:
         case ast.Expr(value=ast.Call()):
@@ -125,13 +125,13 @@ def _after(node: ast.expr | ast.Expr) -> Iterator[str]:
 
 
 def drawn(paths: Iterable[Path], count: int, seed: int, root: Path) -> list[Mutation]:
-    """Draw at most ``count`` mutations of the files ``paths``, each file as often as its size."""
+    """Draw at most ``count`` mutations of the files ``paths``, in proportion to their sizes."""
     every = [mutation for path in sorted(paths) for mutation in mutations_of(path, root)]
     return random.Random(seed).sample(every, min(count, len(every)))
 
 
 def tests_of(path: Path, root: Path) -> list[Path]:
-    """List the test files of the room of a module, those most likely to notice first."""
+    """List the test files of a module's room, those most likely to fail first."""
     room = root / "tests" / Path(*path.parent.parts[path.parts[0] == "hybridcomp" :])
     while not (files := sorted(room.glob("**/test_*.py"))) and room != root:
         room = room.parent
@@ -150,13 +150,13 @@ def changed_since(commit: str) -> list[Path]:
 
 
 def modules_in(paths: Iterable[Path]) -> list[Path]:
-    """List the modules among ``paths`` and in the folders among them."""
+    """List the modules among ``paths``, including their folders."""
     files = [file for path in paths for file in (path, *path.rglob("*.py"))]
     return [file.resolve().relative_to(ROOT) for file in files if file.suffix == ".py"]
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy what git tracks, and the compiled extensions, to ``target``."""
+    """Copy the files that git tracks, and the compiled extensions, to ``target``."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
     names = [*tracked.stdout.decode().split("\0")[:-1]]
     names += [str(file.relative_to(ROOT)) for file in ROOT.glob("hybridcomp/**/*.so")]
@@ -167,7 +167,7 @@ def copy_checkout(target: Path) -> None:
 
 
 def run_tests(root: Path, tests: Sequence[str | Path], limit: float) -> tuple[str, str]:
-    """Run tests up to the first failure.
+    """Run tests until the first failure.
 
     Returns "killed", "survived" or "limit", and the name of the test that failed, if one did.
     """
@@ -188,7 +188,7 @@ def run_tests(root: Path, tests: Sequence[str | Path], limit: float) -> tuple[st
 
 
 class Trials:
-    """Mutations, one at a time, in a copy of the checkout."""
+    """Applies mutations, one at a time, in a copy of the checkout."""
 
     def __init__(self, root: Path, limit: float) -> None:
         self.root, self.limit = root, limit

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a distributed job on nodes that are network namespaces of this machine, over shaped links.
+"""Run a distributed job on network namespaces of this machine, joined by rate-limited links.
 
     python scripts/netlab.py --layout 2 --rate 1gbit -- python train.py
     python scripts/netlab.py --layout 2x2 --rate 200mbit --per node -- torchrun --nnodes {nodes} \\
@@ -7,14 +7,14 @@
     python scripts/netlab.py --layout 2+2 --rate 5gbit --uplink 200mbit -- python train.py
 
 ``2x3``: two nodes of three ranks; ``2+2``: two switches with two nodes each, joined by uplinks.
-Each link has its rate in each direction (tc tbf). Ranks of one node talk through its loopback,
-unshaped. A command is started once for every rank with the variables of torchrun (RANK,
-WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), or with ``--per node`` once for every node, with
-{node}, {nodes}, {ranks}, {world_size}, {master_addr}, {master_port} and {hostfile} filled in.
+Each link has its rate per direction (tc tbf). Ranks of a node use its loopback without a limit. The
+command starts once per rank with torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+...), or with ``--per node`` once per node, with {node}, {nodes}, {ranks}, {world_size},
+{master_addr}, {master_port} and {hostfile} filled in.
 
-Needs root, iproute2 and Linux. Touches nothing outside its own namespaces, has no way out of them,
-and removes them on every exit; what a killed lab left behind is removed by the next one.
-Exits with the status of the first rank that failed.
+Needs root, iproute2 and Linux. It changes nothing outside its namespaces, which have no route out,
+and removes them on every exit; the next lab removes those of a killed lab. Exits with the status of
+the first rank that failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lab.layout import LabError, Layout, Rates, parse_rate
 
 
 def node_rate(text: str) -> tuple[int, int | None]:
-    """``1=200mbit`` as node and rate. Raises LabError."""
+    """Parse ``1=200mbit`` to node and rate. Raises LabError."""
     node, equals, rate = text.partition("=")
     if not equals or not node.isdigit():
         raise LabError(f"--node-rate: expected NODE=RATE, such as 1=200mbit; found {text!r}")
@@ -58,7 +58,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace) -> Lab:
-    """Return the lab that the command line asks for. Raises LabError."""
+    """Return the lab for the command line. Raises LabError."""
     layout = Layout.parse(args.layout)
     rates = Rates(
         parse_rate(args.rate), parse_rate(args.uplink), dict(map(node_rate, args.node_rate))
@@ -76,7 +76,7 @@ def build(args: argparse.Namespace) -> Lab:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit status."""
+    """Run; return the exit status."""
     args = arguments(argv)
     try:
         with build(args) as lab:

@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""Run a distributed job over NCCL with all of its ranks on one GPU.
+"""Run a distributed job over NCCL with all ranks on one GPU.
 
     python scripts/one_gpu.py --ranks 2 -- -m hybridcomp.run scripts/examples/train_gpt.py \\
         --deepspeed_config configs/ds_zero1.json
     python scripts/one_gpu.py --ranks 4 --per-node 2 -- my_job.py
 
-NCCL refuses two ranks of one host on one GPU. It knows hosts by NCCL_HOSTID, so each rank gets one
-of its own here, and they talk through sockets of the loopback, as nodes without RDMA do: real
-NCCL, and as slow as such nodes. ``--per-node`` only says which ranks count as one node for
-"hierarchy". A command that begins with a script or an option of Python runs under this Python;
-each rank has the variables of torchrun and of DeepSpeed's launcher.
+NCCL rejects two ranks of a host on one GPU. Each rank therefore gets a different NCCL_HOSTID, which
+makes NCCL use loopback sockets, as slow as nodes without RDMA. ``--per-node`` only sets the ranks
+that count as a node for "hierarchy". A command that begins with a script or a Python option runs
+under this Python; ranks get the variables of torchrun and of DeepSpeed's launcher.
 
-When a rank fails the others get ``--grace`` seconds to say what they saw, then they are ended.
-Exits with the status of the first rank that failed by itself, 124 after ``--timeout``.
+When a rank fails, the others get ``--grace`` seconds to report, then they are ended. Exits with the
+status of the first rank that failed by itself, or 124 after ``--timeout``.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from pathlib import Path
 
 from lab.team import STOPPED, TIMED_OUT, Team
 
-#: the last lines of a failed rank that are told again at the end
+#: final lines of a failed rank's output to repeat at the end
 TAIL = 15
 
 
 def environment(
     rank: int, ranks: int, *, per_node: int = 1, port: int = 29500, device: str = "cuda"
 ) -> dict[str, str]:
-    """Return a rank's environment: its rank, the GPU it shares, a host name of its own for NCCL."""
+    """Return a rank's environment: its rank, the shared GPU, a separate NCCL host id."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
-        # every rank sees the one GPU as its own
+        # every rank sees the GPU as device 0
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "LOCAL_SIZE": "1",
-        # the node, as DeepSpeed's launcher and torchrun set it
+        # node variables of DeepSpeed's launcher and torchrun
         "CROSS_RANK": str(rank // per_node),
         "CROSS_SIZE": str(ranks // per_node),
         "GROUP_RANK": str(rank // per_node),
@@ -85,20 +84,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def words(command: Sequence[str]) -> list[str]:
-    """``command``, under this Python where it is a script or begins with an option."""
+    """Return ``command``, prefixed with this Python if it is a script or begins with an option."""
     python = command[0].startswith("-") or command[0].endswith(".py")
     return [sys.executable, *command] if python else list(command)
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on."""
+    """Return an unused loopback port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def run(args: argparse.Namespace, inherited: Mapping[str, str]) -> Team:
-    """Start every rank, wait, end what still runs; the team with its statuses and texts."""
+    """Start every rank, wait and end stragglers; return the team with statuses and output."""
     team, port = Team(), free_port()
     defaults = {"OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     with tempfile.TemporaryDirectory(prefix="onegpu") as folder:
@@ -107,8 +106,8 @@ def run(args: argparse.Namespace, inherited: Mapping[str, str]) -> Team:
                 own = environment(
                     rank, args.ranks, per_node=args.per_node, port=port, device=args.device
                 )
-                # extensions that ranks build at once would wait for each other's lock; a folder
-                # that the user names holds what is built already, and all have that
+                # ranks that build extensions at once wait for each other's lock; a folder that the
+                # user names has finished builds, and all ranks share it
                 defaults["TORCH_EXTENSIONS_DIR"] = str(Path(folder, f"extensions{rank}"))
                 team.start(
                     words(args.command),
@@ -128,11 +127,11 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _nothing() -> None:
-    """A rank needs no other surroundings."""
+    """Return an empty context: ranks need no special environment."""
 
 
 def report(statuses: Sequence[int], texts: Sequence[str]) -> list[str]:
-    """Sentences about the ranks that failed, the one that began it last; empty: all went well."""
+    """Describe failed ranks, the first failure last; empty if all succeeded."""
     lines = []
     for rank, status in sorted(enumerate(statuses), key=lambda pair: pair[1] != STOPPED):
         if status == STOPPED:
@@ -144,7 +143,7 @@ def report(statuses: Sequence[int], texts: Sequence[str]) -> list[str]:
 
 
 def how(status: int) -> str:
-    """Put an exit status into words."""
+    """Describe an exit status."""
     if status == TIMED_OUT:
         return "ran out of time (--timeout) and was ended"
     if status > 128:
@@ -153,9 +152,9 @@ def how(status: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit status."""
+    """Run; return the exit status."""
     args = arguments(argv)
-    # ranks are ended with the launcher, whoever ends it
+    # end the ranks with the launcher on any signal
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         team = run(args, os.environ)

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Read from upstream's own releases what the seams name, and write it for the tests.
+"""Read from upstream releases the signatures that the seams need, and record them for the tests.
 
 read_upstream.py FOLDER            add the archives in FOLDER to tests/patches/upstream.json
 read_upstream.py FOLDER --check    write nothing; the exit status is 1 where the file would change
 
-Releases that are recorded and have no archive in FOLDER stay as they are. Each changed release is
-printed, with what it binds to other parameters than the release recorded before it.
-What archives of inference engines have is added to tests/inference/upstream.json. Arguments about
-communication (``ARGUMENTS``) are read from what is installed by tests/patches/test_arguments.py.
+Recorded releases without an archive in FOLDER stay unchanged. It prints each changed release and
+the symbols whose parameters differ from the previous recorded release. Inference engines are
+recorded in tests/inference/upstream.json. tests/patches/test_arguments.py reads communication
+arguments (``ARGUMENTS``) from the installed packages.
 
 FOLDER holds wheels and source distributions, as ``pip download --no-deps`` leaves them, and for
 GPT-NeoX, which has no releases, ``git archive --prefix=gpt-neox-COMMIT/ -o gpt-neox-COMMIT.tar.gz
-COMMIT``. They are parsed and never run. The file says of each archive the version and the SHA-256,
-and of each attribute that a seam names its parameters: names, kinds, and defaults that are plain
+COMMIT``. They are parsed, never run. The file holds the version and SHA-256 of each archive, and
+the parameters of each attribute that a seam names: names, kinds, and defaults that are plain
 constants.
 """
 
@@ -41,27 +41,27 @@ from hybridcomp.patches.registry import patches_of
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 FILE, ENGINES_FILE = (TESTS / room / "upstream.json" for room in ("patches", "inference"))
-#: name of an archive -> upstream packages whose seams are looked for in it
+#: name of an archive -> upstream packages in it that seams patch
 PACKAGES = {
     "deepspeed": ("deepspeed",),
     "megatron-core": ("megatron.core",),
     "gpt-neox": ("megatron.mpu", "megatron.training"),
 }
-#: name of an inference engine's archive -> what its adapters call and override
+#: name of an inference engine's archive -> attributes that its adapters call or override
 ENGINES = {
     "vllm": (*vllm_plugin.SEAMS, *vllm_seams.WORKER_SEAMS, *vllm_seams.TRAINER_SEAMS),
     "verl": verl_seams.SEAMS,
     "sglang": (*sglang_seams.SEAMS, *sglang_seams.WORKER_SEAMS),
 }
-#: the seam of megatron-core whose name depends on the version that is installed
+#: megatron-core's seam whose name depends on the installed version
 MOVED = {
     f"megatron.core.pipeline_parallel.p2p_communication:{name}"
     for name in ("_communicate", "P2PCommunicator._communicate")
 }
 
 
-#: module -> classes and functions whose fields and parameters are about communication; what
-#: becomes of each stands in tests/patches/arguments.json
+#: module -> classes and functions with communication fields or parameters;
+#: tests/patches/arguments.json records how each is handled
 ARGUMENTS = {
     "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
     "megatron.core.model_parallel_config": ("ModelParallelConfig",),
@@ -83,9 +83,9 @@ ARGUMENTS = {
 
 
 def arguments(text: str, name: str) -> set[str]:
-    """Return the fields of a class, or the parameters of a function, of a module's ``text``.
+    """Return the fields of a class, or the parameters of a function, in a module's ``text``.
 
-    Of several definitions of one name (overloads) the last. Raises LookupError without it.
+    Uses the last of several definitions (overloads). Raises LookupError if there is none.
     """
     node: ast.AST = ast.parse(text)
     for part in name.split("."):
@@ -107,7 +107,7 @@ def arguments(text: str, name: str) -> set[str]:
 
 
 def symbols(name: str) -> list[str]:
-    """``module:qualified.name`` of everything that the seams of an upstream name."""
+    """Return ``module:qualified.name`` of every attribute that an upstream's seams name."""
     if name in ENGINES:
         return sorted(map(str, ENGINES[name]))
     found = {str(patch.seam) for package in PACKAGES[name] for patch in patches_of(package)}
@@ -115,7 +115,7 @@ def symbols(name: str) -> list[str]:
 
 
 def identify(path: Path) -> tuple[str, str] | None:
-    """Return the name and version of an archive by its file's name; None for other files."""
+    """Return name and version of an archive from its file name; None for other files."""
     match = re.match(r"([A-Za-z0-9_.-]+?)-([0-9a-f][A-Za-z0-9.]*)(-.*\.whl|\.tar\.gz)$", path.name)
     if match is None:
         return None
@@ -125,7 +125,7 @@ def identify(path: Path) -> tuple[str, str] | None:
 
 
 def opener(path: Path) -> Callable[[str], str | None]:
-    """Return a function from a path inside the archive to its text, None without such a file."""
+    """Return a function from a path inside the archive to its text, None if missing."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             texts = {name: wheel.read(name) for name in wheel.namelist() if name.endswith(".py")}
@@ -141,7 +141,7 @@ def opener(path: Path) -> Callable[[str], str | None]:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """By symbol what the archive binds to it: ``def (...)``, ``= ...``, or ``absent``."""
+    """Return by symbol its binding in the archive: ``def (...)``, ``= ...``, or ``absent``."""
     text_of = opener(path)
     trees: dict[str, ast.Module | None] = {}
     found = {}
@@ -181,9 +181,9 @@ def _bound(tree: ast.AST | None, path: list[str]) -> str:
 
 
 def _bindings(owner: ast.AST, names: set[str]) -> Iterator[ast.AST]:
-    """The statements in the body of ``owner`` that bind a name, those under ``if`` and ``try`` too.
+    """Yield the statements in the body of ``owner`` that bind a name, including ``if`` and ``try``.
 
-    In an ``if`` the first branch counts, which upstream writes for the newer torch.
+    An ``if`` counts with its first branch, which upstream writes for the newer torch.
     """
     for node in getattr(owner, "body", []):
         if isinstance(node, ast.If | ast.Try | ast.With):
@@ -203,7 +203,7 @@ def _bindings(owner: ast.AST, names: set[str]) -> Iterator[ast.AST]:
 
 
 def _parameters(arguments: ast.arguments) -> str:
-    """Return names, kinds and plain defaults, as Python writes them; annotations are left out."""
+    """Return names, kinds and plain defaults in Python syntax, without annotations."""
     for one in ast.walk(arguments):
         if isinstance(one, ast.arg):
             one.annotation = None
@@ -217,7 +217,7 @@ def _plain(value: ast.expr) -> ast.expr:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Return what the archives have, by upstream: archives, and by symbol bindings and versions."""
+    """Return by upstream its archives, and for each symbol its bindings with their versions."""
     found: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         known = identify(path)
@@ -233,9 +233,9 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def merged(written: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return ``written`` with the releases of ``found`` added, or replaced where it has them.
+    """Return ``written`` with the releases of ``found`` added or replaced.
 
-    Of the upstreams in ``found``, symbols that no seam names any more are left out.
+    Drops symbols of these upstreams that no seam names any more.
     """
     result = dict(written)
     for name, new in found.items():
@@ -258,7 +258,7 @@ def merged(written: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _order(version: str) -> tuple[Version, str]:
-    """Sort releases by number, and commits, which have none, by their names."""
+    """Sort releases by version, and commits by name."""
     try:
         return Version(version), ""
     except InvalidVersion:
@@ -266,10 +266,10 @@ def _order(version: str) -> tuple[Version, str]:
 
 
 def remarks(written: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each release that is new or changed, and one for each binding that differs.
+    """Yield a line for each new or changed release and for each changed binding.
 
-    Bindings are compared with those of the release before it in the file. A symbol that an older
-    release was never asked for is named too: its archive has to be read again.
+    Bindings are compared with the previous release in the file. It also lists symbols not recorded
+    for an older release, whose archive has to be read again.
     """
     for name, facts in now.items():
         before = _by_version(written.get(name, {"archives": {}, "symbols": {}}))
@@ -289,7 +289,7 @@ def remarks(written: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _by_version(facts: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return by version, then by symbol, what is bound."""
+    """Return the bindings by version and symbol."""
     found: dict[str, dict[str, str]] = {version: {} for version in facts["archives"]}
     for symbol, ways in facts["symbols"].items():
         for bound, versions in ways.items():
@@ -299,7 +299,7 @@ def _by_version(facts: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def main() -> int:
-    """Write or compare; the exit status."""
+    """Write or compare; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -17,32 +17,32 @@ from hybridcomp.job import processes
 from tests import selection
 from tests.ranks import RankPool, RunRanks, forget_inherited
 
-# before the rank server imports DeepSpeed, which looks for an accelerator only once
+# before the rank server imports DeepSpeed, which detects the accelerator only once
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["HYBRIDCOMP_CACHE"] = ""  # no test takes over what another one has measured
+os.environ["HYBRIDCOMP_CACHE"] = ""  # no test reuses another's measurements
 
-# a thread of gloo that wakes must not take the core from the one that holds the lock it then polls
-# for (scripts/lab/namespaces.py). Ranks of tests may change cores, so unlike the lab's they gain
-# even where they outnumber them: patches/ds/test_two_levels.py, 24 s and not 28
+# a waking gloo thread must not take the core from the holder of the lock that it polls
+# (scripts/lab/namespaces.py). Ranks of tests may change cores, so unlike the lab's they gain even
+# when they outnumber them: patches/ds/test_two_levels.py takes 24 s instead of 28
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# a shell that starts this in the background has it and all its children ignore SIGINT, which tests
+# a shell that starts this in the background makes it and its children ignore SIGINT, which tests
 # send to children
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# wall-clock limits say nothing on a shared machine
+# wall-clock limits are meaningless on a shared machine
 settings.register_profile("hybridcomp", deadline=None, print_blob=True)
 settings.load_profile("hybridcomp")
 
 
 @pytest.fixture(scope="session")
 def on_ranks() -> Iterator[RunRanks]:
-    """``on_ranks(world_size, function, *args)`` as ``run_ranks``, on ranks that stay.
+    """Return ``run_ranks`` on persistent ranks: ``on_ranks(world_size, function, *args)``.
 
-    They stay for the whole session: a launch for each short function would cost more.
+    They live for the whole session, which saves a launch for each short function.
     """
     pools: dict[int, RankPool] = {}
 
@@ -57,13 +57,13 @@ def on_ranks() -> Iterator[RunRanks]:
 
 @pytest.fixture(autouse=True)
 def _forget_peers() -> Iterator[None]:
-    """Forget the ranks that a test has met in this process: others would miss them, ended."""
+    """Forget the ranks that a test met in this process: later tests would report them as ended."""
     yield
     processes.Known.peers, processes.Known.parts = (), set()
     processes.Known.job = staticmethod(lambda: None)
 
 
-#: parts of the paths of files that take minutes, the longest first
+#: substrings of paths of files that take minutes, the longest first
 SLOW = (
     "launch", "restart", "identity", "training", "scripts", "nvrtc", "patches", "autotune",
     "compare",
@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hand ``--nightly`` on to modules that train longer then."""
+    """Pass ``--nightly`` on to modules that then train longer."""
     if config.getoption("--nightly"):
         os.environ[selection.VARIABLE] = "1"
 
@@ -89,7 +89,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow files first, so that no worker is left alone with one; skip GPU tests without a GPU."""
+    """Run slow files first, to balance the workers; skip GPU tests without a GPU."""
     selection.select(config, items)
     items.sort(key=lambda item: _slowness(item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare later garbage collections all that is imported by now."""
+    """Exempt all objects imported so far from later garbage collections."""
     gc.collect()
     forget_inherited()
 

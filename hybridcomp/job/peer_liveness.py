@@ -158,6 +158,8 @@ def _missing(patient: bool) -> list[str]:
 def _stated() -> list[str]:
     """Return the failure at which a rank has closed its connections (``together.ending``)."""
     found: list[str] = []
+    if not dist.is_initialized():
+        return found
 
     def look() -> None:
         with contextlib.suppress(RuntimeError, dist.DistError):

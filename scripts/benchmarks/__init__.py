@@ -1,1 +1,1 @@
-"""Measurements against peers that back a claim."""
+"""Benchmarks that compare hybridcomp with peers."""

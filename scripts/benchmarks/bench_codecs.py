@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Measure every codec against Tensor.copy_ and named peers, in one run, on one core.
+"""Benchmark every codec against Tensor.copy_ and named peers in one run on one core.
 
     python bench_codecs.py                 # table
     python bench_codecs.py --check         # exit 1 if a target is missed
     python bench_codecs.py --json out.json
     python bench_codecs.py --feedback      # encoding with error feedback, by residual
 
-Speeds are bytes of uncompressed values per second, whatever the direction. With one thread the
-clock is that thread's CPU time, which on an idle machine is the time and on a busy one leaves out
-the waits for a core. Each repeat times a copy and then every subject, so that what else the machine
-does hits all alike; `x copy` divides the best time of the copy by the best of the subject, and the
-median column does so with the medians.
+Speeds are bytes of uncompressed values per second in either direction. A single-threaded run is
+timed by the thread's CPU time, which excludes waits for a core on a busy machine. Each repeat times
+a copy and then every subject, so other load affects all of them equally. `x copy` is the copy's
+best time divided by the subject's best time; the median column uses medians.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.encoding import EncodeRequest, encode_job
 
 PHASES = ("encode", "decode", "decode_add")
-#: codecs of --feedback; the last has no kernel that also takes the residual
+#: codecs of --feedback; the last has no kernel that adds the residual while it encodes
 FED_BACK = (
     make_codec("blockint", bits=4), make_codec("blockint", bits=4, levels="gaussian"),
     make_codec("blockint", bits=3, rotate=True), make_codec("radix", error_bound=0.02),
@@ -43,7 +42,7 @@ FED_BACK = (
 
 @dataclass
 class Subject:
-    """Something that encodes ``values`` and decodes them; phases map a name to what is timed."""
+    """Encoder and decoder of ``values``; ``phases`` maps a phase's name to the function to time."""
 
     name: str
     nbytes: int
@@ -184,7 +183,7 @@ def measure(values: Tensor, repeats: int) -> tuple[list[float], list[Subject]]:
 
 
 def rows_of(values: Tensor, copies: list[float], subjects: list[Subject]) -> list[Row]:
-    """Return the table, the copy first."""
+    """Return the rows of the table, the copy first."""
     nbytes = values.numel() * values.itemsize
     copy_best, copy_median = min(copies), statistics.median(copies)
     phases = dict.fromkeys(PHASES, nbytes / copy_best / 1e9)
@@ -249,9 +248,10 @@ def print_table(rows: list[Row]) -> None:
 
 
 def feedback_rows(values: Tensor, repeats: int) -> list[dict[str, float | str]]:
-    """Time encodings with error feedback, by codec and bits of the residual, side by side.
+    """Time encoding with error feedback, by codec and bits of the residual.
 
-    What a message costs on a rank that sends it: values and residual in, payload and residual out.
+    This is the sender's cost of a message: it reads values and residual and writes payload and
+    residual.
     """
     rows: list[dict[str, float | str]] = []
     for codec in FED_BACK:
@@ -278,7 +278,7 @@ def feedback_rows(values: Tensor, repeats: int) -> list[dict[str, float | str]]:
 
 
 def print_feedback(rows: list[dict[str, float | str]]) -> None:
-    """Print how long an encoding takes by the bits of its residual, and the ratio to fp32 ones."""
+    """Print how long encoding takes by bits of the residual, and the ratio to fp32 residuals."""
     print(f"{'':48}{'bits':>6}{'B/value':>9}{'ns/value':>10}{'x fp32':>8}{'median':>8}")
     for row in rows:
         print(

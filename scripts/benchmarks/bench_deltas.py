@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Measure exact steps of bf16 weights (stepcode) on traces of training, beside what others send.
+"""Benchmark stepcode, lossless deltas of bf16 weights, and other formats on training traces.
 
     python scripts/benchmarks/bench_deltas.py                        # tables: bits and speeds
     python scripts/benchmarks/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
     python scripts/benchmarks/bench_deltas.py --check                # exit 1 if a target is missed
     python scripts/benchmarks/bench_deltas.py --json out.json
 
-A byte-level GPT learns the text of this checkout in fp32 with AdamW at 1e-3; then, from there, the
-last of a few steps at each learning rate is the trace: all weights cast to bf16 before and after.
-`static model` is Laplace steps whose scale is the message's only parameter, `short codes` an ideal
-prefix code for each exponent without its table. Speeds are bytes of weights per second on one core,
-for a trace repeated to `--mbytes`, by the clock of bench_codecs.py; `x copy` divides the best time
-of `Tensor.copy_` of as many bytes by the best time. What others send is timed on `--others-mbytes`
-of the trace, in both directions (`deltas_bench/others.py`). zstd is that of the package zstandard
-(`pip install zstandard`; hybridcomp does not need it) or of Python 3.14; without both, zlib's.
+A byte-level GPT is pretrained on the text of this checkout in fp32 with AdamW at 1e-3. From there
+it takes a few steps at each learning rate; the trace is all weights, cast to bf16, before and after
+the last step. `static model` assumes Laplace-distributed deltas with one scale per message; `short
+codes` is an ideal prefix code per exponent, not counting its table. Speeds are bytes of weights per
+second on one core, for a trace repeated to `--mbytes`, by the clock of bench_codecs.py; `x copy` is
+the best time of `Tensor.copy_` of as many bytes divided by the codec's best time. The other formats
+(`deltas_bench/others.py`) are timed on `--others-mbytes` of the trace, encoding and decoding. zstd
+comes from the package zstandard (`pip install zstandard`; hybridcomp does not need it) or Python
+3.14; without either, zlib takes its place.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from hybridcomp.codecs import StepCode
 
 RATES = [1e-3, 3e-4, 1e-4, 1e-6]
 OTHER = "int32 + bf16"
-#: bits a value by label, while pretraining; GB/s of weights on one core where at most MOST_SPARSE
-#: have changed
+#: bits per value by label during pretraining; GB/s of weights on one core where at most MOST_SPARSE
+#: changed
 MOST_BITS = {"0.001": 4.4, "0.0003": 2.8, "0.0001": 1.9, "1e-06": 0.3}
 MOST_OF_ENTROPY, MOST_SPARSE, LEAST_SPEED = 1.1, 0.05, 1.0
-#: where 1 to 5 % have changed: bits a changed value, shares of positions and of gaps through zstd
+#: where 1 to 5 % changed: bits per changed value, then bounds as shares of zstd on positions and on
+#: gaps
 MOST_CHANGED_BITS, MOST_OF_POSITIONS, MOST_OF_GAPS = 7.0, 1 / 6, 0.4
 
 Row = dict[str, float]
@@ -78,7 +80,7 @@ def _in_place(codec: StepCode, payload: Tensor, reference: Tensor, held: Tensor)
 
 
 def table(rows: Mapping[float, Row] | Mapping[str, Row], names: list[str], digits: int) -> str:
-    """Return a line for each name, a column for each rate or trace, in Markdown."""
+    """Return a Markdown table with a line for each name and a column for each rate or trace."""
     heads = [one if isinstance(one, str) else f"{one:g}" for one in rows]
     lines = [
         "| | " + " | ".join(heads) + " |",
@@ -110,7 +112,7 @@ def missed_targets(rows: Mapping[str, Row]) -> list[str]:
 
 
 def _missed_by_few(row: Row) -> list[str]:
-    """Return the missed targets of a row where 1 to 5 % have changed."""
+    """Return the targets missed by a row whose trace changed 1 to 5 % of the weights."""
     gaps = min(
         (bits for name, bits in row.items() if name.startswith("gaps, ") and "GB/s" not in name),
         default=None,

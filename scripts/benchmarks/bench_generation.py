@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Time batches in flight through two stages, and one after the other, over a slow link.
+"""Time generation on two pipeline stages over a slow link, with and without batches in flight.
 
     scripts/benchmarks/bench_generation.py --latency 0.3
 
-Two ranks of this machine are the stages of a small GPT with random weights. The link is emulated:
-a frame may be read ``latency`` after it was sent, plus its bytes by ``rate``, behind those before
-it. Both ways answer the same prompts with the same tokens. With --padding instead: CPU seconds of
-a prompt pass on packed tokens and on padded ones, at several shares of padding, in turns.
+Two ranks of this machine are the stages of a small GPT with random weights. The link is emulated: a
+frame becomes readable ``latency`` seconds plus its bytes over ``rate`` after it was sent, in order.
+Both variants generate the same tokens. ``--padding`` instead alternates prompt passes on packed and
+padded tokens and reports CPU seconds at several shares of padding.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 def slow_down(latency: float, rate: float) -> None:
-    """Have every frame arrive as over a link of that latency and rate."""
+    """Delay every incoming frame as a link of that latency and rate would."""
     packed, unpacked, free = frames.HopFrame.packed, frames.HopFrame.unpacked, [0.0]
 
     def stamped(self: frames.HopFrame) -> torch.Tensor:
@@ -91,7 +91,7 @@ def stage(arguments: argparse.Namespace, rank: int) -> GeneratingStage:
 
 
 def run(rank: int, arguments: argparse.Namespace, port: int) -> None:
-    """Be one stage; the first prints the table."""
+    """Run one stage; the first prints the table."""
     torch.set_num_threads(1)
     meet = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)

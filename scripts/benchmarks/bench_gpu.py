@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""Measure every codec on a GPU against a device copy and named peers, in one run.
+"""Benchmark every codec on a GPU against a device copy and named peers in one run.
 
     python bench_gpu.py                    # tables, bench_gpu.md, .json and .png
     python bench_gpu.py --check            # exit 1 if a target or a test is missed
     python bench_gpu.py --sizes 256M --only blockint Triton --no-tests
 
-With its own sizes it takes about four minutes on an H100, the tests apart; each message's rows are
-printed when they are measured.
+The default sizes take about four minutes on an H100, plus the tests. Rows of a message are printed
+as soon as they are measured.
 
-Speeds are bytes read and written per second; `x copy` is that over what `Tensor.copy_` reaches
-when it reads and writes as many bytes, in the same run and with cold caches. `us` is the device's
-time, `host us` what the host needs to submit the work, without waiting for it. Targets hold at
-256 MB, for small messages at 1 MB (gpu_bench/targets.py); the last column says which were met.
-`sum_encode` decodes the payloads of 7 ranks, adds the own values and encodes the sum, all in one
-launch; `all_reduce` is the three launches of one, `path` the collective around them, in a group
-that moves nothing.
+Speeds are bytes read and written per second; `x copy` is the ratio to `Tensor.copy_` of as many
+bytes in the same run with cold caches. `us` is device time, `host us` the host's time to submit the
+work without waiting for it. Targets apply at 256 MB, for small messages at 1 MB
+(gpu_bench/targets.py); the last column shows which were met. `sum_encode` decodes the payloads of 7
+ranks, adds this rank's values and encodes the sum in one launch. `all_reduce` is the collective's
+three launches, `path` the whole collective in a group that sends nothing.
 
-It also measures what it costs that sizes of radix payloads travel first, and says from how many
-values of a message on radix is worth that, beside the threshold that `codec: "auto"` has.
+It also measures the cost of exchanging radix payload sizes first, and prints the message length
+from which radix pays off, beside the threshold of `codec: "auto"`.
 
-Before it measures it runs `pytest -m gpu tests/kernels/cuda`: the same bytes as on the CPU, the
-same result from a replayed CUDA graph, three launches an all_reduce. `--no-tests` leaves that out.
-Peers that are not installed, or do not build, are left out by name. Exit status 2: no GPU.
+First it runs `pytest -m gpu tests/kernels/cuda` (skip with `--no-tests`), which checks that kernels
+write the same bytes as on the CPU, that a replayed CUDA graph gives the same result and that an
+all_reduce takes three launches. Peers that are not installed or do not build are skipped and named.
+Exit status 2: no GPU.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ from hybridcomp.errors import install_hint
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # those of the targets first
 SIZES_ON_CPU = (64 << 10, 16 << 10)
-#: why a message was left out that another call may measure, and the exit status that says so
+#: reason for a message that was skipped and that another call may measure, and the exit status for
+#: it
 NO_TIME, TIME_IS_UP = "no time was left", 75
-SLOW_S = 2.0  # a subject that takes longer is named: it compiles
+SLOW_S = 2.0  # slower subjects are reported: they compile
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 Source = Callable[[Tensor], Iterator[Work]]
@@ -72,14 +73,14 @@ Source = Callable[[Tensor], Iterator[Work]]
 
 @dataclass
 class Found:
-    """Points that a run has measured so far, and reasons for those it left out."""
+    """Points measured so far, and the reasons for those that were skipped."""
 
     points: list[Point] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
 def sources(only: Sequence[str] = ()) -> dict[str, Source]:
-    """Return all subjects by name; with ``only``, those with one of these in their name."""
+    """Return all subjects by name; ``only`` keeps those whose name contains any of its words."""
     mine: dict[str, Source] = {
         name: partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()
     }
@@ -99,9 +100,9 @@ def measure(
     subjects: dict[str, Source],
     until: float = math.inf,
 ) -> None:
-    """Fill ``found``: ``messages`` are sizes in bytes and dtypes. Prints what it has measured.
+    """Measure messages into ``found`` and print them; ``messages``: sizes in bytes, and dtypes.
 
-    ``until``: when (``time.perf_counter``) no other message is begun.
+    ``until``: time (of ``time.perf_counter``) after which no message is started.
     """
     for number, (nbytes, dtype) in enumerate(messages, 1):
         start = time.perf_counter()
@@ -119,7 +120,7 @@ def measure(
             try:
                 for work in source(values):
                     found.points.append(bench.measure(work, dtype, nbytes))
-            except Exception as error:  # a peer may fail in any way of its own
+            except Exception as error:  # a peer may fail in any way
                 reason = " ".join(str(error).split())[:200]
                 where = f"{name}, {report.size_name(nbytes)} of {dtype}"
                 found.left_out[where] = f"{type(error).__name__}: {reason}"
@@ -157,7 +158,7 @@ def size_of(text: str) -> int:
 
 
 def without_files(words: Sequence[str]) -> list[str]:
-    """Return a command's words without the files of its results."""
+    """Return a command's words without the paths of its result files."""
     files = ("--md", "--json", "--png")
     return [
         word
@@ -167,7 +168,7 @@ def without_files(words: Sequence[str]) -> list[str]:
 
 
 def main() -> int:
-    """Parse arguments, test, measure, print, write; see the docstring of the module."""
+    """Parse arguments, test, measure, print and write results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", type=size_of, nargs="+", default=SIZES, help="64K 256M 1G")
     parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
@@ -198,7 +199,7 @@ def main() -> int:
     if arguments.cpu:
         device = torch.device("cpu")
     else:
-        with peers.prepared(chosen):  # builds beside ours and the tests
+        with peers.prepared(chosen):  # builds while our codecs are measured and tests run
             prepare(chosen, arguments.dtypes)
             tested = None if arguments.no_tests else run_tests()
     watch = HostStopwatch if arguments.cpu else DeviceStopwatch
@@ -212,7 +213,7 @@ def main() -> int:
     try:
         if not arguments.only and time.perf_counter() < until:
             sizes = size_exchange.measured(bench)
-    except Exception as error:  # minutes of other figures must not be lost
+    except Exception as error:  # keep the other figures, which took minutes
         found.left_out["exchange of sizes"] = f"{type(error).__name__}: {error}"
     status = conclude(found, sizes, {**machine.facts(device), "tests_passed": tested}, arguments)
     late = arguments.resume and NO_TIME in found.left_out.values()
@@ -220,7 +221,7 @@ def main() -> int:
 
 
 def earlier(path: Path) -> list[Point]:
-    """Return the points of a call before this one, whose messages are not measured again."""
+    """Return the points of an earlier call, whose messages are not measured again."""
     if not path.is_file():
         return []
     names = [one.name for one in fields(Point)]
@@ -234,7 +235,7 @@ def conclude(
     known: dict[str, Any],
     arguments: argparse.Namespace,
 ) -> int:
-    """Print and write what was found; the exit status."""
+    """Print and write the results; return the exit status."""
     missed = (
         []  # of a device copy nothing is known there
         if arguments.cpu

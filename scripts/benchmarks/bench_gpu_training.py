@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Speed of training over NCCL with several ranks on one GPU: native, compressed and the peers.
+"""Benchmark training over NCCL with several ranks on one GPU: native, compressed and peers.
 
 scripts/benchmarks/bench_gpu_training.py --size 85M --out runs/gpu/85M.jsonl
 
-Each rank is a host of its own for NCCL, so they talk over sockets, at about 14 Gb/s. All arms of a
-layout run side by side and take turns, a few steps each: every turn is held against native bf16's
-of the same round. "compute" is native training whose messages are cut to a few elements: what a
-step takes without a wire. Records are appended to --out as they come; several calls may share it.
-The tables of all records are printed at the end and written beside them, as .md: which share of
-what its bytes allow each arm reaches, with MISSED where that is too little.
-With --resume a call makes only the rounds that are missing there, and ends with status 75 where
---budget was over before all of them were made: the same command goes on.
+NCCL treats each rank as a separate host, so ranks talk over sockets at about 14 Gb/s. All arms of a
+layout run at once and take turns of a few steps; each turn is compared with native bf16's turn of
+the same round. The arm "compute" is native training with messages truncated to a few elements: the
+step time without a wire. Records are appended to --out, which several calls may share. At the end
+the tables of all records are printed and written beside it as .md: each arm's speed as a share of
+the speed that its bytes allow, marked MISSED below the target. --resume measures only the missing
+rounds and exits with 75 if --budget ran out first; run the same command again to continue.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from benchmarks.training_bench.gpu_cells import COMPUTE
 from benchmarks.training_bench.gpu_session import Book, Part, Plan, Session
 
-#: exit status where --resume has more to do, sysexits.h's "try again later"
+#: exit status of --resume with rounds left to measure (EX_TEMPFAIL of sysexits.h)
 TIME_IS_UP = 75
-#: seconds that a part takes to start, and to make its first round
+#: seconds that a part needs to start and to run its first round
 START_S = 100.0
 EVERY = list(gpu_cells.MEASURED)
 
@@ -105,7 +104,7 @@ def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[
 
 
 def ordered(layouts: Sequence[str], chosen: list[str] | None, beside: int | None) -> list[Part]:
-    """List the parts in the order of measuring: the first parts of all layouts come first."""
+    """List the parts in measuring order: the first parts of all layouts come first."""
     found = [
         Part(layout, number, tuple(arms))
         for layout in layouts
@@ -115,7 +114,7 @@ def ordered(layouts: Sequence[str], chosen: list[str] | None, beside: int | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Measure and report; return the exit status."""
     asked = parse(arguments)
     deadline = time.monotonic() + asked.budget
     book = Book(asked.out.resolve())
@@ -130,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         plan = Plan(asked.warm, asked.settling, asked.timed, asked.rounds, asked.timeout)
         built = _build([arm for part in asked.plan for arm in part.arms], asked.cpu, folder)
-        if built is not None:  # before anything is timed; an arm that misses it will say so
+        if built is not None:  # before any timing; an arm that needs the failed build reports it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 built.wait(asked.timeout)
             built.kill()
@@ -161,7 +160,7 @@ def _measure(
 
 
 def _missing(asked: argparse.Namespace, book: Book) -> list[Part]:
-    """Return the parts that are to be measured, from their first missing round on."""
+    """Return the parts with rounds left to measure, each from its first missing round on."""
     if not asked.resume:
         return list(asked.plan)
     found = []
@@ -180,7 +179,7 @@ def _in_turns(parts: Sequence[Part], together: int) -> list[Sequence[Part]]:
 
 
 def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:
-    """Compile DeepSpeed's quantizer, where an arm of ZeRO++ needs it."""
+    """Compile DeepSpeed's quantizer if an arm of ZeRO++ needs it."""
     if cpu or not any(arm.zero for arm in arms):
         return None
     code = "from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()"

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Record a few training steps and tell what waits for what: codec, host, wire, other ranks.
+"""Profile a few training steps and attribute waits to codec, host, wire and other ranks.
 
 bench_gpu_waits.py --layouts zero1 --data data/text --out runs/gpu/waits
 bench_gpu_waits.py --cpu --size tiny --data data/text    # over gloo, without kernels
 bench_gpu_waits.py --read --out runs/gpu/waits           # the traces again
 
-Native, native without a wire ("compute") and one compressed arm of a layout run side by side, with
-all ranks on one GPU, as in bench_gpu_training.py. torch's profiler records --steps steps of each on
-every rank. Of each layout OUT/LAYOUT.md and .json tell what a step was spent on, how much of codec
-and wire lay beside computation, to which cause each percent belongs that a step lacks to what its
-bytes allow, and the longest waits with stream, event and message; OUT/LAYOUT.png is a picture of
-one step. OUT/traces keeps the traces, which Perfetto opens.
+As in bench_gpu_training.py, native, native without a wire ("compute") and one compressed arm of a
+layout run at once, with all ranks on one GPU. torch's profiler records --steps steps of each on
+every rank. For each layout OUT/LAYOUT.md and .json list how a step's time was spent, how much codec
+and wire time overlapped with computation, the causes of the gap to the step time that the bytes
+allow, and the longest waits with stream, event and message. OUT/LAYOUT.png shows one step.
+OUT/traces keeps the traces for Perfetto.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from benchmarks.waits_bench.session import Recordings, Turns
 from benchmarks.waits_bench.traces import TraceError
 
 EVERY = list(gpu_cells.MEASURED)
-#: what was recorded of a layout, for --read
+#: recording settings and results of a layout, for --read
 NOTE = "recorded.json"
-#: with turns of 1 + 3 steps those that are recorded, from the 17th or 27th on, are none that sample
-#: errors or take the device's time, as one of ten does each
+#: With turns of 1 + 3 steps, those recorded from the 17th or 27th on avoid steps that sample errors
+#: or time the device (one of ten each).
 WARM, SETTLING = 11, 21
 
 
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record and read all layouts; 1 where one failed."""
+    """Record and analyze all layouts; return 1 if one failed."""
     asked = parse(arguments)
     out = asked.out.resolve()
     failed = [] if asked.read else record(asked, out / "traces")
@@ -119,9 +119,9 @@ def _note(traces: Path, layout: str) -> Path:
 
 
 def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
-    """Read the traces of a layout, write page, figures and picture, and return the figures.
+    """Analyze the traces of a layout, write page, figures and picture, and return the figures.
 
-    Raises TraceError for traces that are missing, damaged or of another program.
+    Raises TraceError for traces that are missing, damaged or written by another program.
     """
     began, note = time.monotonic(), _note(out / "traces", layout)
     try:

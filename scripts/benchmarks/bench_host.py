@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""Time the host's work for a message on a GPU, without a GPU.
+"""Time the host's work per GPU message, without a GPU.
 
     python scripts/benchmarks/bench_host.py
     python scripts/benchmarks/bench_host.py --megabytes 1 --dtype bf16 --profile all_gather
     python scripts/benchmarks/bench_host.py --ranks 8 64 256 1024 4096
 
-Messages of tensor parallelism are so short that a training waits for what the host does for each:
-choose the codec, check, plan, allocate, launch, post, write down. All of that runs here as on a
-GPU, in a group whose messages arrive at once, with kernels whose launches do nothing. So it leaves
-out what the driver takes for a launch, torch for memory of a GPU, and NCCL for a message; the first
-two are in the rows `path` of `bench_gpu.py`.
+Messages of tensor parallelism are so short that training waits for the host's work: choose the
+codec, check, plan, allocate, launch, post, record. All of that runs here as on a GPU, in a group
+whose messages arrive at once and with kernel launches that do nothing. The driver's time per
+launch, torch's allocation of GPU memory and NCCL's time per message are not included; the rows
+`path` of `bench_gpu.py` include the first two.
 
-Microseconds are of the processor's time, which other work on the machine hardly lengthens, and
-medians of rounds, each beside a round of `Tensor.copy_` of four values, whose
-time in the same run is printed: figures of two runs compare as multiples of it.
+Microseconds are CPU time, which other load hardly affects, as medians over rounds. Each round is
+followed by a round of `Tensor.copy_` of four values; compare runs by multiples of that copy, whose
+time is printed too.
 
-`--when` compares a gradient's message and the end of a step with `"when": "auto"`, once that has
-decided or while it compares steps, with those of a block that measures nothing.
+`--when` times a gradient message and the end of a step under `"when": "auto"`, both after it has
+decided and while it compares steps, and under a block that measures nothing.
 
-With several `--ranks` it prints for every kind how the host's time and the number of launches grow
-with the group: gradient buckets with owners (ZeRO 1 and 2), unequal parts, parameters that are
-gathered together, messages in two levels, low rank and the guard's sums among them.
+With several `--ranks` it prints how host time and number of launches grow with the group for each
+kind of message, such as gradient buckets with owners (ZeRO 1 and 2), unequal shards, coalesced
+parameter gathers, two-level messages, low rank and the guard's sums.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.launcher import Words
 
 ROUNDS, CALLS = 200, 20
-MOST_S = 1.5  # of one kind of message: slow ones are measured in fewer rounds, at least three
-#: of the tables of ranks, where none are asked for
+MOST_S = 1.5  # per kind of message: slow kinds get fewer rounds, at least three
+#: default for the table by group size
 MEGABYTES, OF_MANY_RANKS = 0.5, 25.0
-#: values of those that are no buckets: parts that stay on a rank are copied by the CPU here
+#: elements of messages other than buckets: here the CPU copies the parts that stay on a rank
 SHORT = 1 << 19
 
 
 class Nowhere:
-    """A launcher of kernels that are not run, only counted."""
+    """Kernel launcher that counts launches and runs nothing."""
 
     launches = 0
 
@@ -83,7 +83,7 @@ class Nowhere:
 
 @contextmanager
 def as_on_a_gpu(ranks: int = RANKS) -> Iterator[None]:
-    """Have codecs launch, in a group of ``ranks``, and time no step by the host's clock."""
+    """Make codecs launch as on a GPU in a group of ``ranks``, and disable the timing of steps."""
     kernels = CudaKernels(Nowhere())
     with (
         mock.patch("hybridcomp.kernels.kernels_of", lambda device: kernels),
@@ -94,7 +94,7 @@ def as_on_a_gpu(ranks: int = RANKS) -> Iterator[None]:
 
 
 def measure(run: Callable[[], object], reference: Callable[[], object]) -> tuple[float, float]:
-    """``(microseconds of a call, how many times the reference that is)``; both medians."""
+    """Return median microseconds of a call, and that over the reference copy."""
     run()
     found, ratios = [], []
     end = time.perf_counter() + MOST_S
@@ -124,7 +124,7 @@ def table(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float
 
 
 def kinds_of(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, Callable[[], None]]:
-    """Return every kind of message in a group of ``ranks``; only inside of ``as_on_a_gpu``."""
+    """Return every kind of message in a group of ``ranks``; call inside ``as_on_a_gpu``."""
     short, bucket = Messages(codec, values[:SHORT], ranks), Messages(codec, values, ranks)
     others = GroupMessages(codec, values.dtype, ranks)
     return {**short.kinds(), **others.kinds(), **bucket.buckets()}
@@ -135,7 +135,7 @@ def growth(
 ) -> dict[str, tuple[float, float, int]]:
     """Return microseconds, multiples of a copy and launches, by kind, in a group of ``ranks``.
 
-    ``numel``: values of the buckets with owners; other messages have at most SHORT.
+    ``numel``: elements of the buckets with owners; other messages have at most SHORT.
     """
     values = torch.randn(numel).to(dtype)
     target, source = torch.empty(4), torch.empty(4)
@@ -159,7 +159,7 @@ def print_growth(found: dict[int, dict[str, tuple[float, float, int]]]) -> None:
 
 
 def print_when(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Print microseconds of a message and of a step's end, by what `auto` has decided."""
+    """Print microseconds of a message and of the end of a step, by state of `auto`."""
     values = torch.randn(numel).to(dtype)
     target, source = torch.empty(4), torch.empty(4)
     found = {}

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Replay traces of jobs under each way to share a cluster: the table of docs/planning.md.
+"""Replay job traces under each cluster-sharing policy; prints the table of docs/planning.md.
 
 bench_jobs.py [--seeds 10] [--jobs 20] [--trace "every 10 min"]
 
-The cluster is described: 2 nodes of 8 ranks. Jobs are GPT-NeoX models of 160M to 2.8B parameters,
-arrive at random and ask for what their users might; their steps are the planner's predictions.
+The described cluster has 2 nodes of 8 ranks. Jobs train GPT-NeoX models of 160M to 2.8B parameters,
+arrive at random and request plausible resources; the planner predicts their step times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCHES, LENGTH = (32, 64), 2048
 
 @dataclass(frozen=True)
 class Trace:
-    """How jobs arrive: mean seconds between two (0: all at once), and what a change costs."""
+    """Job arrivals: mean seconds between two (0: all at once), and the cost of a reallocation."""
 
     gap: float
     pause: float = 60.0
@@ -55,7 +55,7 @@ TRACES = {
 
 
 def kinds(names: Sequence[str] = tuple(MODELS)) -> tuple[Shape, dict[tuple[str, int], JobRates]]:
-    """Return the cluster's shape, and a job of each model and batch with its predicted rates."""
+    """Return the cluster's shape, and a job per model and batch size with its predicted rates."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     options = parser.parse_args(["--dtype", "bf16"])
@@ -81,7 +81,7 @@ def kinds(names: Sequence[str] = tuple(MODELS)) -> tuple[Shape, dict[tuple[str, 
 def drawn(
     seed: int, count: int, gap: float, kinds: dict[tuple[str, int], JobRates]
 ) -> Iterator[JobRates]:
-    """Yield jobs of random kinds: Poisson arrivals, lengths of 0.7 hours in the median."""
+    """Yield jobs of random kinds with Poisson arrivals and a median length of 0.7 hours."""
     chance, now = random.Random(seed), 0.0
     models = list(dict.fromkeys(name for name, _ in kinds))
     for number in range(count):
@@ -94,7 +94,7 @@ def drawn(
 
 
 def ratios(found: Sequence[dict[str, Replayed]], name: str) -> list[float]:
-    """Return the evolutionary search's mean completion as a share of that of ``name``, by seed."""
+    """Return, by seed, mean completion time of the evolutionary search over that of ``name``."""
     return [one["evolutionary"].mean_seconds / one[name].mean_seconds for one in found]
 
 

@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""ZeRO-Offload on one GPU: steps with native copies over the bus against encoded ones.
+"""Compare ZeRO-Offload steps with native and with encoded copies over the bus, on one GPU.
 
-One command: ``scripts/benchmarks/bench_offload.py``; it ends within two minutes. Native and encoded
-steps take turns on one engine, so that noise of the machine hits both: ``device`` adds up
-micro-batches on the device, ``host`` on the host (``compression.offload.sums``). Printed are the
-median of the paired ratios with a 95% bootstrap interval, the bytes, what the native bytes alone
-would take at the speed of a pinned copy in the same run (where that is a small part of the step,
-compression cannot help), and what ``"when": "auto"`` decides on an engine of its own. Few tokens
-and several micro-batches make a step bound by the bus; ``--tokens`` and ``--accumulation`` set
-them.
+``scripts/benchmarks/bench_offload.py`` takes two minutes. Native and encoded steps alternate on one
+engine, so that noise affects both; ``device`` accumulates micro-batches on the device, ``host`` on
+the host (``compression.offload.sums``). It prints the median of the paired ratios with a 95%
+bootstrap interval, the bytes, the time of the native bytes at the speed of a pinned copy
+(compression cannot help where this is a small part of the step), and the decision of ``"when":
+"auto"`` on a separate engine. Few tokens and several micro-batches (``--tokens``,
+``--accumulation``) make a step bound by the bus.
 
 The optimizer is DeepSpeed's CPUAdam where it builds within a minute, otherwise torch's AdamW.
-``--device cpu`` only shows that it runs: device and host are the same memory there.
+``--device cpu`` is a smoke test: device and host share their memory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 from benchmarks.offload_bench import VARIANTS, say, show, summary
 from benchmarks.offload_bench.engine import DEVICE, build, builds_cpu_adam
 
-#: what is not written, by device
+#: keys left out of the written figures, by device
 SIZES = {
     "cuda": {"width": 4096, "layers": 2, "tokens": 256, "turns": 6},
     "cpu": {"width": 128, "layers": 2, "tokens": 32, "turns": 2},
@@ -46,7 +45,7 @@ BUILD_S = 60.0
 
 
 def waiter(device: str) -> Callable[[], None]:
-    """Return a function that waits for the device."""
+    """Return a function that synchronizes with the device."""
     cuda: Any = torch.cuda
     return cuda.synchronize if device == "cuda" else lambda: None
 
@@ -84,7 +83,7 @@ def inputs(engine: Any, arguments: argparse.Namespace) -> Tensor:
 
 
 def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Return seconds a step of every turn, by variant, and the bytes of the encoded ones."""
+    """Return seconds per step of every turn by variant, and the bytes of the encoded variants."""
     import hybridcomp
     from hybridcomp.channels import channels_of
     from hybridcomp.patches.ds.offload_accumulation import sums_of
@@ -120,7 +119,7 @@ def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict
 
 
 def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Let an engine with ``"when": "auto"`` decide, and time a step after that."""
+    """Let an engine with ``"when": "auto"`` decide, then time a step."""
     from hybridcomp.channels import channels_of
 
     engine = build(arguments, when="auto")
@@ -192,7 +191,7 @@ def main() -> None:
             engine = build(arguments)
             spent = time.perf_counter() - begin
             share = (arguments.seconds - spent) / (len(arguments.stages) - index)
-            deadline = time.perf_counter() + share / 2  # the other half is auto's
+            deadline = time.perf_counter() + share / 2  # the other half is for auto
             rows.append(summary(measure(engine, arguments, deadline), engine, arguments, bus))
             show(rows[-1])
             engine.destroy()

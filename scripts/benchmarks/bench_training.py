@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Speed of training over slow links: natively, compressed, and with the peers, in one table.
+"""Benchmark training over slow links: native, compressed and with peers, in one table.
 
-bench_training.py --layouts dp2 zero1 --repetitions 3        as root: links are made
+bench_training.py --layouts dp2 zero1 --repetitions 3        as root: it creates links
 
-The network is chosen by r, the time that the bytes of native bf16 take over its compute: measured
-without limits first, then links are set so that r is 0.25, 1 and 4. All arms run side by side and
-take turns, one step each: every step is paired with native bf16's of the same turn, as this
-machine's speed changes by the minute. Every cell is kept in --out: started again, it goes on.
-Timing stops where the machine is busy with something else (--force goes on and says how busy).
-Tables, JSON and pictures hold everything that is kept: layouts and arms can be measured one by one.
+Links are set by r, the communication time of native bf16 over its compute time: the first run has
+no limit, then link rates give r = 0.25, 1 and 4. All arms run at once and alternate single steps,
+and every step is paired with native bf16's step of the same turn, since the machine's speed drifts.
+Every finished cell is kept in --out, and a new call continues from there. Timing stops on a busy
+machine (--force continues and reports the load). Tables, JSON and pictures contain all kept cells,
+so layouts and arms can be measured one at a time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Measure and report; return the exit status."""
     asked = parse(arguments)
     sizes = cells.Sizes(
         asked.layers, asked.width, asked.length, asked.divide_batch, asked.warm, asked.timed
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (CellError, ValueError) as error:
             print(f"bench_training: {error}", file=sys.stderr)
             return 1
-        rows = report.rows_of(bench.kept.everything())  # with what earlier calls measured
+        rows = report.rows_of(bench.kept.everything())  # including cells of earlier calls
         print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")

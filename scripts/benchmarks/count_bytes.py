@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""Count what trainings send at the interfaces of their hosts, beside what the ledger tells.
+"""Count the bytes of training jobs at the hosts' network interfaces and compare with the ledger.
 
-scripts/benchmarks/count_bytes.py --data data/text            as root: hosts are network namespaces
+scripts/benchmarks/count_bytes.py --data data/text            as root: it creates network namespaces
 
-Each job of README's table that runs on CPUs trains some steps in a lab (scripts/netlab.py),
-natively without hybridcomp and with the preset `recommended`; the preset `none` tells what native
-sends.
+Each CPU job of README's table trains some steps in a lab (scripts/netlab.py), natively without
+hybridcomp and with the preset `recommended`; the preset `none` measures the native bytes.
 
-counted    bytes that left the hosts' interfaces, without headers: each packet has 66 bytes of them
+counted    bytes that left the hosts' interfaces, minus 66 bytes of headers per packet
            (Ethernet 14, IPv4 20, TCP 32). Ranks of a node talk over its loopback, counted likewise.
-told       the ledger's bytes, of all ranks
-expected   by the bits a parameter of README's table (scripts/doc_pages/bits.py), on the link only
+told       the ledger's bytes of all ranks
+expected   from the bits per parameter of README's table (doc_pages/bits.py), link only
 
-Reduce-scatters of gloo are replaced by a ring, which sends what NCCL's does. With --check the exit
-status is 1 where counted and told differ by more than 1 %, or counted and expected by more than
-2 %, or where a host sends more than it may.
+A ring replaces gloo's reduce-scatter and sends as many bytes as NCCL's. With --check the exit
+status is 1 if counted and told differ by more than 1 %, counted and expected by more than 2 %, or a
+host sends more than its limit.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from benchmarks.training_bench.runners import CellError, Steps, network
 from benchmarks.training_bench.session import Session
 from doc_pages import bits
 
-#: first cells of the table that are not the words of README's: by layout where two share a row
-#: there, by job where it has none
+#: first cells of table rows where they differ from README's: by layout if two layouts share a row
+#: there, by job if it has none
 WORDS = {
     "zero1": "ZeRO 1, bf16", "zero2": "ZeRO 2, bf16", "tp": "two tensor ranks",
     "pp": "two pipeline stages", "secondary": "ZeRO 3 with hpZ, `zero.secondary`",
@@ -56,32 +55,32 @@ FIGURES = (
     "link_MB", "inside_MB", "bits", "told_MB", "native_MB", "off", "told_link_MB",
     "native_link_MB", "expected_bits", "off_expected", "most_bits", "parameters",
 )  # fmt: skip
-#: a ledger of what native sends
+#: arm whose ledger records the native bytes
 COUNTED = Arm("none", block=(("preset", "none"),))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training."""
+    """One training job."""
 
-    job: str  # of bits.JOBS; another name: nothing is expected
+    job: str  # of bits.JOBS; with another name no bytes are expected
     layout: str
     arm: Arm
     native: bool
     micro_batches: int = 1
-    most: float | None = None  # bits a parameter that a host may send in a step
-    settled: int = 0  # steps before as many that count, where the ledger tells messages once used
+    most: float | None = None  # limit of bits per parameter that a host sends in a step
+    settled: int = 0  # steps before as many counted ones, if the ledger includes one-time messages
 
 
-#: steps before those whose bits count
+#: steps before those that are counted
 WARM = 2
-#: most bits with secondary copies between two nodes, by learning rate: 2.13 of gradients, and the
-#: steps of parameters, which are longest at a training's start
+#: limit of bits with secondary shards on two nodes, by learning rate: 2.13 for gradients, plus
+#: parameter deltas, which are longest early in training
 MOST = {1e-3: 5.0, 1e-4: 3.6, 1e-6: 2.3}
 
 
 def cases() -> Iterator[Case]:
-    """Yield what is trained, native runs first."""
+    """Yield the cases to train, native runs first."""
     pairs = (
         ("zero0", "dp2"), ("zero1", "zero1"), ("zero1", "zero2"), ("zero3", "zero3"),
         ("zero3_twice", "zero3_twice"), ("hpz", "hpz"), ("hpz", "hpz_2x4"), ("fsdp2", "fsdp2"),
@@ -115,7 +114,7 @@ def arms_of_ddp() -> dict[str, Arm]:
 
 
 def islands_block() -> tuple[tuple[str, Any], ...]:
-    """Return the block of configs/ds_zero1_islands.json: a rank an island, fragments in turn."""
+    """Return the block of configs/ds_zero1_islands.json: one rank per island, fragments in turn."""
     settings = json.loads((cells.CONFIGS / "ds_zero1_islands.json").read_text())
     return tuple(settings["compression"].items())
 
@@ -126,7 +125,7 @@ def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[St
     Raises CellError where the training fails.
     """
     place = LAYOUTS[case.layout]
-    if case.layout == "pp2":  # else its messages are so short that what is not one would count
+    if case.layout == "pp2":  # otherwise messages are so short that other traffic would count
         sizes = replace(sizes, divide_batch=1)
     if case.settled:
         sizes = replace(sizes, steps=2 * case.settled - sizes.warm)
@@ -140,7 +139,7 @@ def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[St
         settings["gradient_accumulation_steps"] = max(
             case.micro_batches, settings.get("gradient_accumulation_steps", 1)
         )
-        if case.arm.block is not None:  # a report at the last step, of all steps
+        if case.arm.block is not None:  # one report at the last step, covering all steps
             every = case.settled or sizes.warm + sizes.steps
             settings["compression"]["ledger"]["every"] = every
         config.write_text(json.dumps(settings))
@@ -153,9 +152,9 @@ def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[St
 
 
 def told_nbytes(records: Sequence[Any]) -> dict[str, float]:
-    """Return the megabytes that a ledger tells, of all ranks and steps: sent, and as native.
+    """Return the ledger's megabytes of all ranks and steps: sent, and native.
 
-    Both of all messages, and of what encoded ones send between nodes, where the ledger knows it.
+    Both for all messages, and for encoded messages between nodes where the ledger has them.
     """
     rows = [
         row for record in records if not record.get("summary")
@@ -178,9 +177,10 @@ def parameters_of(data: Path, sizes: Sizes) -> tuple[int, float]:
 
 
 def figures(case: Case, ranks: list[Steps], records: list[Any], numel: int, root: float) -> Any:
-    """Return the row of a case: megabytes a step of all hosts, and bits of one host and parameter.
+    """Return the row of a case: megabytes per step of all hosts, and bits per parameter of one
+    host.
 
-    The bits are those without the first two steps, in which DeepSpeed gathers more at ZeRO 3.
+    Bits exclude the first two steps, in which DeepSpeed gathers more under ZeRO 3.
     """
     place = LAYOUTS[case.layout]
     first = [own[case.settled :] for own in ranks[:: place.per_node]]
@@ -243,7 +243,7 @@ def _at_most(row: Any) -> str:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows that ``--out`` has written, of which docs/results/bytes.csv are some."""
+    """Read back the rows that ``--out`` wrote; docs/results/bytes.csv has some of them."""
     with file.open(newline="", encoding="utf-8") as lines:
         return [
             {name: text if name in NAMES else float(text) for name, text in row.items() if text}
@@ -262,7 +262,7 @@ def write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def missed(rows: Sequence[Any], told: float = 0.01, expected: float = 0.02) -> list[str]:
-    """Return the rows whose counted bytes are further off than these shares."""
+    """Return the rows whose counted bytes are off by more than the tolerances."""
     return [
         f"{row['job']} {row['arm']}" for row in rows
         if abs(row.get("off", 0.0)) > told
@@ -272,7 +272,7 @@ def missed(rows: Sequence[Any], told: float = 0.01, expected: float = 0.02) -> l
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Measure and report; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

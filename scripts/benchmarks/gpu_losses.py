@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Measure what compression costs in loss at the size of GPT-2 small, on one GPU.
+"""Measure the loss gap of compression at the size of GPT-2 small, on one GPU.
 
 scripts/examples/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --max-bytes 90000000 \\
     --valid-fraction 0.04 --output data/gpt2
 scripts/benchmarks/gpu_losses.py --data data/gpt2 --budget 480 --out runs/gpu/losses
 
-124 M parameters, bf16, ZeRO 1 on two ranks, which exchange their bytes through the GPU's memory
-(training_bench/gpu_memory.py): with the same sums as over NCCL, but without its wire. --transport
-"" takes NCCL's sockets.
+124 M parameters in bf16 under ZeRO 1 on two ranks, which exchange bytes through GPU memory
+(training_bench/gpu_memory.py) and get the same sums as over NCCL. --transport "" uses NCCL's
+sockets.
 
-A pair is the native and the compressed training of one seed: they begin together, with the same
-weights and the same data. Held-out text is read --evaluations times in the last fifth of the steps;
-the gap of a seed is the mean over these, its interval comes from the seeds. A call begins only
-pairs that end in its --budget; what is over is one small file in --out, and the same command goes
-on with the seeds that are missing. It ends with 75 while some are.
+A pair is the native and the compressed training of one seed, started together with the same weights
+and data. Held-out loss is evaluated --evaluations times in the last fifth of the steps; a seed's
+gap is the mean over them, and the interval is over seeds. A call starts only pairs that fit its
+--budget and keeps one small file per finished pair in --out. It exits with 75 while seeds are
+missing; run the same command again to continue.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from benchmarks.training_bench import forked, gpu_losses, loss_cost, loss_gaps, 
 from benchmarks.training_bench.gpu_losses import BASELINE, Case, Method, Text
 from benchmarks.training_bench.loss_runner import Runner
 
-#: held-out tokens of an evaluation
+#: held-out tokens per evaluation
 EVAL_TOKENS = 2**19
-#: exit status where --budget was over first: the same command goes on with what is not over
+#: exit status if --budget ran out; the same command runs the remaining trainings
 TIME_IS_UP = 75
 
 
@@ -111,7 +111,7 @@ def _method(asked: argparse.Namespace) -> Method:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a training failed, TIME_IS_UP where some are not over."""
+    """Train and report; return 1 if a training failed, TIME_IS_UP if some are left, else 0."""
     asked = parse(arguments)
     began = time.monotonic()
     asked.deadline = began + asked.budget
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.update(forked.environment(not asked.cpu))
         context = forked.server(asked.timeout, _say)
         runner = Runner(asked, method, context, turns, _say)
-        before = signal.signal(signal.SIGTERM, _terminated)  # the ranks are ended with this process
+        before = signal.signal(signal.SIGTERM, _terminated)  # so that SIGTERM ends the ranks too
         try:
             runner.run()
         finally:
@@ -149,9 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def going_on(asked: argparse.Namespace, records: Mapping[Case, loss_records.Record]) -> Method:
-    """Return the method, with the steps of what is kept where ``--fit`` may have chosen them.
+    """Return the method, with the steps of kept trainings if ``--fit`` may have chosen them.
 
-    Raises ValueError where what is kept was made in another way.
+    Raises ValueError if kept trainings used another method.
     """
     method: Method = asked.method
     for case, record in records.items():
@@ -167,7 +167,7 @@ def going_on(asked: argparse.Namespace, records: Mapping[Case, loss_records.Reco
 
 
 def verdicts(records: Mapping[Case, loss_records.Record]) -> list[str]:
-    """Say of every arm what its gap to native is, and whether it decides."""
+    """Print each arm's gap to native, and whether it decides."""
     lines = []
     runs = loss_records.by_arm(records)
     native = runs.pop(BASELINE, {})

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Prepare, without a GPU, what a machine with one needs that is lent bare and for minutes.
+"""Prepare, without a GPU, the files for a GPU machine that is lent bare for minutes.
 
     prepare_gpu.py --out carry --python python3.12 --architecture 90 --nvrtc 13.0.88
     prepare_gpu.py --out carry --only kernels --architecture 90
 
 Writes four folders, which ``prove_on_gpu.py --prepared`` takes:
 
-wheels/   packages that such a machine lacks (--wheels), for its Python
+wheels/   packages that the machine lacks (--wheels), for its Python
 native/   the extensions of this checkout, built for its Python, and the package's metadata
 kernels/  the CUDA kernels that the benches and the trainings launch, compiled for its GPU by NVRTC
           of its version: an image is looked up by the compiler's version too
 data/     the data of the speed and of the losses, compressed
 
-A folder that is there is made anew. --python is an interpreter of that machine's version here.
+Existing folders are replaced. --python: a local interpreter of that machine's version.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 from benchmarks.gpu_proof.steps import loss_data
 
 ROOT = Path(__file__).resolve().parents[2]
-#: beside torch, CuPy, pytest and its plugins, which a machine with a GPU has
+#: packages beyond torch, CuPy, pytest and its plugins, which a GPU machine has
 WHEELS = (
     "deepspeed==0.19.*", "hjson", "megatron-core==0.16.*", "pydantic", "annotated-types",
     "typing-inspection",
 )  # fmt: skip
-#: needs of the wheel above, of the version that it names
+#: dependencies of the wheel above, at the versions that it requires
 OF_A_VERSION = {"pydantic": "pydantic_core"}
 
 
 class PrepareError(RuntimeError):
-    """A part could not be prepared; the message says which and why."""
+    """A part could not be prepared; the message gives the part and the reason."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the parts; 1 where one could not be."""
+    """Prepare the parts; return 1 if one failed."""
     asked = parse(arguments)
     asked.out = asked.out.resolve()
     for name in asked.only:
@@ -88,7 +88,7 @@ def _made(folder: Path) -> Path:
 
 
 def wheels(asked: argparse.Namespace, out: Path) -> None:
-    """Fetch or build the packages, without what they need."""
+    """Fetch or build the packages, without dependencies."""
     for requirement in asked.wheels:
         _wheel(asked.python, requirement, out)
         core = OF_A_VERSION.get(requirement)
@@ -98,7 +98,7 @@ def wheels(asked: argparse.Namespace, out: Path) -> None:
 
 
 def _wheel(python: str, requirement: str, out: Path) -> None:
-    # DeepSpeed compiles nothing at its installation; without torch it only says so
+    # DeepSpeed compiles nothing at installation; without torch it only warns
     _call(
         python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--disable-pip-version-check",
         "--wheel-dir", str(out), requirement, env={"DS_BUILD_OPS": "0"},
@@ -118,7 +118,7 @@ def _needed(wheel: Path, name: str) -> str:
 
 
 def native(asked: argparse.Namespace, out: Path) -> None:
-    """Build the extensions of this checkout; without metadata the package is not installed."""
+    """Build the extensions and the metadata of this checkout, which make it installed."""
     with tempfile.TemporaryDirectory() as built:
         _wheel(asked.python, str(ROOT), Path(built))
         (wheel,) = Path(built).glob("hybridcomp-*.whl")
@@ -129,7 +129,7 @@ def native(asked: argparse.Namespace, out: Path) -> None:
 
 
 def kernels(asked: argparse.Namespace, out: Path) -> None:
-    """Compile the kernels, in processes that load the NVRTC of that version."""
+    """Compile the kernels in processes that load that NVRTC version."""
     paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {"CUPY_CACHE_DIR": str(out), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     code = "from benchmarks.gpu_bench import prebuild; prebuild.compile_here({}, {!r})"
@@ -140,7 +140,7 @@ def kernels(asked: argparse.Namespace, out: Path) -> None:
 
 
 def _nvrtc(version: str, folder: Path) -> dict[str, str]:
-    """Fetch that NVRTC into ``folder``; returns the environment in which CuPy finds it first."""
+    """Fetch that NVRTC into ``folder``; return an environment in which CuPy loads it first."""
     package = "nvidia-cuda-nvrtc" + ("-cu12" if version.startswith("12.") else "")
     _call(
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder),
@@ -149,12 +149,12 @@ def _nvrtc(version: str, folder: Path) -> dict[str, str]:
     found = sorted(folder.rglob("libnvrtc.so*"))
     if not found:
         raise PrepareError(f"{package}=={version} has no libnvrtc.so")
-    # CuPy takes one that is loaded already, which looks for its second part as a loader does
+    # CuPy uses an already loaded NVRTC, whose builtins library the loader has to find
     return {"LD_PRELOAD": str(found[0]), "LD_LIBRARY_PATH": str(found[0].parent)}
 
 
 def data(asked: argparse.Namespace, out: Path) -> None:
-    """Make the data, with this Python's sources, and compress it."""
+    """Make the data from this Python's sources and compress it."""
     with tempfile.TemporaryDirectory() as made:
         for name, words in (("text", ()), ("gpt2", loss_data())):
             place = str(Path(made) / name)
@@ -166,7 +166,7 @@ def data(asked: argparse.Namespace, out: Path) -> None:
 
 
 def _call(*words: str, env: dict[str, str] | None = None) -> None:
-    """Run a command. Raises PrepareError with the last line that it said."""
+    """Run a command. Raises PrepareError with the last line of its output."""
     done = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}, cwd=ROOT,
@@ -176,7 +176,7 @@ def _call(*words: str, env: dict[str, str] | None = None) -> None:
         raise PrepareError(f"{Path(words[0]).name} {words[2]}: {said[-1] if said else 'failed'}")
 
 
-#: by name of a folder, what makes it
+#: folder name -> function that fills it
 PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "wheels": wheels, "native": native, "kernels": kernels, "data": data,
 }  # fmt: skip

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure everything that only a GPU can tell, in one command that goes on where it was cut off.
+"""Run all measurements that need a GPU, in one resumable command.
 
     prove_on_gpu.py --out runs/gpu                # all, about six hours on an H100
     prove_on_gpu.py --out runs/gpu --list         # the steps, and which are done
@@ -9,14 +9,13 @@
     prove_on_gpu.py --out runs/cpu --cpu          # all of it small, without a GPU
 
 Needs one GPU with 80 GB and hybridcomp[cuda13,deepspeed,dev,megatron,plot], or cuda12. Every step
-is a command of its own whose output is kept in OUT/NAME.log; the tests are several, which run at
-the same time. What tells most comes first. A step that succeeded is not repeated (--again does);
-one that failed is told and the next one begins. With --minutes a step that would take longer than
-what is left is put off, those that can stop do so in time and go on in the next call, and whatever
-still runs at the end is ended. What the figures should be stands in docs/results/gpu_proof.md,
-which says of each whether it was ever measured.
+is a command whose output goes to OUT/NAME.log; test steps run in parallel. The most informative
+steps come first. A successful step is not repeated (--again repeats it); a failed step is reported
+and the next one begins. With --minutes, steps that do not fit the time left are postponed,
+resumable steps stop in time and continue in the next call, and others are ended.
+docs/results/gpu_proof.md lists the expected figures and which were ever measured.
 
-On a machine that is lent bare and for minutes, without a network:
+On a machine that is lent bare for minutes, without a network:
 
     prepare_gpu.py --out carry --python python3.12 --architecture 90    # before, here
     prove_on_gpu.py --out /tmp/gpu --prepared carry --minutes 9 --pack one.tar.gz
@@ -41,7 +40,7 @@ from benchmarks.gpu_proof import carried
 from benchmarks.gpu_proof.running import RECORD, ROOT, Record, Running, deadline_of
 from benchmarks.gpu_proof.steps import Lister, Step
 
-#: most bytes of the file of --pack
+#: maximum bytes of the --pack file
 MOST_PACKED = 15_000_000
 
 
@@ -65,7 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is not done yet; 1 where something failed, or is left for another call."""
+    """Run the steps left; return 1 if a step failed or is left for another call."""
     asked = parse(arguments)
     out, deadline = asked.out.resolve(), deadline_of(asked.minutes)
     try:
@@ -85,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show(chosen if asked.list else todo, record, asked.dry_run)
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    # a step is ended with the call, whoever ends it
+    # end the running step with the call on any signal
     before = signal.signal(signal.SIGTERM, _terminated)
     running = Running(out, record, deadline)
     try:
@@ -105,7 +104,7 @@ def _show(steps: Sequence[Step], record: Record, commands: bool) -> None:
 
 
 def _told(running: Running) -> int:
-    """Say what failed and what is left; the exit status."""
+    """Print the failed and the remaining steps; return the exit status."""
     for names, what in (
         (running.failed, "failed, and tried again by the same command"),
         (running.later, "for the next call, by the same command"),

@@ -4,11 +4,11 @@
 deepspeed --num_gpus 2 scripts/benchmarks/train_peer.py --method powersgd-16 \\
     --deepspeed_config configs/ds_zero0_baseline.json --log runs/powersgd/loss.jsonl
 
-Model, data and their order, seeds, batch sizes, AdamW, clipping and the learning rate's schedule
-are those of train_gpt.py with the same file; ZeRO and "compression" in it are not looked
-at, --method says how the ranks exchange. Log and ledger.jsonl have the same form. Over NCCL where
-DS_ACCELERATOR is cuda, over gloo on CPUs else. With --engine fsdp2 or ddp everything but the way
-of the gradients is that of train_gpt.py --engine.
+Model, data and their order, seeds, batch sizes, AdamW, clipping and learning rate schedule are
+those of train_gpt.py with the same file, whose ZeRO and "compression" settings are ignored:
+--method chooses the communication. Log and ledger.jsonl have the same format. It uses NCCL if
+DS_ACCELERATOR is cuda, otherwise gloo on CPUs. With --engine fsdp2 or ddp only the gradient
+reduction differs from train_gpt.py --engine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def under_engine(
     arguments: argparse.Namespace, settings: dict[str, Any], model: GPT
 ) -> tuple[Native, CountedTrainer]:
-    """Return the method, and the model under torch's own engine."""
+    """Return the method, and the model under torch's engine."""
     method = METHODS[arguments.engine][arguments.method]
     start = arguments.start or hooks.start_iteration(arguments.steps)
     engine = engine_of(arguments.engine, method, model, settings, start)
@@ -84,7 +84,7 @@ def under_engine(
 def by_itself(
     arguments: argparse.Namespace, settings: dict[str, Any], model: GPT
 ) -> tuple[Peer, PeerTrainer]:
-    """Return the method, and the model in the width of its parameters."""
+    """Return the method, and the model in its parameters' dtype."""
     device = next(model.parameters()).device
     if settings.get("bf16", {}).get("enabled"):
         model = model.to(torch.bfloat16)
@@ -105,7 +105,7 @@ def by_itself(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train, from the parsed command line to the summary."""
+    """Parse the command line, train and print the summary."""
     settings = json.loads(Path(arguments.deepspeed_config).read_text())
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = torch.device("cuda" if os.environ.get("DS_ACCELERATOR") == "cuda" else "cpu")
@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Returns the exit status: 1 for a mistake of the user's, told in one line."""
+    """Train; return the exit status: 1 for a user's mistake, reported in one line."""
     try:
         run(parse())
     except (DatasetError, SettingsError, FileNotFoundError, json.JSONDecodeError) as error:

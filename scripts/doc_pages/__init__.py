@@ -1,1 +1,1 @@
-"""Pages and parts of pages that scripts/make_docs.py makes from the code."""
+"""Pages and sections that scripts/make_docs.py generates from the code."""

@@ -1,7 +1,7 @@
-"""Bits a parameter that a node sends: README's table, and what count_bytes.py expects.
+"""Compute bits per parameter that a node sends, for README's table and count_bytes.py.
 
-Native messages are those of NCCL's algorithms (``collectives.native_nbytes``), compressed ones
-those of the preset ``recommended``. Among many nodes; n nodes send (n - 1) / n of it.
+Native messages follow NCCL's algorithms (``collectives.native_nbytes``), compressed ones the preset
+``recommended``. Figures are for many nodes; n nodes send (n - 1) / n of them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from hybridcomp.tools.plan.bits_between import QGZ, QWZ
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 FP32, BF16 = torch.float32, torch.bfloat16
-#: values and ranks of the message whose bytes are counted; both divide out
+#: message size and ranks for counting bytes; both cancel out
 _NUMEL, _RANKS = 1 << 20, 2
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of all parameters that the ranks of a job send once in a step."""
+    """A message of all parameters that the ranks of a job send once per step."""
 
     operation: Operation
-    bits: float  # of a value on the wire
-    #: among ranks on different nodes only, each of which has its part of a node's values
+    bits: float  # per value on the wire
+    #: only between ranks on different nodes, each of which holds a part of its node's values
     between: bool = False
-    #: a second gather: parameters that are not freed behind the forward pass do not take part
+    #: a second gather, which skips parameters that are kept after the forward pass
     again: bool = False
 
     @property
     def sent(self) -> float:
-        """Bits for each value of the whole that a node sends to others, where they are many."""
+        """Return bits per value that a node sends to others, among many nodes."""
         return self.bits * (2 if self.operation == "all_reduce" else 1)
 
 
 def native(
     operation: Operation, dtype: torch.dtype, between: bool = False, again: bool = False
 ) -> Message:
-    """Return a native message; its bits a value follow from its bytes."""
+    """Return a native message; its bits per value follow from its bytes."""
     bits = 8.0 * native_nbytes.send_nbytes(1, dtype)
     if operation != "send":
         nbytes = {
@@ -55,7 +55,7 @@ def native(
 
 
 def _codec_bits(dimension: str) -> float:
-    """Bits a value of the preset ``recommended``."""
+    """Return bits per value of the preset ``recommended``."""
     codecs = CompressionConfig.parse({"preset": "recommended"}).codecs()
     codec = next(found for (name, _), found in codecs.items() if name == dimension)
     assert codec is not None
@@ -74,21 +74,21 @@ def parameters(again: bool = False) -> Message:
 
 @dataclass(frozen=True)
 class Job:
-    """One way to train, natively and with the preset."""
+    """One way to train, native and with the preset."""
 
     words: str
     today: tuple[Message, ...]
     recommended: tuple[Message, ...]
-    #: micro-batches for which it sends once
+    #: micro-batches per message
     accumulated: int = 1
-    #: whether scripts/benchmarks/count_bytes.py counts it; else it is computed only
+    #: whether scripts/benchmarks/count_bytes.py counts it or it is only computed
     counted: bool = True
     #: whether the table has it
     told: bool = True
 
 
 def total(messages: Sequence[Message], accumulated: int = 1) -> float:
-    """Return the bits a parameter and micro-batch of ``messages``."""
+    """Return the bits per parameter and micro-batch of ``messages``."""
     return sum(message.sent for message in messages) / accumulated
 
 
@@ -139,14 +139,14 @@ JOBS = {
 def across(
     messages: Sequence[Message], nodes: int, per_node: int, levels: bool, kept: float = 0.0
 ) -> float:
-    """Bits a parameter that one of ``nodes`` sends to the others in a step.
+    """Return bits per parameter that one of ``nodes`` sends to the others in a step.
 
     Args:
         messages: of all ranks.
-        nodes: each of ``per_node`` ranks.
+        nodes: number of nodes, each of ``per_node`` ranks.
         per_node: ranks of a node.
-        levels: sums and gathers in a node first, as hybridcomp's; else rings of all ranks.
-        kept: share of the parameters that is gathered once where others are gathered again.
+        levels: reduce and gather within a node first, as hybridcomp does; else rings of all ranks.
+        kept: share of the parameters that is gathered only once.
     """
     ring, pairs = 1 - 1 / (nodes * per_node), 1 - 1 / nodes
     return sum(
@@ -165,7 +165,7 @@ def table() -> str:
 
 
 def zero3() -> str:
-    """Return the table of what is used at ZeRO 3, natively and with the preset."""
+    """Return the table of methods under ZeRO 3, native and with the preset."""
     once, twice, hpz, zeropp = (JOBS[name] for name in ("zero3", "zero3_twice", "hpz", "zeropp"))
     rows = {
         "native": (once.today, twice.today),
@@ -178,7 +178,7 @@ def zero3() -> str:
 
 
 def fsdp2() -> str:
-    """Return the table of torch's ways, and of the preset, under FSDP2 and HSDP."""
+    """Return the table of torch's methods and of the preset, under FSDP2 and HSDP."""
     fp32, bf16 = (JOBS["fsdp2"], JOBS["hsdp"]), (JOBS["fsdp2_bf16"], JOBS["hsdp_bf16"])
     rows = {
         "fp32 sums": (fp32[0].today, fp32[1].today),

@@ -1,4 +1,4 @@
-"""docs/block.md: every key of the block, from its schema."""
+"""Generate docs/block.md: every key of the block, from its schema."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A dimension is an object, or the bare name of a codec: `"zero": "mpc"` is short 
 replaces the preset's; one without changes only the settings that it names. The same holds for
 `forward` and `backward` inside a dimension.
 """
-#: sections behind the block's own keys: title, model of the schema, what stands above the table
+#: sections after the block's top-level keys: title, schema model, text above the table
 PARTS = (
     ("ledger", "LedgerConfig", 'What is written down: `"ledger": {"jsonl": "ledger.jsonl"}`.'),
     ("pipeline", "AsyncPipelineConfig",
@@ -55,7 +55,7 @@ PARTS = (
 
 
 def editors() -> str:
-    """Return the JSON schema, as ``hybridcomp schema`` prints it, a line for each key."""
+    """Return the JSON schema as ``hybridcomp schema`` prints it, a line for each key."""
     return json_rows.dumps(schema(), depth=4)
 
 
@@ -81,7 +81,7 @@ def page() -> str:
 
 
 def keys(block: Schema) -> Iterator[str]:
-    """Yield the lines of the block's keys; those that have a section are one line."""
+    """Yield the lines of the top-level keys; keys with a section take one line."""
     titles = (*DIMENSIONS, *(title for title, _, _ in PARTS))
     yield from table({key: entry for key, entry in block.items() if key not in titles})
     sections = ", ".join(f"[`{key}`](#{key})" for key in block if key in titles)
@@ -89,7 +89,7 @@ def keys(block: Schema) -> Iterator[str]:
 
 
 def part(properties: Schema, common: Schema) -> Iterator[str]:
-    """Yield the lines of a section; codec settings that it has in common are one line."""
+    """Yield the lines of a section; codec settings shared with others take one line."""
     shared = [key for key in properties if properties[key] == common.get(key)]
     own = {key: dict(entry) for key, entry in properties.items() if key not in shared}
     where = "[codec settings](#codec-settings)"
@@ -106,10 +106,10 @@ def part(properties: Schema, common: Schema) -> Iterator[str]:
 def dimension(
     name: str, entry: Schema, models: Schema, common: Schema, seen: dict[tuple[str, str], str]
 ) -> Iterator[str]:
-    """Yield a section: the dimension, its own codecs, and the keys that it has beside the common.
+    """Yield a dimension's section: its codecs, and the keys that not all dimensions have.
 
-    ``seen`` maps the lines of a key to the first dimension that has them; it gets those of this
-    one. Keys that an earlier dimension has are one line that refers to it.
+    ``seen`` maps a key's lines to the first dimension that has them and is extended. Keys of an
+    earlier dimension become one line that refers to it.
     """
     model = models[_reference(entry)]["properties"]
     names = next(part["enum"] for part in entry["anyOf"] if "enum" in part)
@@ -133,7 +133,7 @@ def dimension(
 
 
 def table(properties: Schema) -> Iterator[str]:
-    """Yield two lines for each key: a list, of which a phone shows the meaning, too."""
+    """Yield two lines for each key: a list, since phones cut tables off."""
     for key, entry in properties.items():
         words = " ".join(str(entry.get("description", "")).split())
         words = words.removesuffix(" Default: native.")
@@ -143,7 +143,7 @@ def table(properties: Schema) -> Iterator[str]:
 
 
 def kind(key: str, entry: Schema) -> str:
-    """Say in words which values a key takes."""
+    """Describe the values that a key takes."""
     for section in (*DIMENSIONS, *(title for title, _, _ in PARTS)):
         if key == section:
             return f"[see below](#{section})"
@@ -173,7 +173,7 @@ def _kind(part: Schema) -> str:
 
 
 def default(entry: Schema) -> str:
-    """Return the default, of dimensions "native"; "" where a section has the defaults."""
+    """Return the default; "native" for dimensions, "" for sections."""
     found = entry.get("default")
     if isinstance(found, Mapping):
         return "native" if found.get("codec") == "none" else ""

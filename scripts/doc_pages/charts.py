@@ -1,4 +1,4 @@
-"""Charts of the pages as SVG: readable on a phone, in light and dark, with axes to scale."""
+"""Draw charts of the pages as SVG: readable on a phone, in light and dark, with axes to scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from html import escape
 from doc_pages import bits, speeds
 
 LOSSES = speeds.SPEEDS.with_name("losses.csv")
-#: of the picture, in units of which a phone shows three quarters as pixels; its text has 15 of them
+#: width in units; a phone shows a unit as 3/4 pixel, text is 15 units high
 WIDTH = 480
 LEFT, RIGHT, LINE = 12, 66, 20
 STYLE = """\
@@ -24,16 +24,16 @@ STYLE = """\
 
 @dataclass(frozen=True)
 class Bar:
-    """A value from 0 on, with its interval where one was measured."""
+    """A value from 0 on, with its interval if measured."""
 
     value: float
-    kind: str  # native, block or other: its colour
-    words: str  # behind it
+    kind: str  # native, block or other: selects the colour
+    words: str  # text after the bar
     low: float | None = None
     high: float | None = None
 
 
-#: what a group of bars is about, and the bars
+#: title of a group, and its bars
 Group = tuple[str, Sequence[Bar]]
 
 
@@ -41,9 +41,9 @@ def picture(title: str, axis: str, keys: Mapping[str, str], groups: Sequence[Gro
     """Return a picture of horizontal bars on a linear axis.
 
     Args:
-        title: what the picture shows, for who cannot see it.
-        axis: what the axis shows, with its unit.
-        keys: kind of bar -> what it stands for.
+        title: alternative text.
+        axis: label of the axis, with its unit.
+        keys: kind of bar -> legend.
         groups: from top to bottom.
     """
     ends = [end for _, bars in groups for bar in bars for end in (bar.value, bar.low, bar.high)]
@@ -70,7 +70,7 @@ def picture(title: str, axis: str, keys: Mapping[str, str], groups: Sequence[Gro
 
 
 def _step(span: float) -> float:
-    """Return the distance of two marks of an axis: 1, 2 or 5 times a power of ten."""
+    """Return the distance between two ticks: 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(span / 3))
     return next(power * times for times in (1, 2, 5, 10) if power * times >= span / 6)
 
@@ -124,9 +124,9 @@ def _svg(title: str, height: int, lines: Sequence[str]) -> str:
     )
 
 
-#: kinds of bars where native messages stand beside the preset
+#: legend of charts with native messages beside the preset
 BESIDE = {"native": "native messages", "block": '{"preset": "recommended"}'}
-#: communication over compute -> what that link is to the job
+#: communication over compute -> description of that link
 LINKS = {
     4.0: "slow link: messages take 4 times the compute",
     1.0: "messages take as long as the compute",
@@ -135,7 +135,7 @@ LINKS = {
 
 
 def front(layout: str = "zero1") -> str:
-    """Return the picture of the front page: two bars for each of three links."""
+    """Return the front page's picture: two bars for each of three links."""
     found = speeds.measured()
     groups = []
     for r, words in LINKS.items():
@@ -152,7 +152,7 @@ def _speed(cell: Mapping[str, float], kind: str = "block") -> Bar:
 
 
 def jobs() -> str:
-    """Return the speed of each kind of job at the two slower links."""
+    """Return the speed of each kind of job over the two slower links."""
     found = speeds.measured()
     keys = {"block": "messages take as long as the compute", "other": "4 times as long"}
     groups = []
@@ -165,7 +165,7 @@ def jobs() -> str:
     return picture(title, axis, keys, groups)
 
 
-#: arm of the table of speeds -> what it is
+#: arm in the table of speeds -> label
 ARMS = {
     "recommended": "recommended", "recommended when auto": "recommended, measuring the link first",
     "delta": "parameters as differences at 4 bits", "bound": "within an error bound of 0.02",
@@ -185,7 +185,7 @@ def presets(layout: str = "zero1", r: float = 4.0) -> str:
 
 
 def sent() -> str:
-    """Return the bits that each kind of job sends, natively and with the preset."""
+    """Return the bits that each kind of job sends, native and with the preset."""
     groups = []
     for job in (job for job in bits.JOBS.values() if job.told):
         cells = [bits.total(part, job.accumulated) for part in (job.today, job.recommended)]
@@ -195,7 +195,7 @@ def sent() -> str:
 
 
 def losses() -> str:
-    """Return gaps to the native loss with their intervals, of trainings that tell them apart."""
+    """Return loss gaps with intervals, of the studies that resolve them."""
     with open(LOSSES, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     found = {(row["training"], row["layout"], row["run"]): row for row in rows}
@@ -210,7 +210,7 @@ def losses() -> str:
     )
 
 
-#: what, training, layout and run in losses.csv, kind of bar
+#: label, training, layout and run in losses.csv, kind of bar
 LOSS_ROWS = (
     ("recommended, ZeRO 1", "eight seeds", "dp2", "recommended", "block"),
     ("recommended, FSDP2", "eight seeds", "fsdp2", "recommended", "block"),

@@ -1,4 +1,4 @@
-"""Blocks of "Which block?" on the front page: a file and a command by engine, link and stage."""
+"""Generate "Which block?" on the front page: file and command by engine, link and stage."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from doc_pages.json_rows import dumps
 
-#: link of a node -> what stands beside the preset; None: native messages are as fast
+#: link of a node -> keys beside the preset; None: native messages are as fast
 LINKS = {
     "up to 1 Gb/s": "slow",
     "1 to 25 Gb/s": "Ethernet",
     "faster, between nodes": "Ethernet",
     "one machine": None,
 }
-#: engine -> its page, its stages, the command that starts a job
+#: engine -> its page, its stages, its launch command
 ENGINES = {
     "DeepSpeed": (
         "engines/deepspeed.html", ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"),
@@ -41,12 +41,12 @@ ENGINES = {
         "deepspeed --module hybridcomp.run train.py --deepspeed ds_config.json",
     ),
 }  # fmt: skip
-#: stages whose parameter gathers may be exact steps
+#: stages whose parameter gathers can be lossless deltas
 EXACT = ("ZeRO 1", "ZeRO 2", "distributed optimizer")
 
 
 def block(link: str, stage: str) -> dict[str, Any] | None:
-    """Return the block of a link and a stage; None where native messages are as fast."""
+    """Return the block for a link and a stage; None if native messages are as fast."""
     kind = LINKS[link]
     if kind is None:
         return None
@@ -55,7 +55,7 @@ def block(link: str, stage: str) -> dict[str, Any] | None:
 
 
 def file(engine: str, link: str, stage: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the name and the contents of the file that has the block."""
+    """Return name and contents of the file with the block."""
     if (found := block(link, stage)) is None:
         return None
     if engine in ("DeepSpeed", "Hugging Face"):
@@ -77,7 +77,7 @@ def file(engine: str, link: str, stage: str) -> tuple[str, dict[str, Any]] | Non
 
 
 def chosen() -> dict[str, Any]:
-    """Return engines, links and what each choice leads to, as the page's script reads them."""
+    """Return engines, links and the result of each choice, as the page's script reads them."""
     blocks = {
         "|".join((engine, link, stage)): made
         for engine, (_, stages, _) in ENGINES.items()
@@ -93,6 +93,6 @@ def chosen() -> dict[str, Any]:
 
 
 def script() -> str:
-    """Return docs/site/blocks.js, which a page opened as a file can load, too."""
+    """Return docs/site/blocks.js, a script since pages opened as files cannot load JSON."""
     text = dumps(chosen(), depth=2).strip()
     return f"// made by scripts/make_docs.py\nvar hybridcompBlocks = {text};\n"

@@ -1,4 +1,4 @@
-"""Parts of pages about the package itself: its public names, its errors, its wire formats."""
+"""Generate sections about the package: public names, errors, wire formats."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import hybridcomp
 from hybridcomp import codecs, errors, nn, session
 
 FORMATS = Path(hybridcomp.__file__).resolve().parent / "kernels" / "formats"
-#: the first words of a header that holds the format of a codec; the others are shared parts
+#: first words of a header that documents a codec's format; other headers hold shared parts
 TITLE = re.compile(r"// (\w+): ")
 
-#: what users hold, what layers of a model need, what authors of codecs and of engines need
+#: groups of names: for users, for model layers, for authors of codecs and engines
 PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", session))
 
-#: methods of torch's protocols, which need no words
+#: methods of torch's protocols, which need no docs
 OF_TORCH = {"state_dict", "load_state_dict", "zero_grad", "forward"}
-#: what users call of classes whose other methods are for hybridcomp's own parts
+#: public methods of classes whose other methods are internal
 CALLED = {
     "Attached": {"detach", "on_detach", "take_events"},
     "CompressionConfig": {"parse"},
@@ -31,9 +31,9 @@ CALLED = {
 
 
 def api() -> str:
-    """Return every public name of ``PUBLIC``; errors have a table.
+    """Document every public name of ``PUBLIC``; errors have a table.
 
-    What users hold has its signature and docstring, what authors need a line, a codec its name:
+    Names for users get signature and docstring, names for authors a line, codecs their name;
     ``help`` has the rest.
     """
     entries, names, rows = [], [], []
@@ -52,13 +52,13 @@ def api() -> str:
 
 
 def _first(found: object) -> str:
-    """Return the first paragraph of a docstring, in one line."""
+    """Return the first paragraph of a docstring as one line."""
     first = (inspect.getdoc(found) or "").partition("\n\n")[0]
     return " ".join(first.replace("``", "`").split()).replace("|", "\\|")
 
 
 def public() -> Iterator[tuple[str, object]]:
-    """Yield name and object of every public function and class but errors."""
+    """Yield name and object of every public function and class except errors."""
     for prefix, module in PUBLIC:
         for name in module.__all__:
             found = getattr(module, name)
@@ -82,7 +82,7 @@ def _entry(name: str, found: object) -> Iterator[str]:
 
 
 def _signature(function: Callable[..., object]) -> str:
-    """Return names, defaults and the result; the list of arguments below has the types."""
+    """Return names, defaults and the result; the argument list below has the types."""
     whole = inspect.signature(function)
     bare = [one.replace(annotation=inspect.Parameter.empty) for one in whole.parameters.values()]
     return str(whole.replace(parameters=bare)).replace("'", "")  # annotations are strings
@@ -99,12 +99,12 @@ def _methods(found: type) -> Iterator[str]:
 
 
 def _ours(function: object) -> bool:
-    """Return whether hybridcomp defines ``function``, and not pydantic."""
+    """Return whether hybridcomp, not pydantic, defines ``function``."""
     return str(getattr(function, "__module__", "")).startswith("hybridcomp")
 
 
 def _markdown(doc: str) -> str:
-    """Return a docstring as Markdown: its list of arguments becomes a list."""
+    """Convert a docstring to Markdown; its arguments become a list."""
     lines: list[str] = []
     inside = False
     for line in doc.replace("``", "`").splitlines():
@@ -133,7 +133,7 @@ def error_classes() -> str:
 
 
 def formats() -> str:
-    """Return a row for each header of a format: the codec, its first sentence, the file."""
+    """Return a row for each format header: codec, first sentence, file."""
     rows = ["| codec | a payload | header below `hybridcomp/kernels/formats/` |", "|---|---|---|"]
     for path in sorted(FORMATS.glob("*.h")):
         lines = path.read_text("utf-8").splitlines()

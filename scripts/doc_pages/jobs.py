@@ -1,10 +1,10 @@
-"""The front page's table: what each kind of job gains, in bytes and in speed."""
+"""Generate the front page's table: savings of each kind of job in bytes and time."""
 
 from __future__ import annotations
 
 from doc_pages import bits, speeds
 
-#: job of bits.JOBS -> its layout of docs/results/speed.csv
+#: job of bits.JOBS -> its layout in docs/results/speed.csv
 ROWS = {
     "zero0": "dp2", "zero1": "zero2", "zero3": "zero3", "fsdp2": "fsdp2", "ddp": "ddp",
     "activations": "pp2",

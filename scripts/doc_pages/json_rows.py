@@ -1,4 +1,4 @@
-"""Write JSON whose entries are rows: nested to some depth, and each value below it on one line."""
+"""Write JSON with nested objects down to some depth, and each value below on one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def dumps(value: Any, depth: int) -> str:
     """Return ``value`` as JSON: objects of the first ``depth`` levels nested, all else in rows.
 
-    A change of one entry then changes one line. Keys stay in their order.
+    Changing an entry then changes one line. Keeps the order of keys.
     """
     return _nested(value, depth, "") + "\n"
 

@@ -1,4 +1,4 @@
-"""Make the table of what crosses the slow link, by the code that plans and validates."""
+"""Tabulate the traffic over the slow link, by the planner's and validator's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridcomp.tools.plan.models.decoder import Decoder
 from hybridcomp.tools.plan.request import Batch, SearchLimits
 
 NODES, RANKS = 4, 8
-#: micro-batches of a step in the last two columns
+#: micro-batches per step in the last two columns
 ACCUMULATION = 8
 HEAD = (
     "| job | natively | `recommended` | natively, accumulation 8 | `recommended`, accumulation 8 | "
@@ -38,7 +38,7 @@ _LAYOUTS: dict[str, Layout] = {
 
 
 def table() -> str:
-    """Return the rows: bits a parameter in a step natively and encoded, and bytes of a rank."""
+    """Return the rows: bits per parameter and step, native and encoded, and bytes per rank."""
     return "\n".join([HEAD, "|---" * 6 + "|", *map(_row, _LAYOUTS), _plus_plus(), _hsdp()])
 
 
@@ -56,14 +56,14 @@ def _row(words: str) -> str:
 
 
 def _plus_plus() -> str:
-    """Return the row of ZeRO++, whose bits are computed from its formats."""
+    """Return the row of ZeRO++, computed from its formats."""
     found = [JobTraffic(3, micro_batches=count).plus_plus() for count in (1, ACCUMULATION)]
     memory = nbytes(_LAYOUTS["ZeRO 3, hpZ"])
     return f"| ZeRO++ | {found[0]:.1f} | - | {found[1]:.1f} | - | {memory:.2f} |"
 
 
 def _hsdp() -> str:
-    """Return the row of HSDP, whose shards do not leave a node and whose sums do."""
+    """Return the row of HSDP: shards stay inside a node, reductions cross nodes."""
     job = bits.JOBS["hsdp_bf16"]
     once = [bits.total(job.today), bits.total(job.recommended)]
     memory = nbytes(Layout(zero_stage=3, data=RANKS))
@@ -76,7 +76,7 @@ def _line(words: str, found: list[float], memory: float) -> str:
 
 
 def nbytes(layout: Layout) -> float:
-    """Return the bytes a parameter that a rank keeps: weights, gradients, states and copy."""
+    """Return bytes per parameter on a rank: weights, gradients, states, secondary shards."""
     model = Decoder("table", 256, 4, 4, 4, 64, 1024, 270)
     cluster = parse({
         "version": 1, "kind": "described", "nodes": NODES, "ranks_per_node": RANKS, "device": "any",
@@ -88,5 +88,5 @@ def nbytes(layout: Layout) -> float:
     job = PlannedJob(model, cluster, Batch(2 * layout.data, 128), SearchLimits())
     stage = work_of(job, layout).stages[0]
     held = {**states(job, layout, stage), **kept(job, layout, stage)}
-    held.pop("gathered", None)  # as many as DeepSpeed is told to, whatever the stage
+    held.pop("gathered", None)  # a DeepSpeed setting, the same for all stages
     return sum(held.values()) / (stage.dense + stage.experts)

@@ -1,4 +1,4 @@
-"""Parts of hand-written pages: presets, what is supported, what does not go together."""
+"""Generate sections of hand-written pages: presets, support matrix, conflicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridcomp.patches import registry
 from hybridcomp.patches.rules import ds_check, mcore, neox
 from hybridcomp.patches.rules.engine import Rule
 
-#: verdict -> what it means for the user; the page has a list for each, in this order
+#: verdict -> its meaning for the user; the page has a list for each, in this order
 VERDICTS = {
     "refuse": "Always an error",
     "bypass": "An error, or native",
@@ -22,7 +22,7 @@ VERDICTS = {
 
 
 def presets() -> str:
-    """Return one row for each preset, one column for each dimension that presets name."""
+    """Return a row per preset and a column per dimension that presets set."""
     lines = [
         f"| preset | {' | '.join(f'`{name}`' for name in IN_PRESETS)} |",
         "|---" * (len(IN_PRESETS) + 1) + "|",
@@ -35,7 +35,7 @@ def presets() -> str:
 
 
 def _cell(config: CompressionConfig, name: Dimension) -> str:
-    """Return the codec of a dimension of a preset, in both directions where they differ."""
+    """Return the codec of a preset's dimension, in both directions if they differ."""
     found = config.codecs()
     specs = dict.fromkeys(
         codec.spec if codec else "native"
@@ -46,7 +46,7 @@ def _cell(config: CompressionConfig, name: Dimension) -> str:
 
 
 def dimensions() -> str:
-    """Return one row for each dimension, with what its row says."""
+    """Return a row for each dimension, with its description."""
     lines = [
         "| dimension | what | codecs for | native messages | `auto` times it | engines |",
         "|---|---|---|---|---|---|",
@@ -69,17 +69,17 @@ def support_matrix() -> str:
 
 
 def deepspeed_rules() -> str:
-    """Return settings of DeepSpeed and GPT-NeoX that concern the block."""
+    """Return the settings of DeepSpeed and GPT-NeoX that affect the block."""
     return "\n".join(_rows([*ds_check.TABLES, *neox.RULES])).rstrip()
 
 
 def megatron_rules() -> str:
-    """Return settings of megatron-core that concern the block."""
+    """Return the settings of megatron-core that affect the block."""
     return "\n".join(_rows(mcore.RULES)).rstrip()
 
 
 def _rows(rules: Sequence[Rule[Any]]) -> Iterator[str]:
-    """Yield a list for each verdict; those with one reason share a line."""
+    """Yield a list for each verdict; entries with the same reason share a line."""
     for verdict, title in VERDICTS.items():
         rows: dict[tuple[str, str], list[str]] = {}
         alike: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Sentences of pages that name releases of an upstream: they follow its requirement."""
+"""Update sentences that name upstream releases from the requirements."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridcomp.patches.ds import requirement as ds
 from hybridcomp.patches.mcore import requirement as mcore
 
 DEEPSPEED, MEGATRON = "DeepSpeed", "megatron-core"
-#: quotes a message with the requirement of DeepSpeed
+#: page that quotes a message with DeepSpeed's requirement
 ERRORS = "errors.md"
 #: name in sentences -> requirement
 REQUIREMENTS: Mapping[str, str] = {DEEPSPEED: ds.REQUIREMENT, MEGATRON: mcore.REQUIREMENT}
-#: page below docs/ -> upstreams whose releases it names; of megatron-core only where a span of them
-#: comes first, as other places are about a script or a measurement
+#: page below docs/ -> upstreams whose releases it names; of megatron-core only sentences that start
+#: with a range, since others describe a script or measurement
 PAGES: Mapping[str, tuple[str, ...]] = {
     "../README.md": (DEEPSPEED, MEGATRON),
     "getting_started.md": (DEEPSPEED, MEGATRON),
@@ -25,13 +25,13 @@ PAGES: Mapping[str, tuple[str, ...]] = {
     "engines/neox.md": (DEEPSPEED,),
     ERRORS: (DEEPSPEED,),
 }
-#: minor releases of a sentence: "0.19", "0.13 to 0.19", but not the patch release 0.19.8
+#: minor releases in a sentence: "0.19", "0.13 to 0.19", but not the patch release 0.19.8
 _MINORS = r"\d+\.\d+(?: to \d+\.\d+)?(?![.\d])"
 _SPAN = r"\d+\.\d+ to \d+\.\d+"
 
 
 def minors(requirement: str) -> str:
-    """Return the minor releases of a window in words: ``0.13 to 0.19``."""
+    """Format the minor releases of a range: ``0.13 to 0.19``."""
     limits = {limit.operator: limit.version for limit in Requirement(requirement).specifier}
     major, oldest = map(int, limits[">="].split(".")[:2])
     newest = int(limits["<"].split(".")[1]) - 1
@@ -40,7 +40,7 @@ def minors(requirement: str) -> str:
 
 
 def current(page: str, text: str) -> str:
-    """Return the text of a page with the releases that the requirements name now."""
+    """Return a page's text with the releases of the current requirements."""
     if page == ERRORS:
         return re.sub(r"needs deepspeed [^,]+, < [\d.]+,", f"needs {ds.REQUIREMENT},", text)
     for name in PAGES[page]:

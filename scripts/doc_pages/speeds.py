@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 SPEEDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "speed.csv"
-#: first cell of a row -> layout and arm of the page; rows that were not measured are left out
+#: first cell of a row -> layout and arm on the page; unmeasured rows are dropped
 ROWS = {
     "ZeRO 0": ("dp2", "recommended"),
     "ZeRO 1": ("zero1", "recommended"),
@@ -28,9 +28,9 @@ RATIOS = (1.0, 4.0)
 
 @cache
 def measured() -> Mapping[tuple[str, str, float], Mapping[str, float]]:
-    """Return the figures over links with a limit, by layout, arm and ratio.
+    """Return the figures on rate-limited links, by layout, arm and ratio.
 
-    ``rate`` is in Mb/s, ``sent_MB`` in MB a step; ``low`` and ``high`` are missing for native bf16.
+    ``rate`` is in Mb/s, ``sent_MB`` in MB per step; native bf16 has no ``low`` and ``high``.
     """
     found = {}
     with open(SPEEDS, encoding="utf-8", newline="") as file:

@@ -1,6 +1,6 @@
-"""Let the examples run on CPUs where a trainer offers something on GPUs only.
+"""Let examples run on CPUs with trainers that support some features on GPUs only.
 
-None of it is about hybridcomp, and a script for GPUs needs none of it.
+None of it concerns hybridcomp or scripts for GPUs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 
 def accelerate_on_cpu(engine: str = "") -> None:
-    """Let accelerate shard and use DeepSpeed on CPUs: it asks only whose processes they are.
+    """Let accelerate shard and use DeepSpeed on CPUs by changing its distributed type.
 
-    ``engine``: "fsdp", "deepspeed" or "ddp"; without it what ``accelerate launch`` was told.
+    ``engine``: "fsdp", "deepspeed" or "ddp"; by default the setting of ``accelerate launch``.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -34,7 +34,7 @@ def accelerate_on_cpu(engine: str = "") -> None:
 
 
 def deepspeed_on_cpu() -> None:
-    """Spare DeepSpeed an extension that it builds for minutes on CPUs and can train without."""
+    """Skip a DeepSpeed extension that builds for minutes on CPUs and is not needed to train."""
     import deepspeed.ops
 
     if not torch.cuda.is_available():
@@ -42,9 +42,9 @@ def deepspeed_on_cpu() -> None:
 
 
 def lightning_accelerator() -> Any:
-    """Return ``lightning.Trainer``'s ``accelerator``: GPUs, else CPUs that pass for GPUs.
+    """Return ``lightning.Trainer``'s ``accelerator``: GPUs, else CPUs posing as GPUs.
 
-    Lightning's DeepSpeed strategy refuses every accelerator that is not a ``CUDAAccelerator``.
+    Lightning's DeepSpeed strategy accepts a ``CUDAAccelerator`` only.
     """
     from lightning.pytorch.accelerators import CUDAAccelerator
 
@@ -52,7 +52,7 @@ def lightning_accelerator() -> Any:
         return "gpu"
 
     class OnCPU(CUDAAccelerator):  # type: ignore[misc]
-        """Processes on CPUs."""
+        """Accelerator whose processes run on CPUs."""
 
         parse_devices = staticmethod(int)
         is_available = staticmethod(lambda: True)
@@ -78,7 +78,7 @@ def lightning_accelerator() -> Any:
     return OnCPU()
 
 
-#: what torchtitan asks of ``torch.cuda``, answered for a process on CPUs
+#: functions of ``torch.cuda`` that torchtitan calls, for a process on CPUs
 TORCHTITAN_DEVICE = SimpleNamespace(
     set_device=lambda _: None, synchronize=lambda: None, empty_cache=lambda: None,
     reset_peak_memory_stats=lambda: None, current_device=lambda: 0, device_count=lambda: 1,
@@ -88,7 +88,7 @@ TORCHTITAN_DEVICE = SimpleNamespace(
 
 
 def torchtitan_devices() -> None:
-    """Let torchtitan train on CPUs: before anything else of it is imported."""
+    """Let torchtitan train on CPUs; call before importing anything else of it."""
     if not torch.cuda.is_available():
         from torchtitan.tools import utils
 

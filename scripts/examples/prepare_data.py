@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Turn text files into Megatron's .bin/.idx, byte by byte: token = byte, 256 = end of a document.
+"""Convert text files to Megatron's .bin/.idx: token = byte, 256 = end of a document.
 
-With --vocabulary N tokens are those of a byte-level BPE of N - 1 entries that is trained on the
-same text (needs the package tokenizers); N - 1 is then the end of a document.
+With --vocabulary N it trains a byte-level BPE of N - 1 entries on the same text (needs the package
+tokenizers); N - 1 is then the end of a document.
 
-Without arguments the text is the sources of the running interpreter's standard library, which every
-machine has. Files are sorted, shuffled with a fixed seed and split by document, so the same files
-give the same dataset. Writes PREFIX_train.bin/.idx and PREFIX_valid.bin/.idx; gpt/indexed.py
-describes the format.
+Without arguments it reads the source of the interpreter's standard library, which every machine
+has. Files are sorted, shuffled with a fixed seed and split by document, so the same files give the
+same dataset. Writes PREFIX_train.bin/.idx and PREFIX_valid.bin/.idx; gpt/indexed.py describes the
+format.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import numpy as np
 from gpt.indexed import DatasetError, IndexedWriter, Tokens
 
 END_OF_DOCUMENT = 256
-#: folders of the standard library that are tests or not part of it
+#: folders of the standard library with tests or third-party code
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def standard_library() -> list[Path]:
-    """Return the .py files of the running interpreter's standard library, without its tests."""
+    """Return the .py files of the interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [
         Path(folder, name)
@@ -46,10 +46,10 @@ def standard_library() -> list[Path]:
 
 
 def collect(inputs: Sequence[str], suffix: str) -> tuple[list[Path], set[Path]]:
-    """Files of ``inputs`` (files, folders, globs), sorted, and which of them were named one by one.
+    """Return the sorted files of ``inputs`` (files, folders, globs), and those named explicitly.
 
-    Of a folder: every file below it whose name ends with ``suffix``, hidden ones left out. Raises
-    DatasetError for an input that matches nothing.
+    A folder stands for all non-hidden files below it that end with ``suffix``. Raises DatasetError
+    for an input that matches nothing.
     """
     files: set[Path] = set()
     named: set[Path] = set()
@@ -78,13 +78,13 @@ def _files_of(path: Path, suffix: str) -> Iterator[Path]:
 
 
 def _keep_folders(folders: list[str], unwanted: set[str]) -> bool:
-    """Remove hidden and unwanted folders from what os.walk enters next; always true."""
+    """Remove hidden and unwanted folders from those that os.walk enters next; always true."""
     folders[:] = sorted(f for f in folders if f not in unwanted and not f.startswith("."))
     return True
 
 
 def text_of(path: Path) -> bytes | None:
-    """Return the bytes of a UTF-8 text file; None when it is not one."""
+    """Return the bytes of a UTF-8 text file; None for other files."""
     content = path.read_bytes()
     if b"\x00" in content:
         return None
@@ -96,7 +96,7 @@ def text_of(path: Path) -> bytes | None:
 
 
 def encode(content: bytes) -> Tokens:
-    """uint16 tokens of a document: its bytes, then END_OF_DOCUMENT."""
+    """Return a document's uint16 tokens: its bytes, then END_OF_DOCUMENT."""
     tokens = np.empty(len(content) + 1, dtype=np.uint16)
     tokens[:-1] = np.frombuffer(content, dtype=np.uint8)
     tokens[-1] = END_OF_DOCUMENT
@@ -106,10 +106,10 @@ def encode(content: bytes) -> Tokens:
 def read_documents(
     files: Sequence[Path], named: set[Path], max_bytes: int
 ) -> tuple[list[bytes], list[Path]]:
-    """``files`` in order up to ``max_bytes`` bytes of text, and what was left out.
+    """Read ``files`` in order up to ``max_bytes`` bytes of text; return texts and skipped files.
 
-    Empty files and, below a folder, files that are not text are left out. Raises DatasetError when
-    a file named one by one is not text.
+    Skips empty files and, in folders, files that are not text. Raises DatasetError if an explicitly
+    named file is not text.
     """
     documents: list[bytes] = []
     left_out: list[Path] = []
@@ -134,10 +134,10 @@ def read_documents(
 
 
 def encode_bpe(documents: Sequence[bytes], vocabulary: int) -> list[Tokens]:
-    """uint16 tokens of documents, each with ``vocabulary - 1`` at its end.
+    """Return uint16 tokens of documents, each ending with ``vocabulary - 1``.
 
-    Raises DatasetError without the package, for a size that does not fit, and where the text does
-    not hold as many pairs that occur twice.
+    Raises DatasetError without the package, for an invalid size, and if too few pairs occur twice
+    in the text.
     """
     if not 257 < vocabulary <= 65536:
         raise DatasetError(f"--vocabulary: expected 258 to 65536, found {vocabulary}")
@@ -164,9 +164,10 @@ def encode_bpe(documents: Sequence[bytes], vocabulary: int) -> list[Tokens]:
 
 
 def split(documents: Sequence[Tokens], fraction: float) -> tuple[list[Tokens], list[Tokens]]:
-    """Train and validation documents: at least one each, about ``fraction`` of tokens the latter.
+    """Split into train and validation documents, at least one each, the latter with about
+    ``fraction`` of the tokens.
 
-    A single document is cut in two.
+    Splits a single document in two.
     """
     if len(documents) == 1:
         length = len(documents[0])
@@ -181,7 +182,7 @@ def split(documents: Sequence[Tokens], fraction: float) -> tuple[list[Tokens], l
 
 
 def write(prefix: Path, documents: Sequence[Tokens]) -> int:
-    """Write one dataset; returns its number of tokens."""
+    """Write a dataset; return its number of tokens."""
     with IndexedWriter(prefix) as writer:
         for document in documents:
             writer.add(document)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""TRL's GRPOTrainer on ZeRO 3, whose prompts are answered by a model with published weights.
+"""TRL's GRPOTrainer on ZeRO 3, with completions by a model that follows published weights.
 
 torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_grpo.py
 
-TRL would gather every parameter to generate, or to send it to vLLM. Here each rank publishes its
-own shard to a folder, from which the model that generates takes what changed.
+TRL would gather every parameter to generate or to send to vLLM. Here each rank publishes its shard
+to a folder, from which the generating model loads the changes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LENGTH = 12
 
 
 class PublishedRollouts:
-    """TRL's ``rollout_func``: publishes, follows and generates, on every rank."""
+    """TRL's ``rollout_func``: publish, follow and generate, on every rank."""
 
     def __init__(self, config: LlamaConfig, source: str) -> None:
         self.source = source
         self.model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
         self.follower = ModuleFollower(self.model, source)
-        self.publisher: Any = None  # the engine is there once training has begun
+        self.publisher: Any = None  # the engine exists once training has begun
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         if self.publisher is None:
@@ -47,7 +47,7 @@ class PublishedRollouts:
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Return tokens and their log-probabilities; all prompts are of one length."""
+        """Return tokens and log-probabilities; all prompts have the same length."""
         asked = torch.tensor(prompts)
         tokens = self.model.generate(
             asked, attention_mask=torch.ones_like(asked), do_sample=True, top_k=0,

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""An outer loop of generation and training: DeepSpeed trains, another model generates.
+"""Loop over generation and training: DeepSpeed trains, another model generates.
 
 torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py
 torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py --stage 1
 torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py --engine verl
 torchrun --standalone --nproc-per-node 1 scripts/examples/rollouts_zero3.py --engine vllm
 
-Each round publishes the weights, loads them into the model that generates, rewards what it wrote,
-and trains one step; it prints for how long the model that generates stood still. ``--engine verl``
-sends weights as verl's actors and rollouts do, by verl's own registry. ``--engine vllm`` needs a
-GPU that both fit on.
+Each round publishes the weights, loads them into the generating model, rewards its output and
+trains one step; it prints how long generation paused. ``--engine verl`` sends weights through
+verl's registry as its actors and rollouts do. ``--engine vllm`` needs a GPU that fits both models.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ class Rollout(Protocol):
     """A model that generates with published weights; only rank 0 has one.
 
     Attributes:
-        pause_s: seconds of the last update in which it could not generate.
+        pause_s: seconds that generation paused for the last update.
     """
 
     pause_s: float
 
     def update(self) -> int:
-        """Load the version that ``publish`` has just written; returns its number."""
+        """Load the version that ``publish`` has just written; return its number."""
 
     def generate(self, prompts: Tensor) -> Tensor:
-        """Return prompts and what follows them, 1 + LENGTH tokens a row."""
+        """Return prompts with their completions, 1 + LENGTH tokens per row."""
 
 
 class Transformers:
@@ -74,7 +73,7 @@ class Transformers:
 
 
 class Verl(Transformers):
-    """A model of transformers whose weights come as verl's rollout workers get them."""
+    """A model of transformers that receives weights as verl's rollout workers do."""
 
     def __init__(self, config: LlamaConfig, source: str) -> None:
         self.model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
@@ -84,7 +83,7 @@ class Verl(Transformers):
 
     def update(self) -> int:
         asyncio.run(self._receive())
-        self.receives.init_process_group(is_rollout=True)  # verl does so in front of each sync
+        self.receives.init_process_group(is_rollout=True)  # verl calls it before each sync
         self.version += 1
         return self.version
 
@@ -99,7 +98,7 @@ class Verl(Transformers):
 
 
 class VerlPublisher:
-    """Publishes from all ranks as verl's actors do: whole tensors of an export pass by."""
+    """Publishes from all ranks as verl's actors do: from an export that yields whole tensors."""
 
     def __init__(self, engine: Any, source: str) -> None:
         self.engine, self.sends = engine, verl_engine(source)
@@ -117,7 +116,7 @@ class VerlPublisher:
 
 
 def verl_engine(source: str) -> Any:
-    """Return what verl makes of ``checkpoint_engine.backend: hybridcomp``."""
+    """Return the engine that verl creates for ``checkpoint_engine.backend: hybridcomp``."""
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
     import hybridcomp.inference.verl_engine  # noqa: F401  # as custom_backend_module
@@ -126,7 +125,7 @@ def verl_engine(source: str) -> Any:
 
 
 class VLLM:
-    """An engine of vLLM in this process, told of each version by way of its own requests."""
+    """A vLLM engine in this process, notified of each version through its own requests."""
 
     def __init__(self, config: LlamaConfig, source: str, folder: Path) -> None:
         from vllm import LLM
@@ -147,7 +146,7 @@ class VLLM:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"version": self.version}})
         self.llm.finish_weight_update(weight_version=str(self.version))
-        self.llm.reset_prefix_cache()  # its keys and values are of the version before
+        self.llm.reset_prefix_cache()  # its keys and values belong to the previous version
         self.pause_s = time.perf_counter() - begun
         return self.version
 
@@ -163,12 +162,12 @@ class VLLM:
 
 
 def rewards(tokens: Tensor) -> Tensor:
-    """Return 1 for each generated token that is an even number, else 0."""
+    """Return 1 for each generated token that is even, else 0."""
     return 1.0 - (tokens[:, 1:] % 2).float()
 
 
 def train_step(engine: Any, tokens: Tensor, advantages: Tensor) -> None:
-    """Make tokens of a high advantage likelier: one step of REINFORCE."""
+    """Raise the likelihood of tokens with a high advantage: a step of REINFORCE."""
     logits = engine(input_ids=tokens).logits[:, :-1].float()
     chosen = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     engine.backward(-(advantages * chosen).mean())
@@ -176,7 +175,7 @@ def train_step(engine: Any, tokens: Tensor, advantages: Tensor) -> None:
 
 
 def same_bits(rollout: Transformers, engine: Any) -> bool:
-    """Return whether the generating model has the bits of the trained one; a collective."""
+    """Return whether generating and trained model are bit-identical; collective."""
     found = dict(rollout.model.named_parameters()) if rollout else {}
     equal = True
     for name, parameter in engine.module.named_parameters():
@@ -188,7 +187,7 @@ def same_bits(rollout: Transformers, engine: Any) -> bool:
 
 
 def engine_of(config: LlamaConfig, stage: int, lr: float) -> Any:
-    """Return the engine that trains, in bf16."""
+    """Return the training engine, in bf16."""
     settings = {
         "train_micro_batch_size_per_gpu": PROMPTS,
         "bf16": {"enabled": True},
@@ -205,7 +204,7 @@ def engine_of(config: LlamaConfig, stage: int, lr: float) -> Any:
 
 
 def rollout_of(arguments: argparse.Namespace, config: LlamaConfig, source: str) -> Rollout | None:
-    """Return what generates, on rank 0."""
+    """Return the generating model, on rank 0."""
     if dist.get_rank():
         return None
     if arguments.engine == "verl":
@@ -216,7 +215,7 @@ def rollout_of(arguments: argparse.Namespace, config: LlamaConfig, source: str) 
 
 
 def one_round(engine: Any, publisher: Any, rollout: Rollout | None) -> tuple[float, Any]:
-    """Publish, load, generate on rank 0, train on all; returns the mean reward and a summary."""
+    """Publish, load, generate on rank 0, train on all; return the mean reward and a summary."""
     told = publisher.publish()
     tokens = torch.zeros(PROMPTS, 1 + LENGTH, dtype=torch.int64)
     if rollout is not None:

@@ -1,4 +1,4 @@
-"""A configuration of torchtitan: its Llama 3, two layers of it, on sequences that are made here.
+"""A torchtitan configuration: its Llama 3 with two layers, on generated sequences.
 
 HYBRIDCOMP_CONFIG=scripts/examples/fsdp2.json torchrun --nproc-per-node 2 -m hybridcomp.run \\
     scripts/examples/train_torchtitan.py --module torchtitan_small --config small \\
@@ -26,7 +26,7 @@ VOCABULARY = 2048  # of torchtitan's debug model
 
 
 class Counting(IterableDataset):  # type: ignore[type-arg]
-    """Sequences that count on from a random number, others on every rank; never at an end."""
+    """Endless sequences that count up from a random number, different on every rank."""
 
     def __init__(self, rank: int, length: int) -> None:
         self.rank, self.length = rank, length
@@ -45,7 +45,7 @@ class CountingLoader(ParallelAwareDataloader):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]
-        """Configuration of torchtitan's own data loader."""
+        """Configuration of the data loader."""
 
     def __init__(
         self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int,
@@ -56,21 +56,21 @@ class CountingLoader(ParallelAwareDataloader):  # type: ignore[misc]
 
 
 class Numbers(BaseTokenizer):  # type: ignore[misc]
-    """Words are numbers already."""
+    """Tokenizer whose words are numbers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
-        """Nothing to choose."""
+        """Empty configuration."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
 
     def encode(self, *args: Any, **_: Any) -> list[int]:
-        """``"3 4"`` to ``[3, 4]``."""
+        """Convert ``"3 4"`` to ``[3, 4]``."""
         return [int(word) for word in args[0].split()]
 
     def decode(self, *args: Any, **_: Any) -> str:
-        """``[3, 4]`` to ``"3 4"``."""
+        """Convert ``[3, 4]`` to ``"3 4"``."""
         return " ".join(map(str, args[0]))
 
     def get_vocab_size(self) -> int:
@@ -79,7 +79,7 @@ class Numbers(BaseTokenizer):  # type: ignore[misc]
 
 
 def parallelize(model: Any, **given: Any) -> Any:
-    """Parallelize as torchtitan does; on CPUs ask gloo for plain sums, as it averages none."""
+    """Parallelize as torchtitan does; on CPUs use plain sums, since gloo cannot average."""
     model = parallelize_llama(model, **given)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not torch.cuda.is_available():
@@ -88,7 +88,7 @@ def parallelize(model: Any, **given: Any) -> Any:
 
 
 def small() -> Trainer.Config:
-    """torchtitan's ``llama3_debugmodel``, smaller, and with attention that CPUs can train."""
+    """Return a smaller ``llama3_debugmodel`` with an attention that CPUs can train."""
     config = llama3_debugmodel()
     config.model_spec = replace(config.model_spec, parallelize_fn=parallelize)
     model = config.model_spec.model
@@ -98,7 +98,7 @@ def small() -> Trainer.Config:
     config.dataloader, config.tokenizer = CountingLoader.Config(), Numbers.Config()
     config.training.local_batch_size, config.training.seq_len = 4, 128
     config.training.steps, config.training.disable_cuda_graphs = 20, True
-    config.parallelism.spmd_backend = "partial_dtensor"  # others want parameters to be DTensors
+    config.parallelism.spmd_backend = "partial_dtensor"  # other backends require DTensor parameters
     config.activation_checkpoint = None
     config.metrics.enable_tensorboard = True
     config.metrics.log_freq = 5

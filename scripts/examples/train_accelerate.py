@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A loop over Accelerate, under DDP, FSDP2 or DeepSpeed.
+"""A training loop with Accelerate, under DDP, FSDP2 or DeepSpeed.
 
 accelerate launch --multi_gpu --num_processes 2 scripts/examples/train_accelerate.py \\
     --block scripts/examples/ddp.json
@@ -24,19 +24,19 @@ from hybridcomp.patches.trainers.figures import take
 
 
 class Block(nn.Module):
-    """A layer, which FSDP2 shards by itself."""
+    """A layer that FSDP2 shards separately."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.layer = nn.Linear(inputs, outputs)
 
     def forward(self, values: Tensor) -> Tensor:
-        """(samples, inputs) to (samples, outputs)."""
+        """Map (samples, inputs) to (samples, outputs)."""
         return nn.functional.gelu(self.layer(values))
 
 
 def data_of(count: int) -> TensorDataset:
-    """Points and the directions that they are nearest to, in the place of a dataset."""
+    """Return points and their nearest directions, in place of a dataset."""
     points, directions = torch.randn(count, 64), torch.randn(64, 16)
     return TensorDataset(points, (points @ directions).argmax(1))
 

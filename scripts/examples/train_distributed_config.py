@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Hugging Face's Trainer over a model that transformers shards itself, by its DistributedConfig.
+"""Hugging Face's Trainer over a model that transformers' DistributedConfig shards.
 
 torchrun --nproc-per-node 2 scripts/examples/train_distributed_config.py \\
     --block scripts/examples/fsdp2.json
@@ -21,7 +21,7 @@ from hybridcomp.patches.trainers.hugging_face import HybridcompCallback
 
 
 def pretrained(folder: Path) -> Path:
-    """Save a small model on the first rank, in the place of a pretrained one."""
+    """Save a small model on the first rank, in place of a pretrained model."""
     if dist.get_rank() == 0:
         torch.manual_seed(0)
         config = LlamaConfig(

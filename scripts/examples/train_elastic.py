@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train on as many ranks as there are, and go on when some leave or come back.
+"""Train on any number of ranks, and continue when nodes leave or return.
 
 torchrun --nnodes=2:4 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d \\
     --rdzv-endpoint HOST:29400 scripts/examples/train_elastic.py --checkpoints FOLDER
 
-torchrun starts all ranks again whenever the number of nodes changes; ``hybridcomp.resume`` is the
-one line that has them go on from the newest whole checkpoint. A step always has --samples samples.
+torchrun restarts all ranks whenever the number of nodes changes; ``hybridcomp.resume`` makes them
+continue from the newest complete checkpoint. A step always has --samples samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH = 32
 
 
 class Waves(Dataset[tuple[int, Tensor, Tensor]]):
-    """Samples by number: random inputs, and the outputs that the model learns."""
+    """Samples by number: random inputs, and the outputs to learn."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -75,7 +75,7 @@ def main() -> None:
     sampler = hybridcomp.ElasticSampler(arguments.length, arguments.samples, tail="keep")
     hybridcomp.resume(model, arguments.checkpoints, optimizer=optimizer, sampler=sampler)
     micro, accumulation = sampler.micro_batches(arguments.micro_batch)
-    while sampler.steps < arguments.steps:  # an epoch each time
+    while sampler.steps < arguments.steps:  # one epoch per iteration
         batches = iter(DataLoader(Waves(arguments.length), batch_size=micro, sampler=sampler))
         for _ in range(len(sampler) // (micro * accumulation)):
             if sampler.steps == arguments.steps:
@@ -107,7 +107,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sampl
 
 
 def report(log: Path | None, step: int, drawn: list[int], loss: Tensor) -> None:
-    """Write the samples of all ranks and their mean loss."""
+    """Write the number of samples of all ranks and their mean loss."""
     if log is None:
         return
     every: list[tuple[list[int], float]] = [([], 0.0)] * dist.get_world_size()

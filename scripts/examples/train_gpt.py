@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Train a small GPT with DeepSpeed, or under torch's FSDP2 or DDP, by one DeepSpeed JSON file.
+"""Train a small GPT with DeepSpeed, FSDP2 or DDP, configured by a DeepSpeed JSON file.
 
 deepspeed --num_gpus 2 train_gpt.py --deepspeed_config configs/ds_zero1_baseline.json
 
-Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
-datasets written by prepare_data.py. With --pp N the model is a PipelineModule of N stages,
-with --tp N megatron-core cuts its layers over N ranks, with --tp2d Q hybridcomp over Q x Q; the
-ranks that are left are replicas. With --cp N every N replicas share their sequences, by the ring
-attention of hybridcomp. With --pp N --slices auto a pipeline works on slices of the sequences
-instead of micro-batches.
+--deepspeed_config sets precision, ZeRO, optimizer, learning rate schedule and batch sizes;
+prepare_data.py writes the two datasets. With --pp N the model is a PipelineModule of N stages; with
+--tp N megatron-core shards its layers over N ranks, with --tp2d Q hybridcomp over Q x Q. Other
+ranks are replicas. With --cp N every N replicas share their sequences by hybridcomp's ring
+attention. With --pp N --slices auto the pipeline runs slices of the sequences instead of
+micro-batches.
 
 torchrun --nproc-per-node 2 scripts/examples/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
-trains the same model on the same data in torch's own engine (--engine fsdp2, ddp, or hsdp: shards
-inside a node, replicas on the others): batch sizes, AdamW, clipping, bf16 and the schedule are the
-file's, ZeRO in it is not looked at. The log is the same, so runs of two engines can be compared.
+trains the same model on the same data under torch's engines (--engine fsdp2, ddp, or hsdp: sharded
+within a node, replicated across nodes). Batch sizes, AdamW, clipping, bf16 and schedule come from
+the file, whose ZeRO settings are ignored. The log has the same format, so runs are comparable.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# before there is a process group: imported later, as by DistributedDataParallel, its functions hold
-# the group as default argument, and gloo's threads are not joined before the interpreter ends
+# before any process group exists: when imported later, as by DistributedDataParallel, its functions
+# hold the group as a default argument, and gloo's threads outlive the interpreter
 import torch.distributed.nn.functional
 from deepspeed.accelerator import get_accelerator
 from gpt import loop
@@ -59,7 +59,7 @@ from gpt.layouts import (
 from gpt.model import GPT, loss_of, pipeline
 from gpt.weights import ModelConfig
 
-#: what a user can get wrong: told in one line
+#: user errors, reported in one line
 MISTAKES = (
     DatasetError, ParallelismError, SettingsError, FileNotFoundError, json.JSONDecodeError,
 )  # fmt: skip
@@ -128,9 +128,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prepare_machine(seed: int) -> None:
-    """Process group, seeds, and on a CPU: no build of kernels that training never uses."""
+    """Set up process group and seeds; on a CPU also avoid building unused kernels."""
     if get_accelerator().device_name() == "cpu":
-        # else init_distributed compiles shared-memory kernels, a minute, for inference_all_reduce
+        # otherwise init_distributed compiles shared-memory kernels for inference_all_reduce, a
+        # minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     deepspeed.init_distributed(verbose=False)
@@ -140,7 +141,7 @@ def prepare_machine(seed: int) -> None:
 
 
 def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the DeepSpeed file as a dict, with W&B and a ledger's file by the command line."""
+    """Return the DeepSpeed file as a dict, with W&B and the ledger's file from the command line."""
     settings: dict[str, Any] = json.loads(Path(arguments.deepspeed_config).read_text())
     report_beside(settings, arguments.log)
     if arguments.wandb:
@@ -154,7 +155,7 @@ def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def torch_trainer(
     arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig
 ) -> loop.Trainer:
-    """Return the model under torch's own engine. Raises ParallelismError, SettingsError."""
+    """Return the model under torch's engine. Raises ParallelismError, SettingsError."""
     from gpt.torch_engines import Engine, TorchTrainer
 
     if arguments.tp * arguments.pp * arguments.tp2d > 1:
@@ -173,7 +174,7 @@ def torch_trainer(
 def build_engine(
     arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig, topology: Any
 ) -> Any:
-    """Model and optimizer, given to ``deepspeed.initialize``."""
+    """Pass model and optimizer to ``deepspeed.initialize``."""
     mpu = None
     if arguments.slices:
         model, mpu = token_slices().build(config, arguments, topology)
@@ -187,7 +188,7 @@ def build_engine(
             from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
             mpu = PipelineParallelGrid(topology=topology)
-    arguments.deepspeed_config = None  # DeepSpeed takes one or the other
+    arguments.deepspeed_config = None  # DeepSpeed accepts either file or dict
     optimizer = None
     if "optimizer" not in settings:
         adam = fused_adam() or torch.optim.AdamW
@@ -208,7 +209,7 @@ def build_engine(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train, from the parsed command line to the summary."""
+    """Parse the command line, train and print the summary."""
     config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
     check(arguments, settings)
     check_numbers(arguments)
@@ -294,7 +295,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Returns the exit status: 1 for a mistake of the user's, told in one line."""
+    """Train; return the exit status: 1 for a user's mistake, reported in one line."""
     arguments = parse()
     try:
         run(arguments)

@@ -1,8 +1,8 @@
-"""Train a small language model of bytes with a table of hashed n-grams that no device could hold.
+"""Train a small byte-level language model with a hashed n-gram table too large for a device.
 
 torchrun --nproc-per-node 2 scripts/examples/train_ngrams.py --steps 200
 
-Every rank reads its share of the text; rows of the table are cut over the ranks (docs/tables.md).
+Every rank reads its share of the text; table rows are sharded over the ranks (docs/tables.md).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def batch(text: Tensor, arguments: argparse.Namespace, step: int) -> tuple[Tenso
 
 
 def made(arguments: argparse.Namespace, device: torch.device) -> tuple[Model, RowOptimizer | None]:
-    """Return the model, and what steps its table."""
+    """Return the model and the optimizer of its table."""
     torch.manual_seed(0)
     if not arguments.rows:
         return Model(arguments.width, None).to(device), None

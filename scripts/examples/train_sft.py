@@ -23,7 +23,7 @@ NUMBERS = [str(number) for number in range(100)]
 
 
 def tokenizer_of() -> PreTrainedTokenizerFast:
-    """Return a word for every number, in the place of a tokenizer that was trained."""
+    """Return a tokenizer with a word for every number, in place of a trained one."""
     words = ["<pad>", "<eos>", "<unk>", "and", "then", *NUMBERS]
     vocabulary = {word: place for place, word in enumerate(words)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -34,7 +34,7 @@ def tokenizer_of() -> PreTrainedTokenizerFast:
 
 
 def examples() -> Dataset:
-    """Questions and answers: how to count on."""
+    """Return questions and answers that count up."""
     return Dataset.from_list(
         [
             {

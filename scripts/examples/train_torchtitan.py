@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""torchtitan's own program, ``python -m torchtitan.train``, on torch 2.13 and on CPUs too.
+"""Run ``python -m torchtitan.train``, also on torch 2.13 and on CPUs.
 
-The command is that of ``torchtitan_small.py``. Of torch 2.14, which torchtitan 0.3 is written for,
-it calls one thing that torch 2.13 has under another name.
+``torchtitan_small.py`` shows the command. torchtitan 0.3 is written for torch 2.14 and calls a
+function that torch 2.13 has under another name.
 """
 
 from __future__ import annotations

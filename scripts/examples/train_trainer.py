@@ -20,7 +20,7 @@ from hybridcomp.patches.trainers.hugging_face import HybridcompCallback
 
 
 def samples(count: int, vocabulary: int, length: int) -> list[dict[str, torch.Tensor]]:
-    """Counting sequences with random beginnings, in the place of a dataset."""
+    """Return counting sequences from random starts, in place of a dataset."""
     starts = torch.randint(0, vocabulary, (count, 1), generator=torch.Generator().manual_seed(0))
     rows = (starts + torch.arange(length)) % vocabulary
     return [{"input_ids": row, "labels": row} for row in rows]
@@ -55,7 +55,7 @@ def main() -> None:
     trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=samples(512, 256, 64))
     trainer.add_callback(HybridcompCallback(trainer, arguments.block))
     trainer.train(resume_from_checkpoint=arguments.resume)
-    trainer.save_state()  # trainer_state.json: losses, and the ledger's figures between them
+    trainer.save_state()  # trainer_state.json: losses and the ledger's figures
     if trainer.is_world_process_zero():
         losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
         print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}")

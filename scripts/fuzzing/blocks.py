@@ -8,7 +8,7 @@ from hybridcomp.dimensions import DIMENSIONS, ROWS
 
 NAN, INF = float("nan"), float("inf")
 
-#: what no dimension takes, and the key behind its name that has to be named
+#: values that no dimension accepts, and the subkey that the error must name
 ANYWHERE: tuple[tuple[Any, str], ...] = (
     (5, ""), (None, ""), ([], ""), (True, ""),
     ("blokint", ".codec"), ("", ".codec"), ("BLOCKINT", ".codec"),
@@ -16,7 +16,7 @@ ANYWHERE: tuple[tuple[Any, str], ...] = (
     ({"codec": "blockint", "bitz": 4}, ".bitz"), ({"codec": "blockint", "bits": 9}, ".bits"),
     ({"codec": "radix"}, ".error_bound"), ({"codec": "radix", "error_bound": NAN}, ".error_bound"),
 )  # fmt: skip
-#: of codecs: what a setting cannot be
+#: invalid settings of codecs
 SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"codec": "blockint", "bits": 1}, "bits"), ({"codec": "blockint", "bits": 4.5}, "bits"),
     ({"codec": "blockint", "bits": "4"}, "bits"), ({"codec": "blockint", "bits": True}, "bits"),
@@ -103,7 +103,7 @@ WHOLE: tuple[tuple[Any, str], ...] = (
 
 
 def broken() -> list[tuple[Any, str]]:
-    """Return all blocks, and the dotted key that the error begins with."""
+    """Return all blocks, each with the dotted key that its error begins with."""
     found = [({name: value}, f".{name}{key}") for name in DIMENSIONS for value, key in ANYWHERE]
     found += [({"dp": settings}, f".dp.{key}") for settings, key in SETTINGS]
     for name, way in ((name, row.directions[-1]) for name, row in ROWS.items() if not row.one_way):
@@ -115,7 +115,7 @@ def broken() -> list[tuple[Any, str]]:
 
 
 def problem_of(block: Any, key: str) -> str:
-    """Check the error about ``block``: "" where it is one line about ``key``, else the fault."""
+    """Return "" if the error about ``block`` is a single line about ``key``, else the problem."""
     from hybridcomp.config import load_config
     from hybridcomp.errors import ConfigError
 

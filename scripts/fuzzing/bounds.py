@@ -1,6 +1,6 @@
-"""Hostile values against the bounds that codecs, moved messages and sums promise.
+"""Check codecs, moved messages and sums with hostile values against their promised bounds.
 
-Values are counted; every one is compared in float64. A kept turn is its seed and its number.
+Every value is compared in float64. A stored failure consists of the turn's seed and number.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from hybridcomp.codecs import VALUE_DTYPES
 PARTS: dict[str, Callable[[Tensor, random.Random], Turn]] = {
     "codec": try_codec, "moved": try_moved, "sum": try_sum,
 }  # fmt: skip
-#: a sum compares the values of one rank of several, so that it has its turn twice
+#: a sum compares only one of several ranks' values, so it gets two turns
 ORDER = ("codec", "moved", "sum", "sum")
 
 
 @dataclass
 class Result:
-    """Number of values compared, by part and dtype, and those outside of their bounds."""
+    """Number of values compared, by check and dtype, and those out of bounds."""
 
     tried: dict[str, int] = field(default_factory=dict)
-    subnormal: dict[str, int] = field(default_factory=dict)  # of the values that were sent
+    subnormal: dict[str, int] = field(default_factory=dict)  # among the values sent
     outside: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """All values that were compared."""
+        """Return the number of all compared values."""
         return sum(self.tried.values())
 
     def count(self, part: str, dtype: torch.dtype, numel: int, tiny: int) -> None:
-        """Count ``numel`` more values of ``part``, made of ``tiny`` subnormal ones."""
+        """Count ``numel`` compared values of ``part``, made of ``tiny`` subnormals."""
         word = str(dtype).removeprefix("torch.")
         key = f"{part} {word}"
         self.tried[key] = self.tried.get(key, 0) + numel
         self.subnormal[word] = self.subnormal.get(word, 0) + tiny
 
     def lines(self) -> list[str]:
-        """Return the counts, in words."""
+        """Format the counts."""
         found = [f"bounds {part}: {count:,} values" for part, count in sorted(self.tried.items())]
         tiny = ", ".join(f"{word} {count:,}" for word, count in sorted(self.subnormal.items()))
         outside = f"{self.total:,} values, {len(self.outside)} turns outside"
@@ -57,7 +57,7 @@ class Result:
 def hunt(
     count: int, seed: int, keep: Path, say: Callable[[str], None] = lambda text: None
 ) -> Result:
-    """Compare ``count`` values. What is outside is kept: the values, and the seed of the turn."""
+    """Compare ``count`` values; store failing turns with values and seed."""
     result, turn, told = Result(), 0, time.monotonic()
     while result.total < count:
         part = ORDER[turn % len(ORDER)]
@@ -78,7 +78,7 @@ def hunt(
 
 
 def one(seed: int, turn: int, part: str) -> tuple[Tensor, Turn]:
-    """Turn ``turn``: the values, and what came of them."""
+    """Run turn ``turn``; return its values and the comparison."""
     choose = random.Random(f"{seed} {turn}")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + turn)
     values = hostile(generator, choose, VALUE_DTYPES[turn // len(ORDER) % 3])
@@ -86,7 +86,7 @@ def one(seed: int, turn: int, part: str) -> tuple[Tensor, Turn]:
 
 
 def replay(path: Path) -> int:
-    """Try a kept turn again; 1 where a value is still outside."""
+    """Repeat a stored turn; return 1 if a value is still out of bounds."""
     kept = torch.load(path, weights_only=True)
     _, found = one(kept["seed"], kept["turn"], kept["part"])
     wrong = torch.nonzero(found.wrong()).flatten()

@@ -1,7 +1,7 @@
-"""Fifty ways to damage the files that hybridcomp keeps beside a checkpoint.
+"""Damage the files that hybridcomp keeps beside a checkpoint in fifty ways.
 
-Each takes a folder with the files of two ranks and says what the error has to name. ``flips`` are
-seeded: a bit of a record anywhere in the file.
+Each damages a folder with two ranks' files and lists the words that the error must contain.
+``flips`` are seeded bit flips in any record.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hybridcomp.errors import CheckpointError
 
 FILE = "hybridcomp_residuals_rank_{:05d}.pt"
 STATE = "hybridcomp_state.json"
-#: bits of records that are flipped, cuts of the file
+#: number of bit flips in records, and of truncations
 FLIPS, CUTS = 16, 6
 
 
-#: of the job whose files are damaged
+#: settings of the job whose files are damaged
 BLOCK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
 STEP, NUMEL = 5, 300
 
 
 @dataclass(frozen=True)
 class Damage:
-    """``apply`` spoils the folder; the error must hold every one of ``names``."""
+    """``apply`` damages the folder; the error must contain all of ``names``."""
 
     title: str
     apply: Callable[[Path], None]
@@ -45,7 +45,7 @@ class Damage:
 
 
 def damages(seed: int = 1) -> list[Damage]:
-    """Return all damages, the same for one seed."""
+    """Return all damages; deterministic in the seed."""
     return [*_flips(seed), *_cuts(seed), *_contents(), *_files(), *_states()]
 
 
@@ -60,12 +60,12 @@ def _flips(seed: int) -> Iterator[Damage]:
 
 
 def flip_record(path: Path, choose: random.Random) -> None:
-    """Flip one bit of the bytes of a record; headers and padding hold nothing of ours."""
+    """Flip a bit of a record's bytes; zip headers and padding hold no data of ours."""
     with zipfile.ZipFile(path) as archive:
         infos = [info for info in archive.infolist() if info.file_size]
     info = choose.choice(infos)
     data = bytearray(path.read_bytes())
-    # a local header: 30 bytes, the name and an extra field whose lengths stand at 26 and 28
+    # a local header: 30 bytes, the name and an extra field whose lengths are at 26 and 28
     start = info.header_offset
     name, extra = (int.from_bytes(data[start + at : start + at + 2], "little") for at in (26, 28))
     at = start + 30 + name + extra + choose.randrange(info.file_size)
@@ -97,7 +97,7 @@ def _changed(rank: int, change: Callable[[dict[str, Any]], object]) -> Callable[
 
 
 def _contents() -> Iterator[Damage]:
-    """Whole files that say something else: other versions, wrong types."""
+    """Yield files with wrong contents: other versions, wrong types."""
     halves = torch.zeros(4, dtype=torch.float16)
     for key, value in (
         ("format", 2), ("format", "1"), ("format", None), ("world_size", 0), ("world_size", -2),
@@ -123,7 +123,7 @@ def _contents() -> Iterator[Damage]:
 
 
 def _files() -> Iterator[Damage]:
-    """Files that are missing, of another rank, step or job, or no files of ours."""
+    """Yield missing files, files of another rank, step or job, and foreign files."""
     first, second = FILE.format(0), FILE.format(1)
     yield Damage("rank 0's is missing", lambda folder: (folder / first).unlink(), (first,))
     yield Damage("rank 1's is missing", lambda folder: (folder / second).unlink(), (second,))
@@ -154,7 +154,7 @@ def _files() -> Iterator[Damage]:
 
 
 def _states() -> Iterator[Damage]:
-    """Yield damages of the file that ``save_state`` keeps beside Megatron's checkpoints."""
+    """Yield damages of the file that ``save_state`` writes beside Megatron's checkpoints."""
     for title, text in (
         ("empty", ""), ("cut", '{"format": 1, "st'), ("a list", "[1]"),
         ("format 2", json.dumps({"format": 2, "step": 1, "loss_scale": 1.0, "groups": {}})),
@@ -175,9 +175,9 @@ def _nothing(_: object) -> None:
 
 
 def try_all(folder: str, seed: int = 1) -> list[tuple[str, str]]:
-    """Resume from every damaged folder, on each of two ranks; the titles and what was wrong.
+    """Resume each of two ranks from every damaged folder; return titles and problems.
 
-    Right is a CheckpointError that holds all names, on every rank, and residuals as they were.
+    Every rank must raise a CheckpointError with all names and keep its residuals unchanged.
     """
     from hybridcomp.channels import checkpoint
 

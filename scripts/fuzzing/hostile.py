@@ -1,4 +1,4 @@
-"""Hostile values: what is likely to break a bound, in blocks of every kind, seeded."""
+"""Generate seeded values that are likely to break a codec's bound, for blocks of every kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = 11
 
 
 def hostile(generator: torch.Generator, choose: random.Random, dtype: torch.dtype) -> Tensor:
-    """Returns NUMEL values of ``dtype``, all of one of KINDS kinds, shape ``(NUMEL,)``."""
+    """Return NUMEL values of ``dtype``, shape ``(NUMEL,)``, of one of KINDS kinds."""
     info = torch.finfo(dtype)
     kind = choose.randrange(KINDS)
     if kind in (3, 9, 10):
@@ -21,23 +21,23 @@ def hostile(generator: torch.Generator, choose: random.Random, dtype: torch.dtyp
     values = torch.randn(NUMEL, generator=generator)
     largest = math.log2(info.max) - 6
     least = math.log2(info.smallest_normal) - (10 if dtype == torch.float16 else 7)
-    if kind == 0:  # one power of two for all
+    if kind == 0:  # the same power of two for all
         values *= 2.0 ** choose.uniform(max(least, -126), largest)
-    elif kind == 1:  # another for every 16 values
+    elif kind == 1:  # a different power of two every 16 values
         powers = torch.empty(NUMEL // 16).uniform_(-14, 0, generator=generator).exp()
         values *= powers.repeat_interleave(16) * 2.0 ** choose.randint(-24, 4)
-    elif kind == 2:  # an outlier in every stretch
+    elif kind == 2:  # an outlier in every segment
         values[:: choose.choice([61, 997, 4096])] *= 2.0 ** choose.randint(5, 14)
-    elif kind == 4:  # the smallest subnormals, with a normal one here and there
+    elif kind == 4:  # the smallest subnormals, with occasional normal values
         steps = torch.randint(-1023, 1024, (NUMEL,), generator=generator).double()
         tiny = steps * (info.smallest_normal * info.eps)
         tiny[:: choose.choice([3000, 10**9])] = info.smallest_normal * choose.uniform(0, 8)
         return tiny.to(dtype)
-    elif kind == 5:  # edges of levels
+    elif kind == 5:  # on the edges of levels
         levels = choose.choice([1, 3, 7, 15, 31, 63, 127])
         edges = torch.randint(-2 * levels, 2 * levels + 1, (NUMEL,), generator=generator) / 2
         values = edges / levels * 2.0 ** choose.randint(-20, 12) * (1 + choose.choice([0, 2**-23]))
-    elif kind == 6:  # near the largest
+    elif kind == 6:  # near the largest value
         values = torch.empty(NUMEL).uniform_(-1, 1, generator=generator) * info.max
     elif kind == 7:  # mostly zeros
         values *= torch.rand(NUMEL, generator=generator) < 0.02
@@ -50,7 +50,7 @@ def hostile(generator: torch.Generator, choose: random.Random, dtype: torch.dtyp
 def _bits(
     generator: torch.Generator, choose: random.Random, dtype: torch.dtype, kind: int
 ) -> Tensor:
-    """Any bits (3), any subnormals (9), or any mantissas with a few neighbouring exponents (10)."""
+    """Return random bits (3), subnormals (9), or mantissas with a few close exponents (10)."""
     wide = dtype == torch.float32
     whole = torch.int32 if wide else torch.int16
     bits = torch.randint(-(2**31), 2**31, (NUMEL,), generator=generator, dtype=torch.int64)
@@ -66,13 +66,13 @@ def _bits(
 
 
 def subnormals(values: Tensor) -> int:
-    """Count the ``values`` that are subnormal in their dtype."""
+    """Count the subnormals among ``values``."""
     size = values.abs()
     return int(((size < torch.finfo(values.dtype).smallest_normal) & (size > 0)).sum())
 
 
 def by_block(values: Tensor, numel: int, block: int) -> Tensor:
-    """Messages of ``numel`` values each, cut into blocks, the last of each filled with zeros.
+    """Split into messages of ``numel`` values and these into blocks, the last zero-padded.
 
     Returns shape ``(len(values) // numel, blocks, block)``.
     """
@@ -81,7 +81,7 @@ def by_block(values: Tensor, numel: int, block: int) -> Tensor:
 
 
 def spread(of_block: Tensor, numel: int, block: int) -> Tensor:
-    """Repeat a figure of each block for each of its values: the way back from ``by_block``."""
+    """Repeat a block's figure for each of its values: the inverse of ``by_block``."""
     return of_block.repeat_interleave(block, 1)[:, :numel].reshape(-1)
 
 
@@ -93,7 +93,7 @@ def absmax_of(values: Tensor, numel: int, block: int) -> Tensor:
 
 
 def spoilt_by(values: Tensor, numel: int, block: int) -> Tensor | None:
-    """Mark values that share a block with one that is not finite, bool; None where all are."""
+    """Mark values whose block contains NaN or Inf, bool; None if there are none."""
     bad = ~values.isfinite()
     if not bool(bad.any()):
         return None

@@ -1,8 +1,8 @@
-"""A small training that is an island of ``chaos_islands.py``: one rank under DDP, for strikes.
+"""Island of ``chaos_islands.py``: a small training on one rank under DDP.
 
-A student of two layers learns a teacher of the same kind. After each meeting a line of JSON says
-which meeting it was, whom this island is called, who was present, a digest of the weights that all
-agreed on, and the losses of these and of the island's own on data that nobody trains on.
+A two-layer student learns from a teacher of the same shape. After each meeting it writes a JSON
+line with the meeting's number, this island's name, the members, a digest of the averaged weights,
+and the held-out losses of the averaged and of the island's weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULES: dict[str, dict[str, Any]] = {
     "streaming": {"every": 8, "delay": 5, "outer": {"lr": 0.5, "momentum": 0.5}},
     "wsp": {**CODED, "every": 4, "fragments": 2, "staleness": 2},
 }
-#: the file with the meeting at which all islands end
+#: file that holds the meeting at which all islands end
 END = "end"
 
 
@@ -37,15 +37,15 @@ class Island:
     """An island of a run.
 
     Attributes:
-        folder: of the run.
-        name: of the island.
-        life: which start of it this is.
-        address: of the rendezvous.
-        islands: with which the run begins.
-        timeout_s: how long meetings wait.
-        seed: of the run's weights and data.
-        pause_s: added to each step.
-        preset: of the block; see ``RULES``.
+        folder: the run's folder.
+        name: the island's name.
+        life: number of its starts so far.
+        address: the rendezvous' address.
+        islands: initial number of islands.
+        timeout_s: timeout of meetings.
+        seed: seed of weights and data.
+        pause_s: seconds added to each step.
+        preset: the block's preset; see ``RULES``.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class Island:
 
     @property
     def log(self) -> Path:
-        """Return the file of its lines."""
+        """Return the path of its JSON lines."""
         return self.folder / f"{self.name}.{self.life}.jsonl"
 
     def block(self) -> dict[str, Any]:
@@ -74,12 +74,12 @@ class Island:
 
 
 def student() -> nn.Module:
-    """Return a model; also the teacher's shape."""
+    """Return a student or teacher model."""
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 4))
 
 
 class Task:
-    """Task to learn: a teacher's answers with noise."""
+    """Regression on a teacher's outputs with noise."""
 
     def __init__(self, seed: int, data: int) -> None:
         torch.manual_seed(1234)
@@ -102,7 +102,7 @@ class Task:
 
     @torch.no_grad()
     def held_out_loss(self, weights: Tensor) -> float:
-        """Return the loss of flat ``weights`` on held-out data, without noise."""
+        """Return the noiseless held-out loss of flat ``weights``."""
         model, start = student(), 0
         for parameter in model.parameters():
             parameter.copy_(weights[start : start + parameter.numel()].view_as(parameter))
@@ -111,7 +111,7 @@ class Task:
 
 
 def train(island: Island) -> None:
-    """Train until the meeting that the file END names."""
+    """Train until the meeting that the file END specifies."""
     import hybridcomp
     from hybridcomp.patches.torch.attached import Attached
 

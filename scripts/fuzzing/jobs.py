@@ -1,8 +1,8 @@
-"""Compressed trainings (``trainer.py``) under the launchers of DeepSpeed and torchrun.
+"""Start compressed trainings (``trainer.py``) with DeepSpeed's launcher and torchrun.
 
-``deepspeed`` and ``torchrun`` are the commands themselves. ``agent`` is what torchrun calls, in a
-process that is forked from one that has imported everything, which takes a second instead of ten:
-its ranks are processes of their own, started, watched and ended by torchrun's agent.
+``deepspeed`` and ``torchrun`` run the commands. ``agent`` runs torchrun's agent in a process forked
+after all imports, which takes one second instead of ten; the agent starts, monitors and ends the
+ranks as separate processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRELOAD = ["torch", "torch.distributed.launcher.api", "deepspeed", "hybridcomp",
 
 
 def server() -> ForkServerContext:
-    """Start the fork server of ``agent``; its first job waits for its imports."""
+    """Start the fork server of ``agent``; its first job waits for the imports."""
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH")])
     )
@@ -40,7 +40,7 @@ def server() -> ForkServerContext:
 
 
 class Job:
-    """One training: its launcher, its ranks, what all of them print."""
+    """A training: its launcher, ranks and output."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        """Return the text printed so far."""
+        """Return the output so far."""
         return b"".join(self._bytes).decode(errors="replace")
 
     def _start_agent(self, context: ForkServerContext) -> int:
@@ -99,7 +99,7 @@ class Job:
                 "--num_gpus", count, "--master_addr", "127.0.0.1", "--master_port", port,
                 "--module", "hybridcomp.run", script,
             ],
-            # not --master_port: the store of a static rendezvous is shared by all starts
+            # not --master_port: all restarts share the store of a static rendezvous
             "torchrun": [
                 "--nproc_per_node", count, "--standalone",
                 "--max_restarts", str(self.settings.get("restarts", 0)),
@@ -120,7 +120,7 @@ class Job:
         return process.pid
 
     def rank_pid(self, rank: int) -> int | None:
-        """Return the process of a rank, None before it has begun and after it has ended."""
+        """Return a rank's process; None before it has begun and after it has ended."""
         try:
             pid, began = (self.folder / f"pid{rank}").read_text().split()
         except (OSError, ValueError):
@@ -128,14 +128,14 @@ class Job:
         return int(pid) if trainer.began(int(pid)) == began else None
 
     def step(self, rank: int) -> int:
-        """Return the step that a rank is in, -1 before the first."""
+        """Return a rank's current step, -1 before the first."""
         try:
             return int((self.folder / f"step{rank}").read_text())
         except (OSError, ValueError):
             return -1
 
     def has_ended(self) -> bool:
-        """Return whether the launcher has ended; ``code`` is its status then."""
+        """Return whether the launcher has ended; its exit status is then ``code``."""
         if self.code is None:
             if hasattr(self, "_command"):
                 self.code = self._command.poll()
@@ -144,30 +144,30 @@ class Job:
         return self.code is not None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the launcher; return whether it ends within ``seconds``."""
+        """Wait for the launcher for ``seconds``; return whether it ended."""
         deadline = time.monotonic() + seconds
         while not self.has_ended():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
-        self._reader.join(60)  # to the last line: until the last process that prints has ended
+        self._reader.join(60)  # to the last line: until all printing processes have ended
         return True
 
     def left(self) -> list[int]:
-        """Return processes of the job that still run."""
+        """Return the job's running processes."""
         launcher = [] if self.has_ended() else [self._pid]
         ranks = (self.rank_pid(rank) for rank in range(self.settings["ranks"]))
         return [*launcher, *(pid for pid in ranks if pid is not None)]
 
     def left_after(self, seconds: float) -> list[int]:
-        """Return processes that still run after ``seconds``: killed ones need a core to end."""
+        """Return the processes still running after ``seconds``; killed ones need a core to exit."""
         deadline = time.monotonic() + seconds
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for pid in self.left():
             with contextlib.suppress(OSError):
                 os.kill(pid, 9)
@@ -179,14 +179,14 @@ def _environment(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         "CHAOS_FOLDER": str(folder), "CHAOS_SETTINGS": json.dumps(dict(settings)),
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "PYTHONWARNINGS": "ignore",
-        # ranks that start again get a store of their own: in the one that they had before gloo
-        # finds the addresses of ranks that have ended ("Connect timeout")
+        # restarted ranks get a new store: in the old one gloo would read addresses of ranks that
+        # have ended ("Connect timeout")
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
 
 
 def _agent(folder: str, settings: dict[str, Any], pipe: Any) -> None:
-    """Run as the process that torchrun would be."""
+    """Run torchrun's agent in this process."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.setsid()
@@ -204,7 +204,7 @@ def _agent(folder: str, settings: dict[str, Any], pipe: Any) -> None:
 
 
 def _rank() -> None:
-    """Run a rank, which ends as a script does: with a status, its error shown by the hook."""
+    """Run a rank that ends as a script does: with an exit status, its error printed by the hook."""
     import hybridcomp
 
     try:

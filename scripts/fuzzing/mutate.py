@@ -1,4 +1,4 @@
-"""Damage to payloads, for decoders that are called from Python: what ``mutate.h`` does in C++."""
+"""Damage payloads for decoders called from Python, as ``mutate.h`` does in C++."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ENDS = (0, 1, 2, 3, 0x7F, 0xFF, 0x100, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFF
 
 
 def tricky(choose: random.Random, length: int) -> int:
-    """A number of 32 bits that length checks get wrong: an end of a range, or near ``length``."""
+    """Return a 32-bit number that length checks often miss: a range's end, or near ``length``."""
     units = length // choose.choice((1, 4))
     numbers = (
         choose.choice(ENDS), units + choose.randint(-4, 4), choose.randrange(units + 1),
@@ -18,15 +18,15 @@ def tricky(choose: random.Random, length: int) -> int:
 
 
 def place(choose: random.Random, length: int) -> int:
-    """Choose a byte: half of the time among the first 64, where headers are."""
+    """Choose a byte; half of the time among the first 64, the headers."""
     return choose.randrange(length if choose.random() < 0.5 else min(length, 64))
 
 
 def mutate(choose: random.Random, payload: bytes, other: bytes, multiple: int = 1) -> bytes:
-    """``payload`` damaged in one to three ways.
+    """Return ``payload`` with one to three damages.
 
-    ``other``: another message, of which a piece may stand in for its own. ``multiple``: lengths
-    stay multiples of it.
+    ``other``: another message, parts of which may replace its own. ``multiple``: keeps lengths
+    multiples of it.
     """
     found = bytearray(payload)
     for _ in range(choose.randint(1, 3)):
@@ -51,7 +51,7 @@ def _once(choose: random.Random, found: bytearray, other: bytes) -> None:
         del found[choose.randrange(length) if choose.random() < 0.5 else -much :]
     elif kind == 5:
         found += choose.randbytes(much)
-    elif kind == 6:  # from there on another message
+    elif kind == 6:  # continue with the other message from there
         found[at:] = other[at:length]
     else:
         end = length if choose.random() < 0.25 else min(length, at + much)

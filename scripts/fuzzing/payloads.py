@@ -1,7 +1,7 @@
-"""Damaged payloads through the CPU decoders, under the address and undefined-behaviour sanitizers.
+"""Decode damaged payloads on the CPU under the address and undefined-behaviour sanitizers.
 
-``damage.cpp`` makes the cases and decodes them, a hundred thousand in a few seconds; here it is
-built, watched and asked for the case that stopped it.
+``damage.cpp`` generates and decodes the cases, a hundred thousand in a few seconds; this module
+builds and watches it and extracts a failing case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fuzzing.private_folder import private_folder
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "hybridcomp" / "kernels"
-#: files of a codec's loops, and what makes damage.cpp know it
+#: sources of a codec's loops, and the macro that adds it to damage.cpp
 SOURCES: dict[str, tuple[str, ...]] = {
     "radix": ("radix_decode", "radix_encode"),
     "expcode": ("expcode_decode", "expcode_encode"),
@@ -43,36 +43,36 @@ FLAGS = (
     "-std=c++17", "-g1", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-w",
     "-DHC_CLONES=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
 )  # fmt: skip
-#: seconds that one case may compute before it counts as a hang; one that computes nothing, as on a
-#: machine that does much else, may take WAITS times as long
+#: CPU seconds after which a case counts as a hang; a case without CPU time, as on a busy machine,
+#: gets WAITS times as long
 HANG_S, WAITS = 60.0, 10
 _STATE = struct.Struct("<4Q")
 
 
 class BuildError(RuntimeError):
-    """There is no compiler with sanitizers here, or it refused the sources."""
+    """No compiler with sanitizers is installed, or it rejected the sources."""
 
 
 @dataclass
 class Result:
-    """Outcome of one codec's cases."""
+    """Result of a codec's cases."""
 
     codec: str
     tried: int
-    decoded: int  # garbage, or what the damage had not reached
-    refused: int  # with a message
-    largest: float  # allocated by one call, over its payload
-    failure: str = ""  # what the sanitizer or the driver said
+    decoded: int  # to garbage, or the damage missed the values
+    refused: int  # with an error message
+    largest: float  # allocation of one call over its payload's size
+    failure: str = ""  # output of the sanitizer or the driver
     reproducer: Path | None = None
 
 
 def build(
     codecs: Iterable[str], optimize: str = "-O1", native: bool = True, folder: Path | None = None
 ) -> Path:
-    """Build the driver with these codecs; it is kept beside other builds until a source changes.
+    """Build the driver with these codecs; the build is reused until a source changes.
 
     Raises:
-        BuildError: the compiler is missing or failed.
+        BuildError: The compiler is missing or failed.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -108,7 +108,7 @@ def build(
 def _compile(compiler: str, arguments: Sequence[str], out: Path) -> None:
     if out.is_file():
         return
-    part = out.with_name(f"{out.name}.{os.getpid()}")  # another run may build the same
+    part = out.with_name(f"{out.name}.{os.getpid()}")  # another run may build it at the same time
     found = subprocess.run(
         [compiler, *arguments, "-o", str(part)], capture_output=True, text=True, check=False
     )
@@ -127,9 +127,9 @@ def run(
     first: int = 0,
     hang: float = HANG_S,
 ) -> Result:
-    """Run cases ``first`` to ``first + cases - 1`` of ``seed``; stops at the first that fails.
+    """Run cases ``first`` to ``first + cases - 1`` of ``seed``; stop at the first failure.
 
-    ``keep``: a folder for its reproducer, made when it is needed.
+    ``keep``: folder for a reproducer, created on demand.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state")
@@ -154,9 +154,9 @@ def _watch(
     process: subprocess.Popen[str], state: mmap.mmap, codec: str, first: int, cases: int,
     hang: float, say: Callable[[str], None],
 ) -> str:  # fmt: skip
-    """Wait for the driver; return its error, "" if it succeeded."""
+    """Wait for the driver; return its error, "" on success."""
     before, told = -1, time.monotonic()
-    since = (time.monotonic(), 0.0)  # of the clock, of a core
+    since = (time.monotonic(), 0.0)  # wall time, CPU time
     while True:
         try:
             _, text = process.communicate(timeout=0.5)
@@ -176,7 +176,7 @@ def _watch(
 
 
 def _computed(pid: int) -> float:
-    """Return seconds of a core that a process has had; 0.0 where the system does not show them."""
+    """Return the CPU seconds of a process; 0.0 where the system does not report them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -189,14 +189,14 @@ def _status(code: int) -> str:
 
 
 def replay(path: Path) -> int:
-    """Decode a reproducer once more; the driver's exit status."""
+    """Decode a stored case again; return the driver's exit status."""
     codec = path.read_bytes().split(b"\n", 1)[0].decode(errors="replace").split(" ")[2]
     driver = build([codec])
     return subprocess.run([str(driver), "replay", str(path)], env=_environment()).returncode
 
 
 def _environment() -> dict[str, str]:
-    # leaks are no matter here, and looking for them needs ptrace
+    # leaks do not matter here, and detecting them needs ptrace
     options = {
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",

@@ -1,4 +1,4 @@
-"""A folder beside temporary files that nobody else writes: what is built there is run."""
+"""Create a folder in the temporary directory that only this user can write: its files are run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def private_folder(name: str) -> Path:
-    """Make, or find again, the folder of this user of that ``name``, with mode 0700.
+    """Create or reuse this user's folder ``name``, with mode 0700.
 
-    Anybody may make a folder of a known name in a shared one, before its owner does. Raises
-    PermissionError where it is a link or no folder, another user's, or open to others.
+    Another user could create that name in the shared directory first. Raises PermissionError if it
+    is a link, not a folder, owned by another user, or writable by others.
     """
     folder = Path(tempfile.gettempdir(), f"{name}-{os.getuid()}")
     with contextlib.suppress(FileExistsError):

@@ -1,9 +1,8 @@
-"""Hold codecs, moved messages and sums to their bounds on hostile values.
+"""Check codecs, moved messages and sums against their bounds on hostile values.
 
-Every message is encoded and decoded by the project's kernels; its bound is computed here, in
-float64, from the values alone. Sums are put together as ``collectives`` does it, without its
-messages: ranks encode, an owner adds what it decodes to its own values in fp32, and where there is
-a second hop encodes the sum, which all decode.
+The kernels encode and decode every message; its bound is computed here in float64 from the values
+alone. Sums repeat the steps of ``collectives`` without communication: ranks encode, an owner
+decodes and adds to its values in fp32 and, with a second hop, encodes the sum for all to decode.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hybridcomp.codecs.budget import FLOOR, ROUNDING, Mode
 
 BOUNDS = (0.5, 0.1, 0.05, 0.02, 0.006, 1e-2, 1e-3, 1e-4, 1e-5, 3e-7)
 SEGMENTS = (64, 256, 1024, 4096)
-#: values of a message
+#: values per message
 NUMELS = (NUMEL, NUMEL, 70_001, 4097)
 FIXED = ("blockint", "zfp", "fp8", "bf16", "fp16")
 CODECS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -40,21 +39,21 @@ CODECS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass
 class Turn:
-    """One comparison: what came out, what it should be, and by how much it may differ."""
+    """One comparison: result, exact value and limit of the difference."""
 
     name: str
-    decoded: Tensor  # in its own dtype
+    decoded: Tensor  # in its original dtype
     exact: Tensor  # float64
-    limit: Tensor  # float64; infinite where nothing is promised
-    spoilt: Tensor | None  # where a NaN is right, since its block held a NaN or Inf
+    limit: Tensor  # float64; infinite if nothing is promised
+    spoilt: Tensor | None  # NaN is allowed, since the block held a NaN or Inf
 
     @property
     def error(self) -> Tensor:
-        """The distance, NaN where one of both is."""
+        """Return the absolute error, NaN if either value is."""
         return (self.decoded.double() - self.exact).abs()
 
     def wrong(self) -> Tensor:
-        """Mark values that break the promise: outside, a NaN too many, or one that is lost."""
+        """Mark violations: out of bounds, an unexpected NaN, or a lost NaN."""
         bad = ~(self.error <= self.limit) & self.limit.isfinite()
         if self.spoilt is None:
             return bad
@@ -64,14 +63,14 @@ class Turn:
 
 
 def spoils(codec: Codec) -> int:
-    """Return the number of aligned values of a message that one NaN makes NaN."""
+    """Return the number of aligned values of a message that a single NaN turns into NaN."""
     if codec.name == "blockint":
         return 64 if getattr(codec, "rotate", False) else 32
     return 4 if codec.name == "zfp" else 1
 
 
 def through(codec: Codec, values: Tensor, dtype: torch.dtype, numel: int = 0) -> Tensor:
-    """Encode ``values`` in messages of ``numel`` (0: one), and decode them to ``dtype``."""
+    """Encode ``values`` as messages of ``numel`` (0: a single one), and decode to ``dtype``."""
     numel = numel or values.numel()
     room = torch.empty(codec.wire_nbytes(numel, values.dtype), dtype=torch.uint8)
     out = torch.empty(values.numel(), dtype=values.dtype if codec.lossless else dtype)
@@ -82,14 +81,14 @@ def through(codec: Codec, values: Tensor, dtype: torch.dtype, numel: int = 0) ->
 
 
 def bound_of(codec: Codec, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """``element_bound`` for every entry of ``absmax``; asked once for each that differs."""
+    """Return ``element_bound`` for each entry of ``absmax``, evaluated once per distinct value."""
     unique, where = torch.unique(absmax, return_inverse=True)
     limits = [codec.element_bound(value, dtype) for value in unique.tolist()]
     return torch.tensor(limits, dtype=torch.float64)[where]
 
 
 def try_codec(values: Tensor, choose: random.Random) -> Turn:
-    """Hold a codec to its bound."""
+    """Check a codec against its bound."""
     name, settings = choose.choice(CODECS)
     numel = choose.choice(NUMELS)
     codec, values = make_codec(name, **settings), values[: NUMEL // numel * numel]
@@ -106,18 +105,18 @@ def try_codec(values: Tensor, choose: random.Random) -> Turn:
 
 
 def _promise(choose: random.Random, families: tuple[str, ...], dtype: torch.dtype) -> Bounded:
-    """Choose a bound, its mode and segments, and the codec that keeps it."""
+    """Choose a bound, its mode and segments, and the codec that satisfies it."""
     bound, family = choose.choice(BOUNDS), choose.choice(families)
     if family in FIXED:
         return Bounded(bound, "rel", 4096, family)
     mode: Mode = choose.choice(("rel", "rel", "rel", "abs"))
-    if mode == "abs" and choose.random() < 0.5:  # of the size of small values too
+    if mode == "abs" and choose.random() < 0.5:  # also as small as small values
         bound *= 2.0 ** choose.randint(-30 if dtype == torch.float32 else -14, 0)
     return Bounded(bound, mode, choose.choice(SEGMENTS), family)
 
 
 def try_moved(values: Tensor, choose: random.Random) -> Turn:
-    """Move a message within ``error_bound``."""
+    """Send a message within ``error_bound``."""
     promise = _promise(choose, ("auto", "auto", "auto", "radix", "radix", *FIXED), values.dtype)
     numel, dtype = choose.choice(NUMELS), values.dtype
     values = values[: NUMEL // numel * numel]
@@ -136,7 +135,7 @@ def try_moved(values: Tensor, choose: random.Random) -> Turn:
 
 
 def try_sum(values: Tensor, choose: random.Random) -> Turn:
-    """Sum the values of two to eight ranks in one of four ways."""
+    """Sum the values of two to eight ranks by one of four algorithms."""
     dtype = values.dtype
     way = choose.choice(("two hops", "two hops", "pair", "owner", "two levels"))
     ranks = {"pair": 2, "two levels": choose.choice((4, 6, 8))}.get(way, choose.randint(2, 8))
@@ -156,7 +155,7 @@ def try_sum(values: Tensor, choose: random.Random) -> Turn:
 
 
 def _added(codec: Codec, encoded: list[Tensor], own: Tensor, numel: int) -> Tensor:
-    """``own`` and what is decoded of each rank's values, added in fp32 in the ranks' order."""
+    """Return ``own`` plus each rank's decoded values, added in fp32 in rank order."""
     total = own.to(torch.float32, copy=True)
     for part in encoded:
         total += through(codec, part, torch.float32, numel)
@@ -164,7 +163,7 @@ def _added(codec: Codec, encoded: list[Tensor], own: Tensor, numel: int) -> Tens
 
 
 def _two_hops(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """All-reduce over three ranks and more; the first owns the values that are checked."""
+    """All-reduce over three or more ranks; checks the values that the first owns."""
     dtype = parts[0].dtype
     used = codec.split_error_budget(2, len(parts), result=dtype, exact=1)
     total = _added(used[0], parts[1:], parts[0], numel)
@@ -172,7 +171,7 @@ def _two_hops(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tu
 
 
 def _pair(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """All-reduce over two ranks, which both encode all they have."""
+    """All-reduce over two ranks, each of which encodes all its values."""
     used = codec.split_error_budget(1, 2, result=parts[0].dtype)
     total = _added(used[0], parts, torch.zeros(len(parts[0])), numel)
     return total.to(parts[0].dtype), used
@@ -185,7 +184,7 @@ def _owner(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple
 
 
 def _two_levels(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """All-reduce between nodes of two ranks, whose sums are exact but for fp32."""
+    """All-reduce between nodes of two ranks, whose local sums are exact up to fp32."""
     dtype = parts[0].dtype
     nodes = [one.float() + two.float() for one, two in zip(parts[::2], parts[1::2], strict=True)]
     between = codec.for_presummed(2, dtype)
@@ -202,7 +201,7 @@ def _limit_of_sum(
     promise: Bounded, way: str, used: tuple[Codec, ...], parts: list[Tensor], numel: int,
     result: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return the bound of ``codecs/bounded.py``; infinite where the sum does not fit."""
+    """Return the bound of ``codecs/bounded.py``; infinite if the sum overflows."""
     segment, bound = promise.segment, promise.error_bound
     absmaxes = [absmax_of(part, numel, segment) for part in parts]
     if any(not one.lossless and one.name != "radix" for one in used):
@@ -222,13 +221,13 @@ def _limit_of_sum(
 
 
 def _native(way: str, rounding: float, ranks: int) -> float:
-    """Return a native sum's relative error: fp32 sums, rounded once, in two levels twice."""
+    """Return a native sum's relative error: fp32 sums, rounded once, or twice in two levels."""
     roundings = 2 if way == "two levels" else 1
     return float((1 + rounding) ** roundings * (1 + (ranks + 2) * 2.0**-24) - 1)
 
 
 def _spoilt_sum(parts: list[Tensor], numel: int, used: tuple[Codec, ...]) -> Tensor | None:
-    """Mark where a NaN of any rank may have made the sum NaN; None where there is none."""
+    """Mark where a NaN of any rank may have made the sum NaN; None if no rank has one."""
     block = max(spoils(one) for one in used)
     masks = [mask for part in parts if (mask := spoilt_by(part, numel, block)) is not None]
     return torch.stack(masks).any(0) if masks else None

@@ -1,4 +1,4 @@
-"""Strike a training, and tell whether it ends as it must (docs/faults.md)."""
+"""Strike a training, and check that it ends as docs/faults.md says."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from typing import Any
 from fuzzing.checkpoints import FILE, flip_record
 from fuzzing.jobs import Job
 
-#: seconds of a process group's time-out where it ends the job; a launcher then gives a stopped
-#: rank 30
+#: process group timeout in seconds where it ends the job; a launcher then gives a stopped rank 30
 TIMEOUT = 10
 LAUNCHER_S = 30
-#: seconds for imports and the start of ranks, on a machine that does much else; the time-out of all
-#: other jobs, which nothing but their strike may end
+#: seconds for imports and start-up on a busy machine; timeout of all other jobs, which only their
+#: strike may end
 START_S = 600
 
 
 @dataclass
 class Strike:
-    """One run: what is done to it and what must come of it."""
+    """One run: the strike and its required outcome."""
 
     kind: str
     settings: dict[str, Any]
     rank: int = 0
     step: int = 0
-    says: list[str] = field(default_factory=list)  # patterns
+    says: list[str] = field(default_factory=list)  # patterns in the output
     finishes: bool = False
     prepare: Callable[[Path], None] = lambda folder: None
-    act: Callable[[Job, int], None] | None = None  # in that step; None: it was done before
+    act: Callable[[Job, int], None] | None = None  # at that step; None: prepared before the start
 
 
 @dataclass
 class Outcome:
-    """End of a run; ``problems`` is empty where that is right."""
+    """End of a run; ``problems`` is empty if it ended as required."""
 
     strike: Strike
     seconds: float
@@ -52,7 +51,7 @@ class Outcome:
 
 
 def make(seed: int, checkpoint: Path) -> Strike:
-    """Make the run of ``seed``. ``checkpoint``: the folder of a job that saved and ended well."""
+    """Define the run of ``seed``. ``checkpoint``: folder of a job that saved and ended normally."""
     choose = random.Random(seed)
     kind = choose.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
     return KINDS[kind][1](choose, checkpoint)
@@ -84,7 +83,7 @@ def _stop(choose: random.Random, _: Path) -> Strike:
 
 
 def _pause(choose: random.Random, _: Path) -> Strike:
-    """Stopped and continued before the time-out: nothing is lost."""
+    """Pause a rank for less than the timeout: nothing may be lost."""
     settings = _settings(choose)
     rank, seconds = choose.randrange(settings["ranks"]), choose.uniform(0.1, 2.0)
 
@@ -97,7 +96,7 @@ def _pause(choose: random.Random, _: Path) -> Strike:
 
 
 def _restart(choose: random.Random, _: Path) -> Strike:
-    """Killed under a launcher that starts all ranks again: they go on from the last checkpoint."""
+    """Kill under a launcher that restarts all ranks: they resume from the last checkpoint."""
     settings = _settings(choose, restarts=1, save_every=2)
     rank, step = choose.randrange(settings["ranks"]), choose.randrange(3, 7)
     says = [r"goes on from step [246]"]
@@ -160,7 +159,7 @@ KINDS: Mapping[str, tuple[int, Callable[[random.Random, Path], Strike]]] = {
 def _send(number: signal.Signals) -> Callable[[Job, int], None]:
     def act(job: Job, rank: int) -> None:
         pid = job.rank_pid(rank)
-        if pid is None:  # it ended before; the job is judged by how it ends
+        if pid is None:  # it ended before; its end decides
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -171,7 +170,7 @@ def _send(number: signal.Signals) -> Callable[[Job, int], None]:
 def run(
     strike: Strike, folder: Path, launcher: str = "agent", context: ForkServerContext | None = None
 ) -> Outcome:
-    """Start the job, strike, and compare how it ends with how it must."""
+    """Start the job, strike, and compare its end with the required one."""
     folder.mkdir(parents=True, exist_ok=True)
     strike.prepare(folder)
     began = time.monotonic()
@@ -190,7 +189,7 @@ def run(
 
 
 def _strike(strike: Strike, job: Job) -> list[str]:
-    """Act when the rank is in its step; return what went wrong before."""
+    """Strike when the rank reaches its step; return problems before that."""
     if strike.act is None:
         return []
     deadline = time.monotonic() + START_S
@@ -206,7 +205,7 @@ def _strike(strike: Strike, job: Job) -> list[str]:
 
 
 def _wrong(strike: Strike, job: Job) -> list[str]:
-    """List what is wrong with the end of a job."""
+    """List problems at the end of a job."""
     text, ranks = job.text, strike.settings["ranks"]
     problems = [f"nothing says {pattern!r}" for pattern in strike.says if not _says(pattern, text)]
     finished = len(re.findall(r"FINISHED rank \d+ step 8 ", text))

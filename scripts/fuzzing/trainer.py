@@ -1,8 +1,8 @@
-"""The training that chaos is done to: a small model, compressed, a checkpoint every few steps.
+"""Training for chaos.py: a small compressed model with a checkpoint every few steps.
 
-``python -m hybridcomp.run trainer.py`` under the launcher of DeepSpeed or torchrun, and as a
-function under the agent of torchrun. Each rank writes its step into ``CHAOS_FOLDER``, so that a
-watcher knows where it strikes, and waits there for a go-ahead in the step it is told to.
+Runs as ``python -m hybridcomp.run trainer.py`` under DeepSpeed's launcher or torchrun, or as a
+function under torchrun's agent. Each rank writes its step into ``CHAOS_FOLDER`` for the watcher,
+and at a given step waits there until it may continue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 def began(pid: int) -> str:
-    """Return when a process began, "" where none has this number: numbers are reused."""
+    """Return the start time of a process, "" if it does not exist: process ids are reused."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -43,18 +43,18 @@ def began(pid: int) -> str:
 
 
 def train(folder: Path, settings: dict[str, Any]) -> float:
-    """Train, or go on with the checkpoint that ``folder`` holds; the last loss of this rank.
+    """Train, or resume from the checkpoint in ``folder``; return this rank's last loss.
 
     ``settings``: ``timeout`` of the process group in seconds; ``pause`` before every step;
-    ``steps``; ``save_every``; ``stage`` of ZeRO. By rank: ``block``, what its compression block
-    says differently; ``version`` of hybridcomp that it claims to be; ``room``, the bytes that no
-    file of it may grow beyond, as on a disk that is full.
+    ``steps``; ``save_every``; ``stage`` of ZeRO. By rank: ``block``, changes of its compression
+    block; ``version``, a fake version of hybridcomp; ``room``, a file size limit in bytes, as on a
+    full disk.
     """
     import deepspeed
     import deepspeed.ops
     import torch
 
-    # a JIT build that this can do without
+    # avoids an unneeded JIT build
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     rank = int(os.environ["RANK"])
     (folder / f"pid{rank}").write_text(f"{os.getpid()} {began(os.getpid())}")
@@ -94,7 +94,7 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
 
 
 def _pretend(settings: dict[str, Any], rank: str) -> None:
-    """Pretend to be of another version, or on a disk that is nearly full."""
+    """Simulate another version of hybridcomp, or a nearly full disk."""
     agreement: Any = importlib.import_module("hybridcomp.job.agreement")
 
     if rank in settings.get("version", {}):

@@ -1,1 +1,1 @@
-"""Studies: upstream's own tests with the patches armed."""
+"""Run upstream's tests with the patches armed."""

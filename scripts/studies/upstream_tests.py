@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Upstream's own tests, without hybridcomp and with its patches armed and every dimension "none".
+"""Run upstream's tests without hybridcomp, and with its patches armed and all dimensions "none".
 
     upstream_tests.py deepspeed /path/to/DeepSpeed --out runs/upstream
     upstream_tests.py megatron /path/to/Megatron-LM --files tensor_parallel/test_layers.py
 
-Nothing is fetched: CHECKOUT is a clone of the version that is installed, or of one near it. Only
-its tests are used, on the package that this Python imports, on CPUs over gloo. Every file runs
-twice, in turns. A test that passes without hybridcomp and does not pass with it runs some times
-more both ways, since some of upstream's fail now and then by themselves; it is named, and makes the
-exit status 1 where it then passes less often with hybridcomp. What fails both ways is upstream's
-own affair: most of it wants a GPU.
+CHECKOUT is an existing clone of the installed version or a close one. Only its tests are used, with
+the installed package, on CPUs over gloo. Every file runs both ways. A test that passes only without
+hybridcomp is repeated both ways, since some of upstream's tests are flaky; if it then passes less
+often with hybridcomp, it is listed and the exit status is 1. Tests that fail both ways are ignored:
+most need a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-#: what runs on a CPU and goes through what hybridcomp patches
+#: tests that run on a CPU and use patched functions
 FILES = {
     "deepspeed": (
         "unit/v1/zero/test_zero.py",
@@ -62,22 +61,22 @@ FILES = {
         "distributed/test_finalize_model_grads.py",
     ),
 }
-#: from bad to good: a test is what it was on its worst rank
+#: from bad to good: a test gets its worst rank's outcome
 OUTCOMES = ("error", "failed", "missing", "skipped", "passed")
 
 
 @dataclass
 class Run:
-    """Run upstream's tests, plainly or with the patches armed."""
+    """Runs upstream's tests, unpatched or with the patches armed."""
 
     kind: str
     tests: Path  # a copy of upstream's folder
-    folder: Path  # reports and texts
+    folder: Path  # reports and output
     ranks: int
-    seconds: float  # that one file may take
+    seconds: float  # time limit per file
 
     def outcomes(self, file: str, armed: bool, only: Sequence[str] = ()) -> dict[str, str]:
-        """Return the outcomes of a file's tests, or of some; empty where pytest never got to it."""
+        """Return the outcomes of a file's tests, or of some; empty if pytest never reached them."""
         name = ("armed" if armed else "plain") + ("-again" if only else "")
         reports = self.folder / name / file.replace("/", "-").removesuffix(".py")
         shutil.rmtree(reports, ignore_errors=True)
@@ -118,8 +117,8 @@ class Run:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            "LOCAL_SIZE": "4",  # devices that DeepSpeed's CPU accelerator counts
-            # extensions that upstream builds are the same in both runs
+            "LOCAL_SIZE": "4",  # devices of DeepSpeed's CPU accelerator
+            # both runs use the same builds of upstream's extensions
             "TORCH_EXTENSIONS_DIR": str(self.folder / "extensions"),
         }
         environment.pop("HYBRIDCOMP_CONFIG", None)
@@ -127,10 +126,10 @@ class Run:
 
 
 def read(path: Path) -> dict[str, str]:
-    """Return the outcome of every test in one of pytest's reports."""
+    """Return the outcome of every test in a pytest report."""
     try:
         cases = ElementTree.parse(path).iter("testcase")
-    except ElementTree.ParseError:  # the process was ended while it wrote
+    except ElementTree.ParseError:  # the process was ended while writing
         return {}
     found = {}
     for case in cases:
@@ -143,7 +142,7 @@ def read(path: Path) -> dict[str, str]:
 
 
 def worst(by_rank: Sequence[dict[str, str]]) -> dict[str, str]:
-    """By test, the worst outcome over the ranks; "missing" where one never reported it."""
+    """Return by test the worst outcome over the ranks; "missing" if a rank never reported it."""
     names = dict.fromkeys(name for outcomes in by_rank for name in outcomes)
     return {
         name: min((outcomes.get(name, "missing") for outcomes in by_rank), key=OUTCOMES.index)
@@ -152,14 +151,14 @@ def worst(by_rank: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def place(file: str, name: str) -> str:
-    """Return pytest's id of a test that a report names "package.module.Class::test[1]"."""
+    """Return the pytest id of a test reported as "package.module.Class::test[1]"."""
     owner, _, test = name.partition("::")
     *_, classes = owner.rpartition(f"{Path(file).stem}")
     return "::".join(filter(None, [file, *classes.split("."), test]))
 
 
 def again(run: Run, file: str, names: Sequence[str], times: int) -> dict[str, tuple[int, int]]:
-    """Run tests ``times`` more; count how often each passed without hybridcomp and with it."""
+    """Run tests ``times`` more; count passes without and with hybridcomp."""
     counts = {False: Counter[str](), True: Counter[str]()}
     for _ in range(times if names else 0):
         for armed, count in counts.items():
@@ -184,7 +183,7 @@ def compared(run: Run, file: str, times: int) -> tuple[dict[str, str], dict[str,
 
 
 def broken(plain: dict[str, str], armed: dict[str, str]) -> list[str]:
-    """Return the tests that pass without hybridcomp and do not with it."""
+    """Return the tests that pass without hybridcomp and fail with it."""
     return [
         name
         for name, outcome in plain.items()
@@ -193,7 +192,7 @@ def broken(plain: dict[str, str], armed: dict[str, str]) -> list[str]:
 
 
 def told(outcomes: dict[str, str]) -> str:
-    """Put the number of tests by outcome into words."""
+    """Format the number of tests by outcome."""
     counts = Counter(outcomes.values())
     return ", ".join(f"{counts[word]} {word}" for word in reversed(OUTCOMES) if counts[word]) or "-"
 
@@ -220,19 +219,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a test passes only without hybridcomp, or none passes."""
+    """Run; return 1 if a test passes only without hybridcomp or none passes."""
     options = parse(arguments)
     folder = (options.out / options.kind).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     totals: dict[str, dict[str, str]] = {"plain": {}, "armed": {}}
     bad = 0
     with tempfile.TemporaryDirectory(prefix="upstream") as copy:
-        # the tests alone: beside them upstream's package would hide the installed one
+        # copy only the tests: beside them upstream's package would hide the installed one
         tests = Path(copy, "tests")
         shutil.copytree(options.checkout / "tests", tests, symlinks=True)
         for package in (tests, tests / "unit_tests"):
             if package.is_dir() and options.kind == "megatron":
-                # a package without this file loses against any other called "tests"
+                # without this file another package "tests" takes precedence
                 (package / "__init__.py").touch()
         run = Run(options.kind, tests, folder, options.ranks, options.timeout)
         for file in options.files or FILES[options.kind]:

@@ -1,4 +1,4 @@
-"""The comparison of steps: which of them run how, and what is concluded from their times."""
+"""Comparison of steps: which steps run encoded, and the decision from their times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES: tuple[Dimension, ...] = ("dp", "zero", "tp")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This is the only rank."""
+    """Run as the only rank."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     yield
 
@@ -32,8 +32,10 @@ def judged(
     start: int = 0,
     pays: bool = False,
 ) -> tuple[dict[Dimension, Finding], Recheck]:
-    """Encoded steps are shorter by ``saved`` of their dimensions; some are ``late``. All are
-    encoded before if that ``pays``, and nothing was seen before ``start``."""
+    """Compare steps: encoded ones save ``saved`` per dimension, and some are ``late``.
+
+    ``pays``: whether all steps before are encoded. No step is timed before ``start``.
+    """
     seconds = 0.0
     monkeypatch.setattr(recheck, "now", lambda: seconds)
     one = Recheck(names, 10)
@@ -75,7 +77,7 @@ def test_each_dimension_is_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
         (0.02, {}, False, 2),
         (0.2, {13: 60.0}, True, 2),  # an evaluation before an encoded step: its pair disagrees
         (-0.2, {12: 60.0}, False, 1),
-        (0.2, {13: 60.0, 15: 60.0}, False, 1),  # half of the pairs: it stays
+        (0.2, {13: 60.0, 15: 60.0}, False, 1),  # half of the pairs: no change
     ],
 )
 def test_a_change_needs_pairs_that_agree(
@@ -97,7 +99,7 @@ def test_a_change_needs_pairs_that_agree(
         (-0.008, {}, False, 2),
         (-0.002, {}, False, 1),
         (0.2, {13: 60.0}, False, 1),
-        # of eight pairs three disagree: the median says native, and that is what one had before
+        # three of eight pairs disagree: the median says native, which it already was
         (-0.2, {12: 60.0, 20: 60.0, 22: 60.0}, True, 2),
     ],
 )
@@ -115,7 +117,7 @@ def test_less_is_enough_to_go_back_to_native(
 def test_a_step_that_was_skipped_is_timed_when_it_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With torch's engines a loss scaler that skips a step leaves its number to the next one."""
+    """A loss scaler that skips a step under torch's engines leaves its number to the next step."""
     seconds = 0.0
     monkeypatch.setattr(recheck, "now", lambda: seconds)
     one = Recheck(("dp",), 0)
@@ -143,7 +145,7 @@ def test_a_continued_run_that_saw_half_a_round_takes_another(
 def test_a_run_that_is_continued_in_the_second_round_stays_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its modes alternate as before, and what error feedback holds is not dropped."""
+    """The modes alternate as before, and error feedback keeps its residuals."""
     seconds = 0.0
     monkeypatch.setattr(recheck, "now", lambda: seconds)
     one = Verdicts()

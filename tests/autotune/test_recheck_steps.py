@@ -1,4 +1,4 @@
-"""``when: auto`` compares steps where a trial was close: it changes once, on all ranks."""
+"""``when: auto`` compares steps after a close trial, and changes once, on all ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.training.trainer import Job, digests, make_engine, train_step
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
 EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
 BLOCK = {"dp": FEEDBACK, "zero": EIGHT, "min_bytes": 0, "ledger": {"sample_every": 2}}
-#: trials that are close: encoded by a little, native by a little
+#: close trials: encoded slightly faster, native slightly faster
 CODED, NATIVE = (0.012, 0.010), (0.010, 0.012)
 #: warm, rehearsed, one round
 FIRST, STOP = 3, 3 + 2 + 8
-#: seconds of a dimension's messages in a step: native and encoded
+#: seconds per step of a dimension's messages: native and encoded
 Costs = Mapping[str, tuple[float, float]]
 
 
@@ -43,15 +43,17 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[RankPool]:
-    """Others: DeepSpeed keeps the grid of a pipeline for all that comes after it in a process."""
+    """Run in separate ranks: DeepSpeed keeps a pipeline's grid for the rest of a process."""
     with RankPool(2) as ranks:
         yield ranks
 
 
 @contextmanager
 def timed(channels: Channels, costs: Costs) -> Iterator[list[str]]:
-    """Steps take a second, and of what each dimension costs natively or encoded; yields what is
-    told. Between steps there is a minute, for something else."""
+    """Fake the clock: a step takes a second plus the cost of each dimension; yields the log.
+
+    A minute passes between steps.
+    """
     seconds, told = 0.0, []
     close: Callable[..., list[str]] = channels.close_step
 
@@ -117,7 +119,7 @@ def test_native_by_its_trial_and_faster_encoded(pool: RankPool, stage: int) -> N
 
 
 def test_encoded_by_its_trial_and_faster_natively(pool: RankPool) -> None:
-    """What error feedback holds is sent losslessly first; after that it is upstream's own."""
+    """The residuals are sent losslessly first; then steps equal upstream's."""
     job = Job(1, steps=STOP + 3, block=BLOCK)
     for found in pool.run(trained, job, CODED, {"dp": (0.1, 0.3), "zero": (0.1, 0.3)}):
         assert found["modes"][STOP:] == [[False, False]] * 3
@@ -129,7 +131,7 @@ def test_encoded_by_its_trial_and_faster_natively(pool: RankPool) -> None:
 
 
 def test_a_second_round_where_the_first_was_unclear(pool: RankPool) -> None:
-    """0.8 % of a step are too few to change and too many to be sure after four pairs."""
+    """0.8 % of a step is below the margin for a change and above the noise of four pairs."""
     job = Job(1, steps=STOP + 8 + 1, block={**BLOCK, "zero": "none"})
     for found in pool.run(trained, job, CODED, {"dp": (0.29, 0.30)}):
         assert [dp for dp, _ in found["modes"][STOP:]] == [i & 1 == 1 for i in range(8)] + [True]
@@ -137,7 +139,7 @@ def test_a_second_round_where_the_first_was_unclear(pool: RankPool) -> None:
 
 
 def test_deltas_go_on_between_native_steps(pool: RankPool) -> None:
-    """An encoded step after a native one sends differences, or it would be timed sending all."""
+    """An encoded step after a native step sends deltas; a full send would distort its time."""
     zero = {**EIGHT, "bits": 4, "delta": True}
     job = Job(1, steps=STOP + 1, block={**BLOCK, "dp": "none", "zero": zero})
     for found in pool.run(trained, job, NATIVE, {"zero": (0.1, 0.15)}):
@@ -145,7 +147,7 @@ def test_deltas_go_on_between_native_steps(pool: RankPool) -> None:
 
 
 def resumed(folder: str, job: Job, stop: int, costs: Costs) -> tuple[Any, ...]:
-    """``stop`` steps, saved, the rest; the rest again after a restart."""
+    """Run ``stop`` steps, save, run the rest; then repeat the rest after a restart."""
 
     def steps(engine: Any, start: int) -> list[float]:
         with timed(channels_of(engine), costs):  # type: ignore[arg-type]
@@ -174,7 +176,7 @@ def test_a_run_that_is_continued_after_it_stays_as_it_was(
     job = Job(1, steps=STOP + 4, block={**BLOCK, "ledger": {"sample_every": 0}})
     costs = {"dp": (0.1, 0.3), "zero": (0.3, 0.1)}
     for whole, losses, state, held in pool.run(resumed, str(tmp_path), job, stop, costs):
-        if stop < STOP:  # its own clock has seen too little
+        if stop < STOP:  # too few steps for its own clock
             assert losses[0] == whole[0] and not state["dp"].get("checked")
             continue
         assert whole == losses
@@ -186,7 +188,7 @@ def test_a_run_that_is_continued_after_it_stays_as_it_was(
 def test_a_verdict_that_steps_bear_out_at_once_costs_few(
     pool: RankPool, trial: tuple[float, float], coded: bool
 ) -> None:
-    """The other mode is far slower in the first pair: the comparison ends there."""
+    """The other mode is far slower in the first pair, which ends the comparison."""
     costs = {"dp": (0.7, 0.1) if coded else (0.1, 0.7)}
     job = Job(1, steps=FIRST + 6, block={**BLOCK, "zero": "none"})
     for found in pool.run(trained, job, trial, costs):
@@ -196,14 +198,14 @@ def test_a_verdict_that_steps_bear_out_at_once_costs_few(
 
 
 def test_less_takes_more_pairs(pool: RankPool) -> None:
-    """0.2 of a step: sure with two pairs, in which each may show half."""
+    """0.2 of a step needs two pairs, each of which may show half of it."""
     job = Job(1, steps=FIRST + 7, block={**BLOCK, "zero": "none"})
     for found in pool.run(trained, job, CODED, {"dp": (0.4, 0.15)}):
         assert [mode for mode, _ in found["modes"]][FIRST:] == [False, True] * 3 + [True]
 
 
 def test_a_trial_that_encoding_won_is_held_against_steps(pool: RankPool) -> None:
-    """Twice as fast alone, and slower in the step: the model's own work hid the wire."""
+    """Encoding is twice as fast alone, but slower in the step, where computation hides the wire."""
     job = Job(1, steps=STOP + 1, block={**BLOCK, "zero": "none"})
     for found in pool.run(trained, job, (0.03, 0.01), {"dp": (0.1, 0.2)}):
         assert not found["modes"][-1][0] and "native from step" in found["told"][1]
@@ -219,7 +221,7 @@ def test_a_clear_trial_needs_no_steps(pool: RankPool) -> None:
 
 
 def piped(block: dict[str, Any], change: bool) -> Any:
-    """Two stages; ``change``: whatever the clock says, the outcome is the other mode."""
+    """Run two stages; ``change``: force the comparison to pick the other mode."""
     job = pipe_trainer.Job(steps=16, tied=True, zero=1, bf16=True, block=block)
     found = recheck.Finding(1.0, 1.0, change)
     with (
@@ -233,7 +235,7 @@ def piped(block: dict[str, Any], change: bool) -> Any:
 
 @pytest.mark.parametrize("change", [False, True])
 def test_stages_of_a_pipeline_change_together(stages: RankPool, change: bool) -> None:
-    """Step by step both ends of a message take the same mode; or this hangs."""
+    """Both ends of a message must use the same mode in every step, or the test hangs."""
     eight = {"codec": "blockint", "bits": 8}
     always = {"pp": eight, "dp": eight, "min_bytes": 0}
     auto = {**always, "pp": EIGHT, "dp": EIGHT}
@@ -247,13 +249,13 @@ def test_stages_of_a_pipeline_change_together(stages: RankPool, change: bool) ->
             assert mine[2:4] == theirs[2:4], "as many messages, of as many bytes"
             assert theirs[4] < mine[4] < mine[3], "some of them native, some not"
             native = (mine[4] - theirs[4]) / (theirs[3] - theirs[4])
-            steps = 1 + 1 + 4 + (3 if change else 0)  # the first, rehearsed, compared, after that
+            steps = 1 + 1 + 4 + (3 if change else 0)  # the first, rehearsed, compared, and after
             assert native == pytest.approx(steps / 16, abs=0.01)
         assert one.losses[-1] == pytest.approx(other.losses[-1], rel=0.05)
 
 
 def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
-    """What a native run has no room for would end it; the other dimension is compared."""
+    """Native steps would run out of memory; the other dimension is still compared."""
     job = Job(1, steps=FIRST + 2, block=BLOCK)
     for found in pool.run(cramped, job):
         short, begun = found["told"]
@@ -263,6 +265,6 @@ def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
 
 
 def cramped(job: Job) -> dict[str, Any]:
-    """One rank alone is out of memory."""
+    """Run with one rank short of memory."""
     with patch("hybridcomp.channels.online_tuner.has_room", lambda nbytes, device: False):
         return trained(job, NATIVE, {})

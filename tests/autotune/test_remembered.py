@@ -1,4 +1,4 @@
-"""What the last run on the same machines found is taken over, checked in passing, or left alone."""
+"""Results of the last run on the same machines are reused, verified in passing, or rejected."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.stand_ins.link_clock import clock
 EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
 BLOCK = {"dp": EIGHT, "zero": EIGHT, "min_bytes": 0, "hierarchy": "none"}
 CPU = torch.device("cpu")
-#: trials in which encoding wins and loses so clearly that no steps are compared, and a close one
+#: trials in which encoding wins or loses by so much that steps are not compared, and a close trial
 CODED, NATIVE, CLOSE = (0.09, 0.01), (0.01, 0.09), (0.012, 0.010)
-#: steps after which a run has written what it found
+#: steps after which a run has written its results
 WRITTEN = WARM + STEPS + 1
 
 
@@ -43,17 +43,18 @@ def pool() -> Iterator[RankPool]:
 
 @contextmanager
 def kept_in(folder: str) -> Iterator[None]:
-    """Rank 0 has a folder; no other rank may look for one."""
+    """Set the cache folder on rank 0; no other rank may read it."""
     named = {"HYBRIDCOMP_CACHE": folder if dist.get_rank() == 0 else "/nobody/reads/this"}
     with patch.dict(os.environ, named):
         yield
 
 
 def run(folder: str, times: tuple[float, float], **how: Any) -> dict[str, Any]:
-    """A run whose trials take ``times``; rank 1 is a little slower. ``how``, all optional:
+    """Run with trials that take ``times``; rank 1 is slightly slower.
 
-    ``steps``, and the seconds of one, ``step_s``; ``costs``: seconds more of an encoded one;
-    ``numel`` of a message; ``block``; ``model``: numbers of values; ``stored`` in a checkpoint.
+    ``how`` (all optional): ``steps``; seconds per step, ``step_s``; ``costs``: added seconds of an
+    encoded step; ``numel`` of a message; ``block``; ``model``: parameter sizes; ``stored`` in a
+    checkpoint.
     """
     channels = Channels(CompressionConfig.parse({**BLOCK, **how.get("block", {})}))
     channels.numels.update(how.get("model", {"weight": 5000}))
@@ -80,13 +81,13 @@ def kept(folder: str, times: tuple[float, float], how: dict[str, Any]) -> dict[s
 
 
 def run_elsewhere(folder: str, times: tuple[float, float]) -> dict[str, Any]:
-    """Ranks on hosts of their own."""
+    """Run on ranks with different host names."""
     with patch.object(platform, "node", lambda: f"host{dist.get_rank()}"):
         return run(folder, times)
 
 
 def run_newer(folder: str, times: tuple[float, float]) -> dict[str, Any]:
-    """With another version on rank 1."""
+    """Run with another version of hybridcomp on rank 1."""
     with patch.object(remembered, "versions", lambda: {"torch": f"9.{dist.get_rank()}"}):
         return run(folder, times)
 
@@ -104,7 +105,7 @@ def test_the_next_run_sends_no_trial(
     (line,) = said(first[0], "remembered for the next run")
     assert line.startswith("dp, zero: ") and str(path) in line
     before = path.read_bytes()
-    other = NATIVE if times == CODED else CODED  # nobody asks
+    other = NATIVE if times == CODED else CODED  # unused
     for old, found in zip(first, pool.run(run, str(tmp_path), other), strict=True):
         assert old["trials"] and found["trials"] == []
         assert found["modes"] == old["modes"] == [[times == CODED] * 2] * WRITTEN
@@ -118,7 +119,7 @@ def test_the_next_run_sends_no_trial(
 def test_steps_of_another_length_are_compared(
     pool: RankPool, tmp_path: Path, step_s: float, doubted: bool
 ) -> None:
-    """Also where the trial of the run before was clear."""
+    """This also holds after a clear trial."""
     pool.run(run, str(tmp_path), NATIVE)
     (path,) = tmp_path.iterdir()
     before = json.loads(path.read_text())
@@ -151,7 +152,7 @@ def test_a_run_that_ends_before_it_knows_leaves_nothing(pool: RankPool, tmp_path
 
 
 def test_a_job_that_is_another_one_is_measured(pool: RankPool, tmp_path: Path) -> None:
-    """By its own file, and without a word."""
+    """It uses a separate file and logs nothing."""
     pool.run(run, str(tmp_path), CODED)
     for how in ({"block": {"min_bytes": 1}}, {"model": {"weight": 5001}}):
         for found in pool.run(kept, str(tmp_path), NATIVE, how):
@@ -217,7 +218,7 @@ def test_it_is_switched_off(pool: RankPool, tmp_path: Path) -> None:
 def test_a_file_that_is_of_no_use_is_said(
     pool: RankPool, tmp_path: Path, spoil: Callable[[str], str], why: str
 ) -> None:
-    """All ranks measure, and the file is written anew."""
+    """All ranks measure, and the file is rewritten."""
     pool.run(run, str(tmp_path), CODED)
     (path,) = tmp_path.iterdir()
     text = path.read_text()
@@ -231,7 +232,7 @@ def test_a_file_that_is_of_no_use_is_said(
 
 
 def test_a_folder_that_cannot_be_written_is_said(pool: RankPool, tmp_path: Path) -> None:
-    """The file is in the place of a folder, which nobody can write, root included."""
+    """A file takes the folder's place, so that not even root can write."""
     (tmp_path / "file").write_text("")
     first, second = pool.run(run, str(tmp_path / "file"), CODED)
     (told,) = said(first, "not remembered for the next run")

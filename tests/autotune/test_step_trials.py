@@ -1,4 +1,4 @@
-"""Trials of gathers by steps send real steps, to and fro, and not one message again and again."""
+"""Trials of delta gathers send alternating real deltas, not the same message repeatedly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMELS = (4000, 4000, 10000)
 
 
 def sent_in_trials(together: bool) -> list[tuple[float, bool, bool]]:
-    """By message: bits a value, whether all ranks got it, whether it differs from the last one."""
+    """Return bits per value, whether all ranks received it, whether it is new, by message."""
     where = TrialGroup(Group.of(None), torch.bfloat16, torch.device("cpu"))
     native, coded = gathers(make_codec("stepcode"), where)(StepTraffic(NUMELS, "gather", together))
     found: list[tuple[Tensor, Tensor, Any]] = []
@@ -58,7 +58,7 @@ def test_trials_send_steps(together: bool) -> None:
 
 
 def fails_to_prepare() -> None:
-    """Rank 1 has no memory for the second trial; rank 0 begins no message without it."""
+    """Rank 1 lacks memory for the second trial, so rank 0 may not start a message."""
     where = TrialGroup(Group.of(None), torch.float32, torch.device("cpu"))
     trial = gathers(make_codec("blockint"), where)
     begun: list[StepTraffic] = []

@@ -1,4 +1,4 @@
-"""``when: auto`` of tp and pp: native until a step has shown what they send, then judged alike."""
+"""``when: auto`` of tp and pp: native until a step has recorded the traffic, then decided."""
 
 from __future__ import annotations
 
@@ -46,14 +46,11 @@ def two() -> Iterator[RankPool]:
 
 
 def send_messages(channels: Channels, tensor: Any, odd_rank: int | None = None) -> list[bool]:
-    """What rank r of two tensor ranks in two stages sends in a step; whether it stays native.
-
-    ``odd_rank``: sends another size over its tensor group than its neighbour.
-    """
+    """Send the messages of rank r (two tensor ranks, two stages); return if they are native."""
     rank = dist.get_rank()
     numel = 900 if rank == odd_rank else 1000
     found = [channels["tp"].codec(numel, BF16, tensor, way) for way in ("forward", "backward")]
-    found += [channels["tp"].codec(7, BF16, tensor) for _ in range(3)]  # many, and few bytes
+    found += [channels["tp"].codec(7, BF16, tensor) for _ in range(3)]  # many messages of few bytes
     first, second = rank % 2, rank % 2 + 2
     found.append(channels["pp"].codec(500, BF16, None, "forward", (first, second)))
     found.append(channels["pp"].codec(400, BF16, None, "backward", (second, first)))
@@ -61,7 +58,7 @@ def send_messages(channels: Channels, tensor: Any, odd_rank: int | None = None) 
 
 
 def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any]:
-    """Two steps with their ends; what was timed, told and chosen."""
+    """Run two steps; return timings, log and decisions."""
     channels = Channels(CompressionConfig.parse(BLOCK))
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     tensor = groups[dist.get_rank() // 2]
@@ -116,7 +113,7 @@ def test_the_first_step_is_native_and_is_what_is_timed(
 
 
 def test_what_a_group_does_not_agree_on_is_not_timed(pool: RankPool) -> None:
-    """It would hang. The other group is timed, and all ranks take its verdict."""
+    """A trial would hang. The other group runs trials, and all ranks follow its decision."""
     for rank, found in enumerate(pool.run(two_steps, FAST, 1)):
         collectives = [numel for hop, numel, _ in found["planned"] if hop is None]
         assert collectives == ([] if rank < 2 else [1000, 1000])
@@ -124,7 +121,7 @@ def test_what_a_group_does_not_agree_on_is_not_timed(pool: RankPool) -> None:
 
 
 def two_steps_kept(times: tuple[float, float], odd_rank: int | None, folder: str) -> Any:
-    """Two steps, and those after which rank 0 writes what was found."""
+    """Run two steps, and those until rank 0 has written the results."""
     ends: list[Channels] = []
     made = Channels.__init__
 
@@ -143,7 +140,7 @@ def two_steps_kept(times: tuple[float, float], odd_rank: int | None, folder: str
 
 
 def test_the_next_run_takes_over_what_is_sent_alike(pool: RankPool, tmp_path: Path) -> None:
-    """After the first step, which is native and shows that these are the same messages."""
+    """The first step is native and shows that the messages are the same."""
     pool.run(two_steps_kept, SLOW, None, str(tmp_path))
     for found in pool.run(two_steps_kept, FAST, None, str(tmp_path)):
         assert not found["planned"], "no trial"
@@ -168,7 +165,7 @@ def test_where_nothing_can_be_timed_it_is_said_and_compressed(two: RankPool) -> 
 
 
 def late() -> list[int]:
-    """Steps after which ranks talk about messages: none of step 0 to 5 has any."""
+    """Run to a step in which ranks exchange profiles: none of steps 0 to 5 does."""
     block = {"tp": EIGHT, "min_bytes": 0, "start_step": 2}
     channels = Channels(CompressionConfig.parse(block))
     looked = []
@@ -203,7 +200,7 @@ def trained(times: tuple[float, float], block: dict[str, Any]) -> Any:
 
 
 def test_pipeline_of_deepspeed(two: RankPool) -> None:
-    """On a fast link bit for bit the native run, on a slow one compressed from step 1 on."""
+    """A fast link gives native bits, a slow link compresses from step 1 on."""
     off, on = two.run(trained, FAST, PIPE), two.run(trained, SLOW, PIPE)
     plain = two.run(trained, FAST, {"pp": "none"})
     always = two.run(
@@ -232,7 +229,7 @@ def tied(times: tuple[float, float], dp: Any) -> Any:
 
 
 def test_tied_weights_of_a_fast_link_are_summed_in_the_order_of_upstream(pool: RankPool) -> None:
-    """Their sum moves behind that of the replicas only where something is lost."""
+    """Tied weights are summed after the replicas' reduction only under lossy compression."""
     off, plain = pool.run(tied, FAST, EIGHT), pool.run(tied, FAST, "none")
     on = pool.run(tied, SLOW, EIGHT)
     for rank in range(4):
@@ -244,7 +241,7 @@ def test_tied_weights_of_a_fast_link_are_summed_in_the_order_of_upstream(pool: R
 def resumed(
     folder: str, first: tuple[float, float], second: tuple[float, float]
 ) -> tuple[list[float], list[float], bool]:
-    """Three steps, saved, three more; three more after a restart on a link of another speed."""
+    """Run three steps, save, three more; then three after a restart on a link of another speed."""
     import deepspeed
 
     import hybridcomp

@@ -1,4 +1,4 @@
-"""``when: auto`` of dp and zero: ranks decide alike, a fast link is native, restarts keep it."""
+"""``when: auto`` of dp and zero: ranks agree, a fast link is native, restarts keep the decision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pool() -> Iterator[RankPool]:
 def weighed(
     times: list[tuple[float, float]], hierarchy: int | str, numel: int = 1 << 20
 ) -> tuple[dict[str, Any], list[str], list[int], list[bool]]:
-    """Verdicts, what is told, sizes of trials, whether messages are native."""
+    """Return decisions, log, sizes of trials, and whether messages are native."""
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
     channels.place([tuple(range(dist.get_world_size()))])
     with clock(*times[dist.get_rank()]) as sizes:
@@ -63,7 +63,7 @@ def weighed(
         ([(0.02, 0.01), (0.02, 0.03)], False, 3),  # the slowest rank counts
         ([(0.02, 0.01), (0.05, 0.03)], True, 3),
         ([(0.02, 0.0195), (0.02, 0.0195)], False, 3),  # faster, but not by the margin
-        ([(9.0, 1.0), (0.01, 0.01)], True, 1),  # a small message tells, a large one takes long
+        ([(9.0, 1.0), (0.01, 0.01)], True, 1),  # a large message takes too long
     ],
 )
 def test_all_ranks_decide_alike(
@@ -77,14 +77,14 @@ def test_all_ranks_decide_alike(
         assert list(state) == ["dp", "zero"] and native == [not pays] * 2
         assert sizes == [1 << (10 + index) for index in range(count)] * 2
         assert ("native for this run" in told[0]) != pays
-        surely = not pays and slowest[1] >= 2 * slowest[0]  # no step will tell otherwise
+        surely = not pays and slowest[1] >= 2 * slowest[0]  # no comparison of steps could change it
         assert ["nothing is compressed in this run" in text for text in told[2:]] == [True] * surely
         assert told[1].startswith("zero: ") and "(compression.zero.when: auto)" in told[1]
 
 
 @pytest.mark.parametrize(("numel", "count"), [(1 << 12, 3), (1030, 2), (3, 1)])
 def test_no_trial_is_larger_than_what_there_is(pool: RankPool, numel: int, count: int) -> None:
-    """Of ranks of a group that have other numbers of values, the smallest number counts."""
+    """If ranks of a group differ in numbers of values, the smallest counts."""
     for state, _, sizes, _ in pool.run(weighed, [(0.02, 0.01)] * 2, "none", numel):
         assert sizes == [min(1 << (10 + index), numel) for index in range(count)] * 2
         assert state["dp"]["nbytes"] == 2 * numel
@@ -110,7 +110,7 @@ def trained(job: Job, times: tuple[float, float]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_fast_link_makes_the_run_native(pool: RankPool, stage: int) -> None:
-    """Bit for bit, without residuals; the ledger says since when."""
+    """Bit for bit, without residuals; the ledger records the step of the decision."""
     job = Job(stage, steps=4, block=BLOCK if stage else {"dp": FEEDBACK, "min_bytes": 0})
     plain = {"dp": "none", "zero": "none"} if stage else {"dp": "none"}
     off = pool.run(trained, job, (0.01, 0.02))
@@ -129,7 +129,7 @@ def test_a_fast_link_makes_the_run_native(pool: RankPool, stage: int) -> None:
 def resumed(
     folder: str, first: tuple[float, float], second: tuple[float, float], before: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Three steps with the block ``before``, saved; three more; three more after a restart."""
+    """Run three steps with block ``before``, save, three more; then three more after a restart."""
     job = Job(1, steps=3, block=before)
     with clock(*first):
         engine = make_engine(job)
@@ -165,7 +165,7 @@ def test_a_resumed_run_goes_on_as_it_was(
 
 
 def test_residuals_that_nobody_will_send_are_dropped(pool: RankPool, tmp_path: Path) -> None:
-    """The run before was compressed whatever the link, and this one is not."""
+    """The first run always compresses; the resumed run is native."""
     always = {
         name: {**BLOCK[name], "when": "always"}  # type: ignore[dict-item]
         for name in ("dp", "zero")
@@ -200,7 +200,7 @@ def test_what_was_not_measured_is_an_error(pool: RankPool) -> None:
 
 
 def foretold(stage: int, persistent: int) -> tuple[Any, ...]:
-    """What is said to be sent in a step, and the values of the messages of the third."""
+    """Return the predicted traffic of a step, and the message sizes of the third step."""
     zero = {"reduce_bucket_size": 2000, "stage3_prefetch_bucket_size": 1500,
             "stage3_param_persistence_threshold": persistent}  # fmt: skip
     job = Job(
@@ -232,7 +232,7 @@ def test_what_is_said_to_be_sent_is_sent(pool: RankPool, stage: int) -> None:
 
 
 def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any, ...]:
-    """Of messages that are known; ``odd_rank`` knows others."""
+    """Run with known message sizes; ``odd_rank`` has other sizes."""
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": "none"}))
     numels = (2000, 900) if dist.get_rank() == odd_rank else (2000, 901)
     sent: dict[Any, StepTraffic] = {
@@ -261,14 +261,14 @@ def test_all_messages_of_a_step_are_timed_together(pool: RankPool) -> None:
 
 
 def test_messages_that_ranks_see_differently_are_not_sent(pool: RankPool) -> None:
-    """They would wait for each other for good."""
+    """Ranks would wait for each other forever."""
     for verdicts, _, sizes in pool.run(weighed_whole, (0.02, 0.01), 1):
         assert sizes == [1024, 2048, 4096] * 2
         assert {verdict.messages for verdict in verdicts.values()} == {1}
 
 
 def test_what_there_is_no_time_for_is_said(pool: RankPool) -> None:
-    """Trials of both messages would take longer than there is, or there is none left."""
+    """Trials of both messages would exceed the time, or no time is left."""
     for times, last in (((0.12, 0.11), [1484]), ((0.4, 0.25), [])):
         for verdicts, told, sizes in pool.run(weighed_whole, times, None):
             assert sizes == [1024, *last] * 2
@@ -280,13 +280,13 @@ def test_what_there_is_no_time_for_is_said(pool: RankPool) -> None:
 
 
 def test_a_link_that_is_surely_slow_is_not_waited_for(pool: RankPool) -> None:
-    """A small message three times as fast encoded tells what larger ones would."""
+    """If encoding a small message is three times as fast, larger trials are skipped."""
     for verdicts, _, sizes in pool.run(weighed_whole, (0.04, 0.01), None):
         assert sizes == [1024] * 2 and all(verdict.pays for verdict in verdicts.values())
 
 
 def left_out() -> tuple[Any, ...]:
-    """The preset in a job without gathers and layers to measure."""
+    """Use the preset in a job without gathers or layers to measure."""
     channels = Channels(CompressionConfig.parse({"preset": "recommended", "min_bytes": 0}))
     channels.leave_out({"zero", "tp", "pp"})
     with clock(*FAST):

@@ -1,4 +1,4 @@
-"""What ZeRO 3 gathers, simulated: bounds, and settings that come near the fewest gathers."""
+"""Simulate ZeRO 3's gathers: bounds, and settings close to the fewest gathers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from hybridcomp.autotune.zero3_moves import Event, Knobs, Trace, choose, fewest, simulate
 
-#: of a layer: norm, attention, its output, norm, the two of the MLP
+#: per layer: norm, attention, its output, norm, both matrices of the MLP
 LAYER = (128, 49_344, 16_512, 128, 66_048, 65_664)
 
 
 def trace_of(layers: int, persistent: int = 0) -> Trace:
-    """A transformer without a head: modules forward, and backward in the other order."""
+    """Return the trace of a transformer without a head: modules forward, then in reverse."""
     sizes = [size for _ in range(layers) for size in LAYER]
     modules = range(len(sizes))
     forward = [Event(m, begins, True) for m in modules for begins in (True, False)]
@@ -31,7 +31,7 @@ def test_the_choice_comes_near_the_fewest_and_fits(share: float) -> None:
     assert choice is not None and least is not None
     assert choice.moves.peak <= limit
     assert least <= choice.moves.gathered <= 1.05 * least
-    # a palindrome: what the device holds at the turn is not gathered again
+    # a palindrome: parameters held at the turn are not gathered again
     assert least == 2 * trace.moved - limit
 
 
@@ -52,7 +52,7 @@ def test_persistent_parameters_are_not_moved() -> None:
 
 
 def test_the_bound_holds_for_every_setting_of_every_trace() -> None:
-    """Random modules over random parameters, some of them nested, persistent or external."""
+    """Random modules over random parameters: nested, persistent or external."""
     rng = random.Random(0)
     for _ in range(60):
         count = rng.randint(3, 9)
@@ -72,7 +72,7 @@ def test_the_bound_holds_for_every_setting_of_every_trace() -> None:
 
 
 def optimum(order: list[int], room: int) -> int:
-    """Fewest loads of parameters of one element, by a search over all evictions."""
+    """Return the fewest loads of one-element parameters, by a search over all evictions."""
     states = {frozenset[int](): 0}
     for p in order:
         new: dict[frozenset[int], int] = {}

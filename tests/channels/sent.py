@@ -1,4 +1,4 @@
-"""Send a message through a channel with a given codec, past the choice of one."""
+"""Send a message through a channel with a given codec, bypassing the policy."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hybridcomp.config.policy import Direction
 
 @dataclass(eq=False, kw_only=True)
 class _Taken(AllReduce):
-    """All-reduce of which upstream takes some sums."""
+    """All-reduce in which upstream handles some sums."""
 
     takes: Mapping[str, Tensor] | None
 
     def taken(self) -> Mapping[str, Tensor] | None:
-        """Return what the test asks for."""
+        """Return the test's choice."""
         return self.takes
 
 
@@ -79,7 +79,7 @@ def reduce_to_owners(
     *,
     pieces: Sequence[Piece] | None = None,
 ) -> list[Tensor]:
-    """Sum ``values`` to the owners of ``ranges``."""
+    """Reduce ``values`` to the owners of ``ranges``."""
     message = ReduceToOwners(
         numel=values.numel(), dtype=values.dtype, group=group, values=values, ranges=ranges,
         parameters=pieces,
@@ -99,7 +99,7 @@ def all_gather(
 
 
 def all_to_all(channel: Channel, out: Tensor, values: Tensor, codec: Codec, group: Any) -> Handle:
-    """Exchange equal parts of ``values`` into ``out``."""
+    """Exchange equal chunks of ``values`` into ``out``."""
     message = AllToAll(
         numel=values.numel(), dtype=values.dtype, group=group, values=values, out=out
     )

@@ -1,4 +1,4 @@
-"""Channels: what a patch is given around a collective."""
+"""Channels: codec choice and accounting around a collective."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMEL = 256
 
 
 def reduce_scatter(async_op: bool) -> dict[str, Any]:
-    """A backward reduce-scatter, and one with residuals; what came and what was written down."""
+    """Send a backward reduce-scatter, also with residuals; return results and ledger entries."""
     both = {"codec": "blockint", "bits": 4}
     block = {"dp": {**both, "error_feedback": True}, "tp": both, "min_bytes": 0}
     channels = Channels(CompressionConfig.parse(block))
@@ -67,7 +67,7 @@ def test_reduce_scatter_in_either_direction_and_asynchronous() -> None:
                 assert 0 < found[f"{name} error"] < 0.5
             assert set(found["sampled"]) == {("tp", "backward"), ("dp", "forward")}
             assert all(0.001 < error < 0.5 for error in found["sampled"].values())
-            assert found["residual"] > 0  # only dp keeps what was left out
+            assert found["residual"] > 0  # only dp keeps residuals
 
 
 def report() -> list[tuple[str, float]]:
@@ -83,7 +83,7 @@ def test_every_rank_gets_the_events_of_all() -> None:
 
 
 def times_of_records(folder: str) -> list[float]:
-    """Of two reports and the summary, between the clock's before and after."""
+    """Return the times of two reports and the summary, between the clock's before and after."""
     channels = Channels(CompressionConfig.parse({"tp": "blockint"}))
     file, before = Path(folder, "ledger.jsonl"), time.time()
     reporter = Reporter(channels, file, torch.device("cpu"))
@@ -97,7 +97,7 @@ def times_of_records(folder: str) -> list[float]:
 
 
 def test_records_say_when_they_were_written(tmp_path: Path) -> None:
-    """Whoever reads the file later can tell the seconds between two reports, and so Mb/s."""
+    """Readers can compute the seconds between two reports and thus Mb/s."""
     times, _ = run_ranks(2, times_of_records, str(tmp_path))
     assert len(times) == 5
     assert all(b > a - 0.01 for a, b in zip(times, times[1:], strict=False)), times
@@ -154,7 +154,7 @@ def test_a_guard_is_the_reason_with_its_step() -> None:
 
 
 def test_native_of_islands_is_the_job_without_them() -> None:
-    """One sum a step over all ranks, and gathers of all weights: by NCCL's formulas."""
+    """One all-reduce a step over all ranks, and gathers of all weights, by NCCL's formulas."""
     found = run_ranks(2, spared)
     for entries in found:
         for (kind, islands), raw in entries.items():
@@ -165,7 +165,7 @@ def test_native_of_islands_is_the_job_without_them() -> None:
 
 
 def spared() -> dict[tuple[str, int], dict[str, int]]:
-    """Native bytes of a sum and of a gather of 1000 values by islands of two ranks."""
+    """Return native bytes of an all-reduce and a gather of 1000 values under two-rank islands."""
     found = {}
     for islands in (1, 3):
         for kind in ("sum", "gather"):
@@ -198,7 +198,7 @@ def test_pieces_of_a_message_are_cut_once_and_go_with_their_group() -> None:
 
 
 def test_pieces_of_many_ranks_do_not_push_each_other_out() -> None:
-    """DDP cuts parameters for each of 4,096 ranks: 24 such messages are known in the next step."""
+    """DDP splits parameters for each of 4,096 ranks: all 24 messages stay cached."""
     group = Group(cast(Any, None), 1, 2)
     every = [tuple(Piece(f"p{n}", rank, 1) for rank in range(1 << 14)) for n in range(24)]
     found = [sums._parts(pieces, group) for pieces in every]
@@ -209,7 +209,7 @@ def test_groups_made_before_nodes_were_found_are_forgotten() -> None:
     made: list[tuple[object, bool]] = []
 
     class Placed:
-        """Nodes of a job."""
+        """Places ranks on nodes."""
 
         def group(self, group: object, *, two_levels: bool) -> object:
             made.append((group, two_levels))

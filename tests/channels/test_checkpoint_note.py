@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, to people, to jobs and to ``hybridcomp validate``."""
+"""The checkpoint's description, for people, for jobs and for ``hybridcomp validate``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What was applied and what residuals hold is what the gradients were, whatever comes in between.
+"""Conservation of gradients: applied sums plus residuals equal the true gradients.
 
-``sum(applied) + sum(residuals) == sum(true gradients)``, by element and over all ranks (up to what
-residuals of few bits leave out themselves), for drawn
-jobs: each engine's kind of reduction, one level or nodes, parameters that no rank uses, steps that
-overflow, saves that follow each other, other numbers of ranks. Ranks are threads.
+``sum(applied) + sum(residuals) == sum(true gradients)``, by element and over all ranks (up to the
+rounding of low-bit residuals), for random jobs: each engine's kind of reduction, one level or
+nodes, unused parameters, overflowing steps, consecutive saves, other numbers of ranks. Ranks are
+threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GROUP: Any = "the group of the test"
 
 
 class Ranks:
-    """What ``resharing`` asks of torch.distributed and of the store, among threads."""
+    """torch.distributed and store calls of ``resharing``, among threads."""
 
     def __init__(self, size: int) -> None:
         self.size, self._local = size, threading.local()
@@ -70,7 +70,7 @@ class Nodes:
 
 
 class Drawn:
-    """A job with its ranks, its parameters, and what its gradients and sums have been."""
+    """A job with its ranks and parameters, and the history of its gradients and sums."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -78,7 +78,7 @@ class Drawn:
         self.kind = self.draw.choice(KINDS)
         bits = self.draw.choice((2, 3, 8))
         kept = self.draw.choice((32, 32, 16, 8, 4))
-        #: what residuals themselves may leave out, over the sum of the largest gradients
+        #: rounding allowance of residuals, relative to the sum of the largest gradients
         self.rounding = {32: 1e-5, 16: 2.0**-8, 8: 2.0**-7, 4: 2.0**-3}[kept]
         feedback = {"error_feedback": {"bits": kept} if kept != 32 else True}
         dp: dict[str, Any] = {"codec": "blockint", "bits": bits, **feedback}
@@ -95,17 +95,17 @@ class Drawn:
         self.begin()
 
     def begin(self) -> None:
-        """New ranks, one level or two, with residuals of 0."""
+        """Create new ranks, one level or two, with zero residuals."""
         self.size = self.draw.randint(1, 4)
         self.deep = self.size == 4 and self.draw.random() < 0.5 and not self.is_low_rank
         self.every = [Channels(self.config) for _ in range(self.size)]
         for channels in self.every:
-            channels.step = 1  # no sample
+            channels.step = 1  # no sampling
             for name, numel in self.numels.items():
                 channels.factors.learn(name, (numel // COLUMNS, COLUMNS))
 
     def step(self) -> None:
-        """Sum gradients once; a parameter may be unused on all ranks, a step may overflow."""
+        """Reduce gradients once; a parameter may be unused on all ranks, a step may overflow."""
         gradients = torch.randn(self.size, self.whole)
         unused = set()
         if self.kind == "all_reduce" and self.draw.random() < 0.3:
@@ -114,16 +114,16 @@ class Drawn:
             [torch.full((n,), float(m not in unused)) for m, n in self.numels.items()]
         )
         gradients *= counts
-        applied = self.reduce(gradients, frozenset(unused)) * counts  # DDP throws the rest away
+        applied = self.reduce(gradients, frozenset(unused)) * counts  # DDP discards unused ones
         self.owed += gradients.sum(0) - applied
         self.scale += float(gradients.abs().max()) * self.size
-        if self.draw.random() < 0.15:  # overflowed: what was left out belongs to no step
+        if self.draw.random() < 0.15:  # on overflow the error belongs to no step
             for channels in self.every:
                 channels.residuals.drop()
             self.owed.zero_()
 
     def reduce(self, gradients: Tensor, unused: frozenset[str]) -> Tensor:
-        """Sum over the ranks as the engine's kind does."""
+        """Reduce over the ranks as the engine does."""
         inner, outer = [Board(2) for _ in range(2)], [Board(2) for _ in range(2)]
         ranges = chunk_ranges(self.whole, self.size)
         lossless = self.draw.random() < 0.2
@@ -146,7 +146,7 @@ class Drawn:
                 assert chosen is not None
                 codec = chosen
             values = gradients[rank].clone()
-            # a rank that has used a parameter knows that its sum counts
+            # a rank that used a parameter knows that its sum is applied
             asked = [name for i, name in enumerate(self.numels) if name in unused or i % 2 == rank]
             if self.kind == "all_reduce":
                 sent.all_reduce(
@@ -166,7 +166,7 @@ class Drawn:
         return found[0] if self.kind == "all_reduce" else torch.cat(found)
 
     def save_and_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Save and go on, once or twice, on as many ranks or on others."""
+        """Save and resume, once or twice, on as many ranks or on others."""
         for _ in range(self.draw.randint(1, 2)):
             states = [channels.residuals.state_dict() for channels in self.every]
             if self.draw.random() < 0.3:
@@ -177,7 +177,7 @@ class Drawn:
             self.take_over(states, monkeypatch)
 
     def take_over(self, states: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Load ``states`` of the ranks that saved on those that are now."""
+        """Load ``states`` of the saving ranks on the current ranks."""
         ranks = Ranks(self.size)
         monkeypatch.setattr(resharing, "dist", ranks)
         monkeypatch.setattr(small_messages, "total", ranks.all_reduce)
@@ -197,7 +197,7 @@ class Drawn:
         thread_groups.run(self.size, one)
 
     def held(self) -> Tensor:
-        """The sum of the residuals of all ranks."""
+        """Return the sum of all ranks' residuals."""
         found = {name: torch.zeros(numel) for name, numel in self.numels.items()}
         for channels in self.every:
             for name, (offset, values) in held_in(channels.residuals.state_dict()):

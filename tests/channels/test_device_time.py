@@ -1,4 +1,4 @@
-"""Device time in the ledger: read late, scaled to the interval, never waited for on the way."""
+"""Device time in the ledger: read late, scaled to the interval, without blocking."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GPU = torch.device("cuda", 0)
 
 
 def message(clock: DeviceClock, device: Device, codec_s: float, wait_s: float) -> Meter:
-    """A message that is encoded, sent and decoded."""
+    """Encode, send and decode a message."""
     meter = Meter(wire_nbytes=100, clock=clock)
     with meter.coding():
         device.work(codec_s / 2)
-    device.work(5.0)  # the model's own work, between
+    device.work(5.0)  # the model's own work in between
     with meter.waiting():
         device.work(wait_s)
     with meter.coding():
@@ -68,7 +68,7 @@ def test_events_do_not_pile_up_where_no_step_ends() -> None:
 
 
 def test_spans_of_an_interval_stay_its_own() -> None:
-    """A report drains before it begins the next interval."""
+    """A report drains pending spans before the next interval begins."""
     device, ledger = Device(), Ledger()
     ledger.clocks[GPU] = clock = DeviceClock(device.event)
     first = ledger.interval[DP]
@@ -138,7 +138,7 @@ def test_on_a_cpu_it_is_the_host_s() -> None:
 def test_which_steps_are_timed(
     every: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never the first, and no step that samples errors as well, unless all do."""
+    """Never the first step, nor one that samples errors unless all do."""
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     block = {"dp": "bf16", "ledger": {"sample_every": every}}

@@ -21,12 +21,12 @@ A, B, C = Piece("a", 0, 5), Piece("b", 0, 3), Piece("c", 0, 4)
 
 
 def fp32_of(residuals: Residuals, hop: Hop, pieces: list[Piece], *where: Any, **how: Any) -> Tensor:
-    """The residual of ``pieces``, which is fp32."""
+    """Return the fp32 residual of ``pieces``."""
     return as_fp32(residuals.get(hop, pieces, *where, **how))
 
 
 def pair_of(residuals: Residuals, *where: Any) -> tuple[Tensor, Tensor]:
-    """Both residuals of a sum in two hops, which are fp32."""
+    """Return both fp32 residuals of a two-hop reduction."""
     sender, owner = residuals.pair(*where)
     return as_fp32(sender), as_fp32(owner)
 
@@ -56,7 +56,7 @@ def test_other_bucket_takes_over_and_leaves_nothing_behind() -> None:
 
 
 def many_ranks(ranks: int, names: str = "abc", chunk: int = 2) -> tuple[Piece, ...]:
-    """The shards of all ranks, one after the other, each with a part of every parameter."""
+    """Return all ranks' shards in order, each with a part of every parameter."""
     return tuple(Piece(name, chunk * rank, chunk) for rank in range(ranks) for name in names)
 
 
@@ -68,7 +68,7 @@ def test_shards_of_many_ranks_take_over_as_one_tensor_would(bits: int) -> None:
     old.get("sender", whole, LIKE).add_(flat)
     kept = as_fp32(old.get("sender", whole, LIKE)).clone()
     new.load(old.state_dict())
-    for residuals in (old, new):  # from a message that was cut differently, and from a file
+    for residuals in (old, new):  # from a message that was split differently, and from a file
         found = as_fp32(residuals.get("sender", many_ranks(64), LIKE))
         by_rank = kept.view(3, 64, 2).transpose(0, 1).reshape(-1)
         torch.testing.assert_close(found, by_rank, rtol=0, atol=0 if bits == 32 else 4.0)
@@ -89,7 +89,7 @@ def test_a_checkpoint_has_a_tensor_for_each_parameter_however_many_ranks() -> No
 
 
 def test_a_first_message_of_many_ranks_takes_time_by_their_number_alone() -> None:
-    """Every piece was once compared with every other one: eight seconds at 256 ranks."""
+    """A pairwise comparison of pieces would take eight seconds at 256 ranks."""
     calls = []
     for ranks in (64, 512):
         residuals = Residuals()
@@ -128,7 +128,7 @@ def test_same_rank_restarts_exactly() -> None:
     fp32_of(old, "owner", [Piece("a", 2, 3)], LIKE).fill_(7)
     new = Residuals()
     new.load(old.state_dict())
-    state = new.state_dict()  # saved again before it was used: nothing is lost
+    state = new.state_dict()  # saved again before use: nothing is lost
     assert [o for o, _ in state["sender"]["a"]] == [0]
     assert fp32_of(new, "sender", [A, B], LIKE).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert fp32_of(new, "owner", [Piece("a", 2, 3)], LIKE).tolist() == [7, 7, 7]
@@ -136,7 +136,7 @@ def test_same_rank_restarts_exactly() -> None:
 
 
 def test_saved_in_two_hops_and_resumed_in_one_loses_nothing() -> None:
-    """A GPU takes two hops between two ranks, a CPU one: the owner's share is still missing."""
+    """A GPU uses two hops between two ranks, a CPU one: the owner's residual is still added."""
     old = Residuals()
     filled(old, [A, B])
     fp32_of(old, "owner", [Piece("a", 2, 3)], LIKE).fill_(7)
@@ -147,7 +147,7 @@ def test_saved_in_two_hops_and_resumed_in_one_loses_nothing() -> None:
 
 
 def test_saved_again_before_use_counts_once() -> None:
-    """What the ranks of a node have in common is on all of them, and is one sum."""
+    """Ranks of a node share a residual: each holds a copy, which counts as one sum."""
     ranks = []
     for index in range(2):
         residuals = Residuals()
@@ -177,7 +177,7 @@ def test_used_up_is_freed() -> None:
 
 
 def test_a_flush_takes_what_the_owner_left_out_of_a_known_message() -> None:
-    """The lossless step behind a fallback has one hop where the steps before had two."""
+    """The lossless step of a fallback has one hop, the steps before it had two."""
     residuals = Residuals()
     sender, owner = pair_of(residuals, [A], [Piece("a", 3, 2)], LIKE)
     sender.fill_(1)
@@ -196,7 +196,7 @@ def test_an_owner_of_other_stretches_sends_what_it_no_longer_owns() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_few_bits_restart_exactly(bits: int) -> None:
-    """Pieces that begin inside of blocks: values and steps are those that were saved."""
+    """Pieces that begin inside blocks keep the saved values and scales."""
     pieces = [Piece("a", 0, 45), Piece("", 0, 3), Piece("b", 7, 60), Piece("c", 0, 21)]
     old = Residuals(bits)
     flat = old.get("sender", pieces, LIKE)
@@ -264,7 +264,7 @@ def test_withheld_few_bits_come_back() -> None:
 
 @pytest.mark.parametrize("bits", [32, 8])
 def test_memory_of_messages_that_have_other_parameters_in_every_step(bits: int) -> None:
-    """As of experts, which have no gradient without a token: no value is lost, none kept twice."""
+    """As with experts, which have no gradient without tokens: no value is lost or kept twice."""
     residuals, chosen = Residuals(bits), random.Random(0)
     names, numel = "abcdefgh", 64
     fixed = [Piece("always", 0, numel)]
@@ -281,7 +281,7 @@ def test_memory_of_messages_that_have_other_parameters_in_every_step(bits: int) 
             given += float(added.sum())
         held = [one for _, one in held_in(residuals.state_dict())]
         total = sum(float(values.sum()) for _, values in held)
-        # a block of equal values comes back up to 0.4 % larger, every time that it is added to
+        # each addition may enlarge a block of equal values by up to 0.4 %
         assert total == pytest.approx(given, rel=1e-6 if bits == 32 else 0.1)
     whole = (len(names) + 1) * numel
     assert residuals.nbytes <= 3 * nbytes_of(bits, whole)
@@ -294,7 +294,7 @@ def test_parameters_in_many_messages_are_not_taken_for_one_in_all_of_them() -> N
     for low in range(0, 50, 5):
         residuals.get("sender", [Piece("a", low, 5)], LIKE)
     assert len(residuals._stretches) == 10 and residuals.nbytes == 4 * 50
-    for again in range(3):  # two layouts in turns, and what is left when a third one comes
+    for again in range(3):  # two alternating layouts, then a third for the rest
         residuals.get("sender", [Piece("a", 0, 25 + again), Piece("a", 25 + again, 25)], LIKE)
     assert residuals.nbytes <= 4 * 3 * 51
 

@@ -1,4 +1,4 @@
-"""The step that ends error feedback: all that residuals hold arrives, from 16-bit gradients too.
+"""The step that ends error feedback sends all residuals, also with 16-bit gradients.
 
 All values are multiples of 2^-10 below 2^10, so that fp32 sums of them are exact.
 """
@@ -27,7 +27,7 @@ BLOCK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_by
 
 
 def members(member: Member, rank: int, size: int, boards: list[Board] | None) -> Group:
-    """The group of ``rank``: one level, or with ``boards`` two nodes of two ranks."""
+    """Return the group of ``rank``: one level, or with ``boards`` two nodes of two ranks."""
     if boards is None:
         return Group(member, rank, size)  # type: ignore[arg-type]
     node, local = divmod(rank, 2)
@@ -40,14 +40,14 @@ def members(member: Member, rank: int, size: int, boards: list[Board] | None) ->
 
 
 def encoded(kind: str, rank: int, shares: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """What ``rank`` encodes in two levels, of nodes of two ranks."""
+    """Return the values that ``rank`` encodes in two levels, of nodes of two ranks."""
     if kind == "reduce_scatter":
         return shares[rank % 2 :: 2]
     return [chunk_ranges(NUMEL, 2)[rank % 2]]
 
 
 def flushed(kind: str, size: int, deep: bool) -> tuple[Tensor, Tensor, float]:
-    """Gradients and residuals of all ranks summed, what the flush applied, what it left."""
+    """Return the sum of all gradients and residuals, the applied sum, and the residuals left."""
     torch.manual_seed(size)
     gradients = torch.randint(-64, 64, (size, NUMEL)).bfloat16()
     residuals = torch.randint(-1023, 1024, (size, NUMEL)) / 1024
@@ -88,7 +88,7 @@ def flushed(kind: str, size: int, deep: bool) -> tuple[Tensor, Tensor, float]:
 @pytest.mark.parametrize(("size", "deep"), [(1, False), (2, False), (3, False), (4, True)])
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "owners", "one owner"])
 def test_nothing_is_left_out_of_a_flush(kind: str, size: int, deep: bool) -> None:
-    """Where sums come out in fp32 they are exact; those of bf16 are rounded once, in the end."""
+    """fp32 sums are exact; bf16 sums are rounded once, at the end."""
     due, applied, left = flushed(kind, size, deep)
     if kind == "all_reduce":
         assert torch.equal(applied, due.bfloat16().float())

@@ -1,4 +1,4 @@
-"""What the guard decides, alone; with ranks and trainings: tests/patches/ds/test_guard.py."""
+"""Decisions of the guard on one rank; with ranks and trainings: tests/patches/ds/test_guard.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKINT = {"codec": "blockint", "bits": 4}
 
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
-    """On one rank, whose samples are those of the job."""
+    """Return a guard of one rank, whose samples are the job's."""
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group=None: None)
     return Guard({"dp": Limits(0.5, 10.0), "pp": Limits(0.5, None)})
 
@@ -29,7 +29,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
         ((0.24, 1.0, 99.0), None),
         ((0.26, 1.0, 0.0), "error"),
         ((0.0, 1.0, 101.0), "residual"),
-        ((math.inf, 1.0, 0.0), "error"),  # finite values decoded to something that is not
+        ((math.inf, 1.0, 0.0), "error"),  # finite values decoded to Inf or NaN
         ((0.0, 1.0, math.nan), "residual"),
         ((9.0, 0.0, 9.0), None),  # no values: nothing was sampled, or a step without gradients
     ],

@@ -1,4 +1,4 @@
-"""Sums of micro-batches that wait packed in the host's memory."""
+"""Accumulated micro-batches packed in host memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 def test_packed_sums_are_sums_of_what_was_sent(
     count: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than fit into one pass, in one chunk and in several; twice into the same place."""
+    """More than one pass, in one chunk and in several; twice into the same place."""
     monkeypatch.setattr(host_module, "CHUNK_NUMEL", chunk)
     moves, codec = channels().host, BlockInt(8)
     out = torch.full((3 * 4096 + 77,), 9.0)
@@ -54,7 +54,7 @@ def test_packed_sums_are_sums_of_what_was_sent(
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3, 1.0, 1e30])
 @pytest.mark.parametrize("numel", [0, 5, 1024, 70_001])
 def test_squares(numel: int, scale: float) -> None:
-    """Also of values whose squares fp32 cannot hold."""
+    """Includes values whose squares overflow fp32."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * scale
     exact = float(values.double().square().sum())
     assert float(host_module.square_of(values)) == pytest.approx(exact, rel=1e-6)
@@ -74,7 +74,7 @@ def test_a_nan_makes_the_norm_not_finite() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", [BlockInt(8), ExpCode()], ids=str)
 def test_parameters_arrive_as_they_would_have(codec: Codec, dtype: torch.dtype) -> None:
-    """Without loss rounded before, others after: what is encoded is the master weight."""
+    """Lossless codecs round before encoding; lossy ones encode the master weight, then round."""
     torch.manual_seed(0)
     masters, out = torch.randn(70_000), torch.empty(70_000, dtype=dtype)
     channels().host.to_device(masters, out, codec, raw_nbytes=0)
@@ -83,7 +83,7 @@ def test_parameters_arrive_as_they_would_have(codec: Codec, dtype: torch.dtype) 
 
 
 class Copied:
-    """Stands in for the event behind a copy."""
+    """Stand-in for the event behind a copy."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name

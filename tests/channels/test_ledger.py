@@ -114,7 +114,7 @@ def test_a_resumed_run_keeps_the_figures_of_the_run_before(tmp_path: Path) -> No
 
 
 class NearlyFull(io.FileIO):
-    """A file on a disk that has ``room`` bytes left."""
+    """A file on a disk with ``room`` bytes left."""
 
     room = 0
 
@@ -135,7 +135,7 @@ class NearlyFull(io.FileIO):
 def test_a_full_disk_costs_records_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of a line is taken back, and lines go on when there is room again."""
+    """A partial line is removed, and logging continues when there is room again."""
     path = tmp_path / "ledger.jsonl"
     lines = JsonLines(path)
     lines.close()

@@ -1,4 +1,4 @@
-"""A ledger that cannot be written ends every rank with one line, before the first step."""
+"""An unwritable ledger ends every rank with one line, before the first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import RunRanks
 
 
 def opened(folder: str) -> str:
-    """What a rank is told where the ledger's folder is a file; then the job goes on elsewhere."""
+    """Return a rank's error when a file takes the ledger folder's place; then use another."""
     Path(folder, "file").touch()
     dist.barrier()
     wrong = CompressionConfig.parse({"dp": "bf16", "ledger": {"jsonl": f"{folder}/file/l.jsonl"}})
@@ -47,7 +47,7 @@ def recorded(folder: str) -> str:
     pytest.importorskip("deepspeed")
     from hybridcomp.patches.ds import record
 
-    os.environ[record.ENVIRONMENT] = folder  # which is no file
+    os.environ[record.ENVIRONMENT] = folder  # a file, not a folder
     record._recorded = False
     try:
         with pytest.raises(ConfigError) as caught:
@@ -65,7 +65,7 @@ def test_a_record_of_the_run_likewise(on_ranks: RunRanks, tmp_path: Path) -> Non
 
 
 def full(folder: str) -> str:
-    """What a rank is told where only the attempt shows it."""
+    """Return a rank's error when only writing reveals the problem."""
 
     class Full(JsonLines):
         def __init__(self, path: Path) -> None:

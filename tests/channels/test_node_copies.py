@@ -1,4 +1,4 @@
-"""Secondary copies: slices and columns on grids of ranks, steps and whole shares, bytes."""
+"""Secondary shards: slices and columns on grids of ranks, deltas and full shards, bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.config import CompressionConfig
 from tests.collectives.hierarchical.in_threads import deep_groups, units_of
 from tests.stand_ins import thread_groups
 
-#: nodes, ranks on a node
+#: nodes, ranks per node
 GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2), (3, 3), (2, 3), (5, 2))
 NUMEL = 3000
 
@@ -28,7 +28,7 @@ def in_threads() -> Iterator[None]:
 
 
 def values_of(dtype: torch.dtype, ranks: int) -> Tensor:
-    """Shares of all ranks, (ranks, NUMEL)."""
+    """Return all ranks' shards, (ranks, NUMEL)."""
     generator = torch.Generator().manual_seed(ranks)
     if dtype == torch.uint8:
         return torch.randint(256, (ranks, NUMEL), generator=generator, dtype=dtype)
@@ -38,7 +38,7 @@ def values_of(dtype: torch.dtype, ranks: int) -> Tensor:
 
 
 def moved(values: Tensor) -> Tensor:
-    """Every tenth value by a unit in its last place."""
+    """Change every tenth value by a unit in the last place."""
     bits = values.clone()
     view = bits if bits.dtype == torch.uint8 else bits.view(torch.int16)
     view[:, ::10] += 1

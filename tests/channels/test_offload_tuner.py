@@ -1,4 +1,4 @@
-"""``"when": "auto"`` of offload: which steps are made how, and what their times decide."""
+"""``"when": "auto"`` of offload: the variant of each step, and the decision from their times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pace_of(offload: dict[str, Any]) -> OffloadTuner:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that have passed; the sum over ranks is one rank's."""
+    """Fake the clock; sums over ranks use one rank."""
     now = [0.0]
     monkeypatch.setattr("hybridcomp.channels.offload_tuner.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
@@ -41,7 +41,7 @@ def drive(
     first: int,
     last: int,
 ) -> list[str]:
-    """Steps that take ``cost(parameters encoded, gradients encoded)`` seconds."""
+    """Run steps that take ``cost(parameters encoded, gradients encoded)`` seconds."""
     told = []
     for step in range(first, last):
         ways = found.encodes("forward", step, 0), found.encodes("backward", step, 0)
@@ -96,7 +96,7 @@ def test_the_fastest_stays(
 
 
 def test_the_first_step_of_a_turn_and_skipped_ones_do_not_count(clock: list[float]) -> None:
-    """What a change of kinds costs once is no cost of the kind."""
+    """One-time costs of a change do not count for the variant."""
     found, before = pace_of(BOTH), None
     told = []
     for step in range(found.length):
@@ -111,7 +111,7 @@ def test_the_first_step_of_a_turn_and_skipped_ones_do_not_count(clock: list[floa
 
 
 def test_a_resumed_run_goes_on_as_the_first(clock: list[float]) -> None:
-    """In the middle of a turn, and after the verdict, which is told again."""
+    """Resumes in the middle of a turn, and after the decision, which is logged again."""
 
     def cost(forward: bool, backward: bool) -> float:
         return 0.2 - 0.05 * backward - 0.05 * forward
@@ -143,7 +143,7 @@ def test_start_step_comes_first() -> None:
 def test_other_dimensions_compare_their_steps_afterwards(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile steps differ in what offload does."""
+    """Meanwhile their steps would differ by offload's variants."""
     block = {"offload": BOTH, "dp": {"codec": "blockint", "when": "auto"}}
     channels, asked = Channels(CompressionConfig.model_validate(block)), []
     channels.verdicts.by_dimension["dp"] = Decision(True, 1, 1.0, 0.9)
@@ -164,7 +164,7 @@ def test_other_dimensions_compare_their_steps_afterwards(
 
 
 def test_no_time_at_all_stays_native(clock: list[float]) -> None:
-    """Every step overflowed: nothing is known."""
+    """Every step overflowed, so there are no times."""
     found = pace_of(BOTH)
     for step in range(found.length):
         ways(found, step)

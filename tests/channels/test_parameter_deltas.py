@@ -1,4 +1,4 @@
-"""Gathers of what changed, on plain buffers: same bits everywhere, exact where it has to be."""
+"""Gathers of deltas on plain buffers: bit-identical replicas, exact where required."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pool() -> Iterator[RankPool]:
 
 
 class Replica:
-    """A buffer as an optimizer leaves it: shares gathered after each step, fp32 masters."""
+    """A buffer as an optimizer leaves it: gathered shards, fp32 masters."""
 
     def __init__(
         self, zero: dict[str, Any], dtype: torch.dtype, hierarchy: Hierarchy = "none"
@@ -48,7 +48,7 @@ class Replica:
         self.own = self.buffer.view(self.ranks, -1)[dist.get_rank()]
 
     def step(self, cuts: int = 1, async_op: bool = False) -> bool:
-        """One optimizer step and its gather; whether it went by deltas."""
+        """Run an optimizer step and its gather; return whether it sent deltas."""
         change = torch.randn(SHARE, generator=self.generator)
         self.master += 1e-2 * self.master.abs().clamp(min=0.1) * change
         self.own.copy_(self.master)
@@ -68,13 +68,13 @@ class Replica:
         return deltas
 
     def exact(self) -> None:
-        """What upstream does."""
+        """Gather natively."""
         parts = [torch.empty_like(self.own) for _ in range(self.ranks)]
         dist.all_gather(parts, self.own.clone())
         self.buffer.copy_(torch.cat(parts))
 
     def target(self) -> Tensor:
-        """The masters of all ranks in fp32."""
+        """Return all ranks' masters in fp32."""
         parts = [torch.empty_like(self.master) for _ in range(self.ranks)]
         dist.all_gather(parts, self.master)
         return torch.cat(parts)
@@ -91,7 +91,7 @@ def follow(
     async_op: bool,
     hierarchy: Hierarchy = "none",
 ) -> tuple[list[bytes], list[float], list[bool]]:
-    """By step: the buffer, its relative error, whether deltas were sent."""
+    """Return per step: the buffer, its relative error, whether deltas were sent."""
     replica = Replica(zero, dtype, hierarchy)
     held, errors, deltas = [], [], []
     for _ in range(STEPS):
@@ -116,7 +116,7 @@ CODECS: list[dict[str, Any]] = [
     {"codec": "auto", "error_bound": 0.1},
 ]
 LOSSLESS = ("mpc", "expcode", "stepcode")
-#: what stepcode takes, and the others
+#: dtypes of stepcode, and the others
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [
     (zero, dtype)
@@ -128,7 +128,7 @@ CASES = [
 
 @pytest.mark.parametrize(("zero", "dtype"), CASES, ids=lambda value: str(value))
 def test_all_ranks_hold_the_same(pool: RankPool, zero: dict[str, Any], dtype: torch.dtype) -> None:
-    """Near the masters: a part of one step's change, and the rounding to the buffer's dtype."""
+    """The error is within part of a step's change plus rounding to the buffer's dtype."""
     results = pool.run(follow, zero, dtype, 1, False)
     for other in results[1:]:
         assert other == results[0]
@@ -152,7 +152,7 @@ def test_cut_and_asynchronous_gathers_are_the_same(
     ):
         if async_op or codec == "stepcode":
             assert mine == theirs
-        # cut, a block of the codec may end elsewhere: the same on all ranks all the same
+        # a split moves block boundaries, but equally on all ranks
         assert mine[2] == theirs[2] and max(mine[1]) < 3e-3
 
 
@@ -166,14 +166,14 @@ def test_two_levels_hold_the_same(pool: RankPool, codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["blockint", "stepcode"])
 def test_three_levels_hold_the_same(on_ranks: RunRanks, codec: str) -> None:
-    """Two sites of two nodes: payloads go on between nodes encoded, and are steps from the same."""
+    """Two sites of two nodes: relays forward payloads unchanged, from the same reference."""
     flat, *_ = on_ranks(8, follow, {"codec": codec}, torch.bfloat16, 1, False)
     for found in on_ranks(8, follow, {"codec": codec}, torch.bfloat16, 1, False, [2, 2]):
         assert found == flat
 
 
 def furthest(bound: float) -> float:
-    """The largest error of any weight at any step, under an absolute bound."""
+    """Return the largest error of any weight at any step, under an absolute bound."""
     zero = {"codec": "radix", "error_bound": bound, "error_bound_mode": "abs"}
     replica = Replica(zero, torch.float32)
     largest = 0.0
@@ -184,13 +184,13 @@ def furthest(bound: float) -> float:
 
 
 def test_an_absolute_bound_holds_for_the_weights(pool: RankPool) -> None:
-    """What one gather leaves out is in the next: errors do not add up."""
+    """The next gather includes the last one's error: errors do not accumulate."""
     for largest in pool.run(furthest, 1e-3):
         assert 2e-4 < largest <= 1e-3 + 2.0**-22
 
 
 def exactly(zero: dict[str, Any], event: str) -> tuple[list[bool], list[bool], str, list[bytes]]:
-    """Steps by deltas and steps that end exact, what was printed, and the buffers."""
+    """Return steps by deltas, steps that end exact, the log, and the buffers."""
     replica = Replica(zero, torch.bfloat16)
     deltas, exact, held = [], [], []
     printed = io.StringIO()
@@ -243,7 +243,7 @@ def test_deltas_start_anew(pool: RankPool, zero: dict[str, Any], event: str, sai
 
 
 def broken(rank: int) -> tuple[list[str], bytes, list[bool]]:
-    """Steps of which the third cannot be decoded on one rank; what it raised, what is held."""
+    """Corrupt the third step on one rank; return the error and the buffers."""
     replica, raised, deltas = Replica({"codec": "stepcode"}, torch.bfloat16), [], []
     for step in range(STEPS):
         with contextlib.ExitStack() as stack:
@@ -260,7 +260,7 @@ def broken(rank: int) -> tuple[list[str], bytes, list[bool]]:
 
 
 def test_the_gather_after_a_failed_one_is_exact(pool: RankPool) -> None:
-    """The rank that failed holds what it had, or parts of both."""
+    """The failed rank holds the old values or a mix."""
     results = pool.run(broken, 2)
     for rank, (raised, held, deltas) in enumerate(results):
         assert raised == ([] if rank != 2 else ["damaged"])
@@ -274,7 +274,7 @@ def exact_but(*steps: int) -> list[bool]:
 
 
 def test_what_is_not_finite_is_sent_exactly(pool: RankPool) -> None:
-    """It stays the one element that it is, and is no drift."""
+    """Only the non-finite element is sent exactly; it does not count as drift."""
     results = pool.run(exactly, {"codec": "blockint", "bits": 4}, "not finite")
     for deltas, exact, printed, held in results:
         assert deltas == exact_but(0, *range(4, STEPS))
@@ -296,14 +296,14 @@ def written_down() -> tuple[float, float, float | None]:
     replica = Replica({"codec": "blockint", "bits": 4}, torch.bfloat16)
     replica.step()
     replica.channels.ledger.restart()
-    replica.channels.step = 0  # a step that samples
+    replica.channels.step = 0  # a sampled step
     replica.step()
     entry = replica.channels.ledger.interval["zero", "forward"]
     return entry.raw_nbytes, entry.wire_nbytes, entry.error
 
 
 def test_ledger(pool: RankPool) -> None:
-    """The digests count; the error is the weight's, not the change's."""
+    """Digests count as bytes; the error is that of the weights, not of the delta."""
     for raw, wire, error in pool.run(written_down):
         assert raw == (RANKS - 1) * SHARE * 2
         assert wire > (RANKS - 1) * (SHARE * 4.25 / 8 + 16)
@@ -312,7 +312,7 @@ def test_ledger(pool: RankPool) -> None:
 
 
 def chunked(limit: int) -> tuple[float, float, Tensor]:
-    """Gather 10,000 values of each rank, of all ranks ``limit`` in a message; raw, wire, values."""
+    """Gather 10,000 values per rank, at most ``limit`` per message; return raw, wire, values."""
     block = {"zero": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
     channels = Channels(CompressionConfig.parse(block))
     channels.place([tuple(range(RANKS))])
@@ -337,7 +337,7 @@ def test_a_gather_in_chunks_sends_every_value_once(pool: RankPool) -> None:
 
 
 def steps_written_down() -> tuple[float, float, int]:
-    """Raw and wire bytes of a gather by stepcode, and the payload that this rank must have sent."""
+    """Return raw and wire bytes of a stepcode gather, and this rank's expected payload."""
     replica = Replica({"codec": "stepcode"}, torch.bfloat16)
     replica.step()
     held = replica.own.clone()
@@ -350,7 +350,7 @@ def steps_written_down() -> tuple[float, float, int]:
 
 
 def test_ledger_of_steps(pool: RankPool) -> None:
-    """To each other rank the payload, its size in front, and the digest of what is held."""
+    """Each rank gets the payload, its size in front, and a digest of the reference."""
     for raw, wire, used in pool.run(steps_written_down):
         assert raw == (RANKS - 1) * SHARE * 2
         assert wire == (RANKS - 1) * (used + 16 + 16)
@@ -358,7 +358,7 @@ def test_ledger_of_steps(pool: RankPool) -> None:
 
 
 def test_steps_keep_what_is_not_finite(pool: RankPool) -> None:
-    """Gathers stay encoded, and the bits of a NaN that one rank wrote are everywhere."""
+    """Gathers stay encoded, and a NaN of one rank keeps its bits everywhere."""
     results = pool.run(exactly, {"codec": "stepcode"}, "not finite")
     for deltas, exact, printed, held in results:
         assert deltas == exact_but(0) and all(exact)
@@ -387,14 +387,14 @@ def test_digest_sees_every_bit_and_place(dtype: torch.dtype, numel: int) -> None
 
 
 def test_an_empty_buffer_has_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where all parameters of a group are frozen."""
+    """As when all parameters of a group are frozen."""
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 2)
     block = {"zero": {"codec": "blockint", "bits": 4, "delta": True}, "min_bytes": 0}
     channel, empty = Channels(CompressionConfig.parse(block))["zero"], torch.zeros(0)
     codec = channel.state.policy.codecs["zero", "forward"]
     assert codec is not None
-    for _ in range(2):  # made, and renewed
+    for _ in range(2):  # created, then renewed
         delta_references.keep(channel, empty, None)
         reference = delta_references.reference_of(empty)
         assert reference is not None and reference.own.shape == (0,)

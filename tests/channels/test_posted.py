@@ -1,4 +1,4 @@
-"""Messages whose receive is posted before the sender has encoded: which codecs they can have."""
+"""Messages whose receive is posted before the sender encodes: codecs that support it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.stand_ins.process_groups import fake_group
 
 
 def posted(kind: Any, codec: str, **block: Any) -> Posted | None:
-    """How four values travel from rank 0 to rank 1; None: natively."""
+    """Return how four values travel from rank 0 to rank 1; None: native."""
     channels = Channels(CompressionConfig.parse({"pp": codec, "min_bytes": 0, **block}))
     message = kind(
         numel=4, dtype=torch.float32, group=fake_group(), direction="forward", between=(0, 1),
@@ -32,7 +32,7 @@ def posted(kind: Any, codec: str, **block: Any) -> Posted | None:
 def test_a_size_that_varies_needs_gloo(
     kind: Any, codec: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over NCCL a receive waits for as many bytes as it has room for, and so for good."""
+    """Over NCCL a receive waits for the full buffer size, hence forever."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
     monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cuda:nccl")

@@ -1,4 +1,4 @@
-"""Spans of messages in a trace of torch's profiler, and what measures them without one."""
+"""Spans of messages in a trace of torch's profiler, and the timing without a profiler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def send(channels: Channels, values: torch.Tensor, group: Any = None) -> None:
 
 
 def marks_in(found: profile) -> list[tuple[int, int, str]]:
-    """Begin, end and name of each mark, without the prefix, in the order in which they began."""
+    """Return begin, end and name of each mark, without the prefix, by start time."""
     every: Any = found.events()  # type: ignore[no-untyped-call]
     events = [e for e in every if e.name.startswith(PREFIX)]
     events.sort(key=lambda e: (e.time_range.start, -e.time_range.end))
@@ -44,7 +44,7 @@ def marks_in(found: profile) -> list[tuple[int, int, str]]:
 
 
 def messages_of_two_ranks() -> tuple[list[tuple[int, int, str]], list[float], list[int]]:
-    """A message without a profiler, one with it, one after it: marks, seconds, messages."""
+    """Send messages without, with and after a profiler; return marks, seconds, messages."""
     channels = Channels(CompressionConfig.parse(BLOCK))
     values, clocks = torch.ones(4096), []
     entry = channels.ledger.interval[DP]
@@ -68,7 +68,7 @@ def test_a_message_is_marked_where_a_profiler_records() -> None:
         assert kind == "message" and where == ["dp", "at", "step", "3"]
         assert {name.split()[1] for name in names[2:]} == {number}
         kinds = [name.split()[0] for name in names[2:]]
-        # two ranks swap all values at once, and settle what stays here while they travel
+        # two ranks exchange all values at once, and settle local ones while they travel
         assert kinds == ["codec", "post", "codec", "wait", "codec"]
         posted = [int(name.split()[2]) for name in names if name.startswith("post")]
         assert messages == 3 and nbytes == 3 * sum(posted)
@@ -80,7 +80,7 @@ def test_a_message_is_marked_where_a_profiler_records() -> None:
 
 @QUIET
 def test_marks_on_a_gpu_leave_streams_and_the_ledger_alone(gpu: Gpu) -> None:
-    """The same waits, and in a step that is timed the same seconds, with marks and without."""
+    """Streams wait alike, and timed steps take the same seconds, with and without marks."""
     waited = []
     for recorded in (False, True):
         channels = channels_of_a_gpu(dp=BLOCK["dp"], ledger={"sample_every": 10})

@@ -1,4 +1,4 @@
-"""Small parameters that tensor ranks have in common: summed exactly, whatever lies around them."""
+"""Small parameters replicated over tensor ranks are summed exactly, independent of neighbours."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.channels import sent
 from tests.ranks import RunRanks
 
 NUMEL = 2000
-#: blocks of 32 cross all of these borders
+#: blocks of 32 straddle all these borders
 PIECES = [Piece("up", 0, 1011), Piece("norm", 0, 45), Piece("down", 0, 900), Piece("bias", 0, 44)]
 COMMON = [(1011, 1056), (1956, 2000)]
 BLOCK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
 
 
 def values(seed: int, rank: int) -> Tensor:
-    """What ``rank`` gives; ``seed`` changes all but the common parameters."""
+    """Return the gradient of ``rank``; ``seed`` changes all but the replicated parameters."""
     found = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * seed + rank))
     common = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7 + rank))
     for low, high in COMMON:
@@ -33,14 +33,14 @@ def values(seed: int, rank: int) -> Tensor:
 
 
 def reduce(kind: str, names: frozenset[str], steps: int) -> list[tuple[list[Tensor], int]]:
-    """Sums of this rank and bytes that it sent, for two sets of neighbours."""
+    """Return sums and bytes sent of this rank, for two sets of neighbours."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     codec, found = make_codec("blockint", bits=4), []
     for seed in (0, 1):
         channels = Channels(CompressionConfig.parse(BLOCK))
         channels.common, channel = names, channels["dp"]
         assert channel.handling(codec).by_parameter
-        for _ in range(steps):  # residuals too must not carry anything over
+        for _ in range(steps):  # residuals must not leak between neighbours either
             tensor = values(seed, rank)
             if kind == "all_reduce":
                 sent.all_reduce(channel, tensor, codec, None, pieces=PIECES).wait()
@@ -78,7 +78,7 @@ def test_common_parameters_are_exact(kind: str, on_ranks: RunRanks) -> None:
 
 
 def test_without_them_neighbours_matter(on_ranks: RunRanks) -> None:
-    """What the exact sums are for; and what they cost: four bytes a value, and padding."""
+    """Without exact sums neighbours matter; with them it costs four bytes a value, and padding."""
     lossy = on_ranks(2, reduce, "all_reduce", frozenset(), 1)[0]
     assert any(not torch.equal(lossy[0][0][0][a:b], lossy[1][0][0][a:b]) for a, b in COMMON)
     exact = on_ranks(2, reduce, "all_reduce", frozenset({"norm", "bias"}), 1)[0]
@@ -87,7 +87,7 @@ def test_without_them_neighbours_matter(on_ranks: RunRanks) -> None:
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "to_owners"])
 def test_common_matrices_do_not_see_their_neighbours(kind: str, on_ranks: RunRanks) -> None:
-    """Too large to be sent exactly, they come out equal beside other neighbours all the same."""
+    """They are too large for exact sums, yet do not depend on their neighbours."""
     starts = {"all_reduce": (0, 0), "reduce_scatter": (0, 1000), "to_owners": (0, 1030)}[kind]
     seen = 0
     for rank, found in enumerate(on_ranks(2, reduce, kind, frozenset({"some other"}), 3)):

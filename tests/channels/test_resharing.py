@@ -1,4 +1,4 @@
-"""Residuals that go to another number of ranks: their sum over the job stays, and all is sent."""
+"""Residuals redistributed to another number of ranks: the job's sum is kept, and all is sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE = sum(NUMELS.values())
 
 
 def channels_in(hierarchy: Hierarchy | Literal["low rank"], bits: int = 32) -> Channels:
-    """``hierarchy``: "low rank" for powersgd, in a job whose gathers have nodes of two ranks."""
+    """Make channels; ``hierarchy``: "low rank" for powersgd, with gathers on two-rank nodes."""
     feedback = {**FEEDBACK, "error_feedback": True if bits == 32 else {"bits": bits}}
     block: dict[str, Any] = {
         "dp": feedback,
@@ -43,7 +43,7 @@ def channels_in(hierarchy: Hierarchy | Literal["low rank"], bits: int = 32) -> C
 
 
 def sum_up(channels: Channels, flat: torch.Tensor) -> torch.Tensor:
-    """Send one message; the sum over the ranks."""
+    """Send one message; return the sum over the ranks."""
     channel = channels["dp"]
     codec = channel.codec(flat.numel(), flat.dtype, None)
     assert codec is not None
@@ -52,7 +52,7 @@ def sum_up(channels: Channels, flat: torch.Tensor) -> torch.Tensor:
 
 
 def missing(channels: Channels) -> torch.Tensor:
-    """The sum of all residuals of the job, by element."""
+    """Return the sum of all residuals of the job, by element."""
     found = {name: torch.zeros(numel) for name, numel in NUMELS.items()}
     for name, (offset, values) in held_in(channels.residuals.state_dict()):
         found[name][offset : offset + values.numel()] += values
@@ -69,7 +69,7 @@ def gradients(step: int) -> torch.Tensor:
 def first_run(
     folder: str, hierarchy: Hierarchy, bits: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two steps, saved: what was applied less what was given, and what is held."""
+    """Run two steps and save; return applied minus given gradients, and the residuals."""
     channels = channels_in(hierarchy, bits)
     owed = torch.zeros(WHOLE)
     for step in range(2):
@@ -81,7 +81,7 @@ def first_run(
 
 
 def saved_again(folder: str, hierarchy: Hierarchy, times: int, bits: int = 32) -> torch.Tensor:
-    """Load and save ``times`` times with no step in between; what is held in the end."""
+    """Load and save ``times`` times with no step in between; return the residuals."""
     for _ in range(times):
         channels = channels_in(hierarchy, bits)
         checkpoint.load(Path(folder), channels, 1.0)
@@ -96,7 +96,7 @@ def saved_again(folder: str, hierarchy: Hierarchy, times: int, bits: int = 32) -
 def flushed(
     folder: str, hierarchy: Hierarchy, bits: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Load, send nothing but residuals, losslessly; what arrived, what is left, memory."""
+    """Load, send only residuals, losslessly; return the received sum, the rest, memory."""
     from hybridcomp.codecs import LOSSLESS
 
     channels = channels_in(hierarchy, bits)
@@ -143,8 +143,8 @@ def test_few_bits_stay_too(bits: int, on_ranks: RunRanks, tmp_path: Path) -> Non
     wide, few = tmp_path / "wide", tmp_path / "few"
     before = on_ranks(4, first_run, str(wide), "none")[0][0]
     owed, held = on_ranks(4, first_run, str(few), "none", bits)[0]
-    # of each of two messages a rank leaves out at most 0.27, the owner of a sum twice as much, and
-    # loses half a step of that; so does who loads it
+    # for each of two messages a rank leaves out at most 0.27, the owner of a sum twice as much;
+    # rounding loses half a step of that, and so does loading
     top = {8: 127, 4: 7}[bits]
     near: dict[str, Any] = {"rtol": 0.0, "atol": 2 * (4 + 2 + 1) * 0.5 * 0.27 / top}
     torch.testing.assert_close(held, owed, **near)
@@ -161,14 +161,14 @@ def test_few_bits_stay_too(bits: int, on_ranks: RunRanks, tmp_path: Path) -> Non
 
 
 def _nbytes_held(path: Path) -> int:
-    """The bytes of the residuals in a file."""
+    """Return the bytes of a file's residuals."""
     stored = torch.load(path, weights_only=True)["residuals"]
     found = [values for hop in stored.values() for one in hop.values() for _, values in one]
     return sum((v["data"] if isinstance(v, dict) else v).nbytes for v in found)
 
 
 def a_step_later(folder: str, hierarchy: Hierarchy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Load and take a step: what that was given less what it applied, and what is held then."""
+    """Load and take a step; return given minus applied gradients, and the residuals."""
     channels = channels_in(hierarchy)
     checkpoint.load(Path(folder), channels, 1.0)
     given = gradients(2)
@@ -186,7 +186,7 @@ def test_a_step_takes_each_value_once(
 
 
 def strike(folder: str, name: str, offset: int, value: float) -> str:
-    """Put a stretch into rank 1's file of four, with a valid checksum; what a load says."""
+    """Put a slice with a valid checksum into rank 1's file of four; return the load error."""
     path = Path(folder, "hybridcomp_residuals_rank_00001.pt")
     if dist.get_rank() == 0:
         state = torch.load(path, weights_only=True)
@@ -216,7 +216,7 @@ def test_values_that_nothing_has_left_are_refused(
 
 
 def older_file(folder: str) -> str:
-    """Let rank 3's file be of an earlier step, as where a later save has failed; what is said."""
+    """Replace rank 3's file by an earlier step's, as after a failed save; return the error."""
     path = Path(folder, "hybridcomp_residuals_rank_00003.pt")
     if dist.get_rank() == 0:
         state = torch.load(path, weights_only=True)

@@ -1,4 +1,4 @@
-"""A reduce-scatter with error feedback: shards of one tensor have the sums of a list of them."""
+"""Reduce-scatter with error feedback: shards of one tensor equal those of a list of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARD = 96
 
 
 def _both(hierarchy: Any, last: int, bits: int) -> tuple[bool, float]:
-    """Whether two steps with each form have equal sums and residuals, and these, squared."""
+    """Return whether two steps give equal sums and residuals in both forms, and their squares."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     lengths = [*[SHARD] * (ranks - 1), last]
     pieces = [[Piece(f"p{rank}", 0, numel)] for rank, numel in enumerate(lengths)]

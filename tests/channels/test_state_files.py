@@ -1,4 +1,4 @@
-"""Files of optimizer states: what comes back, what is told of damage, and what a kill leaves."""
+"""Files of optimizer states: round trip, errors on damage, and the state after a kill."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_bit_comes_back(tmp_path: Path, kind: str, name: str) -> None:
     assert path.stat().st_size % 4096 == 0 and path.stat().st_size != values.nbytes
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     shorter = values[: NUMEL // 2].contiguous()
-    put(one, shorter, path)  # the file gets shorter with its values
+    put(one, shorter, path)  # the file shrinks with its values
     assert torch.equal(get(one, shorter, path).view(torch.uint8), shorter.view(torch.uint8))
 
 
@@ -111,7 +111,7 @@ def test_masters_lie_beside_their_parameters(tmp_path: Path) -> None:
     half[0] += 1
     with pytest.raises(StateFileError, match="parameters that it was written beside were changed"):
         get(one, master, path)
-    put(one, master, path)  # of which the parameters are no rounding now
+    put(one, master, path)  # the parameters are no longer its rounding
     assert form_of(path) == "expcode" and torch.equal(get(one, master, path), master)
 
 
@@ -196,7 +196,7 @@ def test_a_file_of_deepspeed_alone_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
-    """Whoever reads it next is told, as it is not what was written last."""
+    """The next reader gets an error, as the file is not the last version written."""
     code = (
         "import resource, signal, sys, torch\n"
         "from tests.channels.test_state_files import *\n"
@@ -219,12 +219,12 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
 
 
 def version(number: float) -> Tensor:
-    """Values, 8 MB of them, of which every one tells the version."""
+    """Return 8 MB of values that all encode the version."""
     return number + torch.arange(MANY) % 97
 
 
 def write_versions(path: Path, kind: str, told: Connection) -> None:
-    """Write one version after the other, and tell of each."""
+    """Write one version after the other, and print each number."""
     torch.set_num_threads(1)
     one = handle(kind, files())
     for number in itertools.count():
@@ -233,7 +233,7 @@ def write_versions(path: Path, kind: str, told: Connection) -> None:
 
 
 def killed(path: Path, count: int) -> int:
-    """Kill writers at any moment, every second one in a write; return how many left a part."""
+    """Kill writers at random moments, half of them during a write; return how many left a part."""
     context, new, partly = fork_server(), path.with_name(path.name + NEW), 0
     for trial in range(count):
         ours, theirs = context.Pipe(duplex=False)

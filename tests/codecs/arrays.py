@@ -1,4 +1,4 @@
-"""Values for the tests of codecs: every kind of array that a codec may meet."""
+"""Values for codec tests: every kind of array that a codec may meet."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 31, 32, 33, 64, 255, 257, 1000, 1023, 1024, 1025, 2
 
 
 def make(kind: str, n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``n`` values of ``kind``; 16-bit dtypes get random bits of their own for "bits"."""
+    """Return ``n`` values of ``kind``; for "bits" 16-bit dtypes get random bit patterns."""
     rng = np.random.default_rng(seed)
     if kind == "bits" and dtype != torch.float32:
         bits = rng.integers(-(2**15), 2**15, n, dtype=np.int16)
@@ -93,7 +93,7 @@ def make(kind: str, n: int, seed: int, dtype: torch.dtype = torch.float32) -> Te
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """The bit patterns, which compare equal where NaNs do not."""
+    """Return the bit patterns, which compare equal even for NaN."""
     return values.view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
@@ -101,7 +101,7 @@ def tensors(
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16),
     kinds: tuple[str, ...] = tuple(KINDS),
 ) -> st.SearchStrategy[Tensor]:
-    """Tensors of all kinds and lengths, and short ones whose elements hypothesis picks."""
+    """Draw tensors of all kinds and lengths, and short ones with hypothesis' elements."""
     made = st.builds(
         make,
         st.sampled_from(kinds),

@@ -1,4 +1,4 @@
-"""A slow, obvious expcode: the oracle for the bytes of kernels/formats/expcode.h."""
+"""Slow, simple expcode: the oracle for the bytes of kernels/formats/expcode.h."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILE = 2048
 
 @dataclass(frozen=True)
 class Format:
-    """A float: its code in the header, bits, exponent bits."""
+    """A float format: its code in the header, bits, exponent bits."""
 
     code: int
     item: int
@@ -25,11 +25,11 @@ class Format:
 
     @property
     def rest(self) -> int:
-        """Bits of sign and mantissa."""
+        """Return the bits of sign and mantissa."""
         return self.item - self.exponent
 
     def slot(self, index: int) -> int:
-        """Where the byte of a value lies."""
+        """Return the position of a value's byte."""
         if self.item == 32:
             return 4 * (index % 8) + index // 8
         return 2 * (index % 16) + index // 16
@@ -44,7 +44,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Dictionary:
-    """Which exponents have a code."""
+    """The exponents that have a code."""
 
     width: int
     exponents: tuple[int, ...]  # by code
@@ -53,7 +53,7 @@ class Dictionary:
 
 
 def dictionary_of(form: Format, width: int, base: int, zero: bool) -> Dictionary:
-    """The dictionary of a window."""
+    """Return a window's dictionary."""
     if width == form.exponent:
         return Dictionary(width, tuple(range(2**width)))
     window = [e % 256 for e in range(base, base + 2**width - 1 - zero)]
@@ -61,7 +61,7 @@ def dictionary_of(form: Format, width: int, base: int, zero: bool) -> Dictionary
 
 
 def choose(form: Format, sample: list[int]) -> Dictionary:
-    """The cheapest dictionary for a sample of exponents."""
+    """Return the cheapest dictionary for a sample of exponents."""
     counts, total = Counter(sample), len(sample)
     best, least = dictionary_of(form, form.exponent, 0, False), form.exponent * total
     for zero in (False, True):
@@ -79,7 +79,7 @@ def choose(form: Format, sample: list[int]) -> Dictionary:
 
 
 def pack(levels: list[int], bits: int) -> bytes:
-    """blockint's packing of 32 levels, given by slot."""
+    """Pack 32 levels as blockint does, given by slot."""
     words = np.zeros(bits, np.uint32)
     for width, shift, first in _fields(bits):
         for slot, level in enumerate(levels):
@@ -92,7 +92,7 @@ def pack(levels: list[int], bits: int) -> bytes:
 def encode_block(
     form: Format, turned: list[int], found: Dictionary, no_halves: bool
 ) -> tuple[bytes, bytes]:
-    """(block, escapes)."""
+    """Return (block, escapes)."""
     rest = bytearray(32)
     halves, levels, exponents = [0] * 32, [0] * 32, [0] * 32
     codes = {e: code for code, e in reversed(list(enumerate(found.exponents)))}
@@ -117,7 +117,7 @@ def encode_block(
 
 
 def turn(form: Format, bits: int) -> int:
-    """r: the exponent on top."""
+    """Rotate the exponent to the top."""
     sign, mantissa = bits >> (form.item - 1), bits & (1 << (form.rest - 1)) - 1
     exponent = bits >> (form.rest - 1) & (1 << form.exponent) - 1
     if form.item == 32:
@@ -126,7 +126,7 @@ def turn(form: Format, bits: int) -> int:
 
 
 def encode_tile(form: Format, values: list[int]) -> bytes:
-    """The bytes of one tile, given the bits of its values."""
+    """Return a tile's bytes, given its values' bits."""
     values = values + [values[-1]] * (-len(values) % 32)
     blocks = [values[i : i + 32] for i in range(0, len(values), 32)]
     present = [any(block) for block in blocks]
@@ -151,7 +151,7 @@ def encode_tile(form: Format, values: list[int]) -> bytes:
 
 
 def encode(values: Tensor) -> bytes:
-    """The payload."""
+    """Return the payload."""
     if values.numel() == 0:
         return b""
     form = FORMATS[values.dtype]

@@ -1,4 +1,4 @@
-"""Tensors that end where readable memory ends: one byte too far is a crash, not luck."""
+"""Tensors that end at an unreadable page: an access past the end crashes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def empty(nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """A tensor of ``nbytes`` bytes, filled with 0xA5, whose end is the end of its page."""
+    """Return a tensor of ``nbytes`` bytes, filled with 0xA5, that ends at a page's end."""
     if nbytes == 0:
         return torch.empty(0, dtype=dtype)
     pages = -(-nbytes // PAGE)
@@ -28,7 +28,7 @@ def empty(nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def copy(values: Tensor) -> Tensor:
-    """``values`` in such a tensor."""
+    """Copy ``values`` into such a tensor."""
     guarded = empty(values.numel() * values.itemsize, values.dtype)
     guarded.copy_(values)
     return guarded

@@ -1,4 +1,4 @@
-"""A slow, obvious radix: the oracle for the bytes of formats/radix.h, and for its values."""
+"""Slow, simple radix: the oracle for bytes and values of formats/radix.h."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Floats = NDArray[np.float32]
 F = np.float32
 RAW = 45
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: explicit mantissa bits and the smallest exponent, as a biased one of fp32, of the narrow dtypes
+#: explicit mantissa bits and the smallest biased fp32 exponent of the 16-bit dtypes
 NARROW = {torch.bfloat16: (7, 1), torch.float16: (10, 113)}
 LARGEST = float(np.finfo(F).max)
 
 
 def _odd_root(bits: int, power: int) -> int:
-    """The largest odd number whose ``power``-th power is at most 2^bits."""
+    """Return the largest odd number whose ``power``-th power is at most 2^bits."""
     root = int(2 ** (bits / power)) + 2
     while root**power > 2**bits or root % 2 == 0:
         root -= 1
@@ -41,7 +41,7 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The codec's arguments, the bound as a float32."""
+    """The codec's arguments, the bound as fp32."""
 
     bound: float
     segment: int = 4096
@@ -49,7 +49,7 @@ class Settings:
 
 
 def round_to(values: Floats, dtype: torch.dtype) -> Floats:
-    """``values`` rounded to ``dtype`` with finite overflow clamped, as fp32."""
+    """Round ``values`` to ``dtype``, clamping finite overflow; returned as fp32."""
     if dtype == torch.float32:
         return values
     limit = torch.finfo(dtype).max
@@ -59,7 +59,7 @@ def round_to(values: Floats, dtype: torch.dtype) -> Floats:
 
 
 def limit_of(values: Floats, settings: Settings) -> np.float32:
-    """E: the bound of a segment, rounded down to fp32."""
+    """Return E: a segment's bound, rounded down to fp32."""
     if not settings.relative:
         return F(settings.bound)
     exact = settings.bound * float(_absmax(values))  # 24 bits times 24 bits
@@ -75,7 +75,7 @@ def _absmax(values: Floats) -> np.float32:
 def step_of(
     values: Floats, settings: Settings, dtype: torch.dtype
 ) -> tuple[np.float32, np.float32]:
-    """(step, inverse) of a segment."""
+    """Return (step, inverse) of a segment."""
     limit, absmax = limit_of(values, settings), _absmax(values)
     half = limit
     if dtype in NARROW:
@@ -93,7 +93,7 @@ def step_of(
 
 
 def class_of(block: Floats, inverse: np.float32) -> int:
-    """The class that a block needs, RAW if none is enough."""
+    """Return the class that a block needs, RAW if none suffices."""
     scaled = np.abs(block).max() * inverse
     if not scaled < 2097151:
         return RAW
@@ -102,14 +102,14 @@ def class_of(block: Floats, inverse: np.float32) -> int:
 
 
 def words_of(block: Floats, step: np.float32, inverse: np.float32, cls: int) -> list[int]:
-    """Base-L words of a block."""
+    """Return the base-L words of a block."""
     count, _, levels = CLASSES[cls]
     digits = [int(d) + levels // 2 for d in np.rint(block * inverse)]
     return [sum(d * levels**k for k, d in enumerate(digits[j::count])) for j in range(count)]
 
 
 def decoded_block(words: list[int], step: np.float32, cls: int) -> Floats:
-    """The values that the words stand for."""
+    """Return the values of the words."""
     count, _, levels = CLASSES[cls]
     digits = [words[i % count] // levels ** (i // count) % levels for i in range(16)]
     with np.errstate(over="ignore"):
@@ -124,7 +124,7 @@ def encode_block(
     block: Floats, raw: list[int], limit: np.float32, step: tuple[np.float32, np.float32],
     dtype: torch.dtype,
 ) -> tuple[int, list[int]] | None:  # fmt: skip
-    """(class, words) of a block, None if it is zero."""
+    """Return (class, words) of a block, None if it is zero."""
     finite = bool(np.isfinite(block).all())
     if finite and np.abs(block).max() <= limit:
         return None
@@ -147,7 +147,7 @@ def _low_bits(number: int, count: int) -> list[int]:
 
 
 def encode_tile(values: Floats, raws: list[int], settings: Settings, dtype: torch.dtype) -> bytes:
-    """The bytes of one segment."""
+    """Return the bytes of a segment."""
     raw_bits = 32 if dtype == torch.float32 else 16
     limit, step = limit_of(values, settings), step_of(values, settings, dtype)
     blocks = [
@@ -176,7 +176,7 @@ def encode_tile(values: Floats, raws: list[int], settings: Settings, dtype: torc
 
 @np.errstate(over="ignore", under="ignore", invalid="ignore")
 def encode(values: Tensor, settings: Settings) -> bytes:
-    """The payload."""
+    """Return the payload."""
     numel, dtype = values.numel(), values.dtype
     if numel == 0:
         return b""
@@ -200,7 +200,7 @@ def encode(values: Tensor, settings: Settings) -> bytes:
 
 
 def _read_fields(data: bytes, count: int, planes: int) -> tuple[list[int], bytes]:
-    """``count`` numbers of ``planes`` bits, and what follows them."""
+    """Return ``count`` numbers of ``planes`` bits, and the bytes after them."""
     size = -(-count // 8)
     rows = np.frombuffer(data, np.uint8, planes * size).reshape(planes, size)
     bits = np.unpackbits(rows, axis=1, bitorder="little")[:, :count]
@@ -209,7 +209,7 @@ def _read_fields(data: bytes, count: int, planes: int) -> tuple[list[int], bytes
 
 
 def decode_tile(data: bytes, blocks: int, dtype: torch.dtype) -> Iterator[Floats]:
-    """The blocks of one segment."""
+    """Return the blocks of a segment."""
     if not data:
         yield from (np.zeros(16, F) for _ in range(blocks))
         return
@@ -240,7 +240,7 @@ def decode_tile(data: bytes, blocks: int, dtype: torch.dtype) -> Iterator[Floats
 
 
 def decode(payload: bytes) -> Floats:
-    """The values, as fp32, of a payload that an encoder made."""
+    """Return an encoder's payload decoded to fp32."""
     if not payload:
         return np.zeros(0, F)
     _, _, code, _, _, numel, segment, _, length, _ = struct.unpack("<IBBBBQIfII", payload[:32])

@@ -1,4 +1,4 @@
-"""Slow, obvious versions of the formats: the oracles that the kernels are compared with."""
+"""Slow, simple versions of the formats: the kernels' oracles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ F = np.float32
 
 
 def padded(stream: bytes) -> bytes:
-    """The payload of a stream: zeros up to a multiple of 16 bytes."""
+    """Return the payload of a stream: zero-padded to a multiple of 16 bytes."""
     return stream + bytes(-len(stream) % 16)
 
 
@@ -21,7 +21,7 @@ def padded(stream: bytes) -> bytes:
 
 
 def _fields(bits: int) -> list[tuple[int, int, int]]:
-    """(width, shift in the level, first word) of the fields of a level."""
+    """Return (width, shift in the level, first word) of a level's fields."""
     fields, word, left = [], 0, bits
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -32,7 +32,7 @@ def _fields(bits: int) -> list[tuple[int, int, int]]:
 
 
 def _place(index: int, width: int) -> tuple[int, int]:
-    """(word, bit) of value ``index`` in a field of ``width`` bits."""
+    """Return (word, bit) of value ``index`` in a field of ``width`` bits."""
     byte, k = divmod(index, 8)
     return k % width, 8 * byte + width * (k // width)
 
@@ -45,18 +45,18 @@ def _blocks(values: Floats) -> Floats:
 
 
 def half_top_of(code: int, base: int) -> np.float32:
-    """T / 2 of a block, T = (1 + mantissa / 16) * 2^exponent."""
+    """Return T / 2 of a block, T = (1 + mantissa / 16) * 2^exponent."""
     exponent, mantissa = divmod(16 * base + 15 - code, 16)
     return F((1 + mantissa / 16) * 2.0 ** (exponent - 128))  # exponent is biased by 127
 
 
 def _signs() -> Floats:
-    """The diagonal D of kernels/formats/rotation.h."""
+    """Return the diagonal D of kernels/formats/rotation.h."""
     return np.array([-1 if 0x9E3779B97F4A7C15 >> i & 1 else 1 for i in range(64)], F)
 
 
 def _hadamard(groups: Floats) -> Floats:
-    """H of each row of 64, pairs of neighbours first."""
+    """Apply H to each row of 64, neighbouring pairs first."""
     x = groups.copy()
     for stage in range(6):
         x = x.reshape(len(groups), 32 >> stage, 2, 2**stage)
@@ -65,7 +65,7 @@ def _hadamard(groups: Floats) -> Floats:
 
 
 def rotated(values: Floats) -> Floats:
-    """H D x / 64 of every whole group of 64 values; the rest as it is."""
+    """Return H D x / 64 of every whole group of 64 values; the rest unchanged."""
     whole, out = len(values) // 64 * 64, values.copy()
     with np.errstate(invalid="ignore"):
         out[:whole] = _hadamard(values[:whole].reshape(-1, 64) * _signs() * F(1 / 64)).reshape(-1)
@@ -73,7 +73,7 @@ def rotated(values: Floats) -> Floats:
 
 
 def rotated_back(values: Floats) -> Floats:
-    """D H y of every whole group of 64 values, overflow as the largest float."""
+    """Return D H y of every whole group of 64 values; overflow becomes the largest float."""
     whole, out = len(values) // 64 * 64, values.copy()
     with np.errstate(over="ignore"):
         x = _hadamard(values[:whole].reshape(-1, 64) * F(1 / 128)) * _signs() * F(128)
@@ -82,7 +82,7 @@ def rotated_back(values: Floats) -> Floats:
 
 
 def _gaussian_levels(scaled: Floats) -> list[int]:
-    """Level of each value of at most 1."""
+    """Return the level of each value of at most 1."""
     square = scaled * scaled
     cell = scaled * ((square * F(2.1503) - F(4.5472)) * square + F(10.3521))
     return [int(level) for level in np.rint(cell - F(0.5)) + 8]
@@ -93,7 +93,7 @@ def _gaussian_value(level: int) -> np.float32:
     return F(j * (j * j * F(6.594e-5) + F(0.04768)))
 
 
-#: how much more squared error a value has under the first scale, by magnitude in 4 / 127 of its top
+#: extra squared error of a value under the first scale, by magnitude in 4 / 127 of its top
 _LLOYD_GAINS = (
     0, 2, 6, -2, -6, 15, 1, -14, 14, 14, -9, -29, 36, 21, -12, -44,
     17, 54, 11, -32, -72, 26, 89, 33, -22, -78, -102, 79, 127, 58, -22, -72,
@@ -101,20 +101,20 @@ _LLOYD_GAINS = (
 
 
 def _lloyd_fine(block: Floats, half_top: np.float32) -> Floats:
-    """Each value as a whole number of 127ths of its block's top."""
+    """Return each value in 127ths of its block's top."""
     fine: Floats = np.rint(block * (F(63.5) / half_top))
     return fine
 
 
 def lloyd_code(block: Floats, code: int, base: int) -> int:
-    """The code that a block is sent with: that of its top or the next below."""
+    """Return the code to send with a block: that of its top or the next below."""
     fine = _lloyd_fine(block, half_top_of(code, base))
     gain = sum(_LLOYD_GAINS[int(abs(one)) // 4] for one in fine)
     return code + (gain > 0 and code < 253)
 
 
 def lloyd_levels(block: Floats, half_top: np.float32, sent: np.float32) -> list[int]:
-    """Levels under the top that is sent, which may be the next below the block's own."""
+    """Return levels under the sent top, which may be the next below the block's top."""
     share = half_top / sent * (F(1) / F(127)) if sent != half_top else F(1) / F(127)
     x = np.clip(_lloyd_fine(block, half_top) * share, F(-1), F(1))
     square = x * x
@@ -128,13 +128,13 @@ def _lloyd_value(level: int) -> np.float32:
 
 
 def lloyd_values(code: int, base: int) -> Floats:
-    """What the fifteen levels of a scale decode to."""
+    """Return the fifteen decoded levels of a scale."""
     values = [_lloyd_value(level) * half_top_of(code, base) * F(2) for level in range(1, 16)]
     return np.array(values, F)
 
 
 def _random_bits(value: np.float32, index: int, inverse: np.float32) -> int:
-    """14 bits, see kernels/formats/dither.h."""
+    """Return 14 random bits, see kernels/formats/dither.h."""
     seed = index * 0x9E3779B9 + int(inverse.view(np.uint32))
     word = int(value.view(np.uint32)) ^ seed % 2**32
     word = (word ^ word >> 16) * 0x7FEB352D % 2**32
@@ -144,7 +144,7 @@ def _random_bits(value: np.float32, index: int, inverse: np.float32) -> int:
 def _levels(
     block: Floats, first: int, half_top: np.float32, bits: int, spacing: str, random: bool
 ) -> list[int]:
-    """``first``: index of the block's first value in the message."""
+    """Return a block's levels; ``first``: index of its first value in the message."""
     if spacing == "gaussian":
         return _gaussian_levels(block * (F(0.5) / half_top))
     inverse, offset = F((2 ** (bits - 1) - 1) / 2) / half_top, 2 ** (bits - 1)
@@ -158,7 +158,7 @@ def _levels(
 def blockint_encode(
     values: Floats, bits: int, rotate: bool = False, spacing: str = "uniform", random: bool = False
 ) -> bytes:
-    """The payload of blockint."""
+    """Return blockint's payload."""
     blocks = _blocks(rotated(values) if rotate else values)
     absmax = np.abs(blocks).max(axis=1, initial=0)
     finite: Flags = np.asarray(np.isfinite(blocks).all(axis=1))
@@ -199,7 +199,7 @@ def _relative(level: int, bits: int, spacing: str) -> np.float32:
 def blockint_decode(
     payload: bytes, numel: int, bits: int, rotate: bool = False, spacing: str = "uniform"
 ) -> Floats:
-    """The values of a payload of blockint."""
+    """Return the values of a blockint payload."""
     blocks, tiles = -(-numel // 32), -(-numel // 1024)
     words = np.frombuffer(payload, np.uint32, blocks * bits).reshape(blocks, bits)
     codes = payload[blocks * 4 * bits :][:blocks]
@@ -231,14 +231,14 @@ def blockint_decode(
 
 
 def _transpose(words: Words) -> Words:
-    """Each 32 words as a 32 x 32 bit matrix, transposed."""
+    """Transpose each 32 words as a 32 x 32 bit matrix."""
     bits = np.unpackbits(words.view(np.uint8).reshape(-1, 32, 4), axis=2, bitorder="little")
     turned = np.packbits(bits.transpose(0, 2, 1), axis=2, bitorder="little")
     return np.ascontiguousarray(turned).view(np.uint32).reshape(words.shape)
 
 
 def mpc_encode(words: Words, numel: int, dim: int, dtype: int) -> bytes:
-    """The payload of mpc for 32-bit words."""
+    """Return mpc's payload of 32-bit words."""
     if numel == 0:
         return b""
     count, chunks = len(words), -(-len(words) // 1024)
@@ -258,11 +258,11 @@ def mpc_encode(words: Words, numel: int, dim: int, dtype: int) -> bytes:
     return padded(np.concatenate([head, bitmap, d.reshape(-1)[kept]]).tobytes())
 
 
-# zfp: the library itself, around what it cannot encode
+# zfp: the library itself, around the blocks that it cannot encode
 
 
 def zfp_special(values: Floats) -> tuple[Flags, Flags]:
-    """Per block of 4: holds a NaN or Inf; too small for zfp's scale."""
+    """Return per block of 4: holds a NaN or Inf; too small for zfp's scale."""
     flat = np.zeros(-(-len(values) // 4) * 4, F)
     flat[: len(values)] = values
     blocks = flat.reshape(-1, 4)
@@ -271,7 +271,7 @@ def zfp_special(values: Floats) -> tuple[Flags, Flags]:
 
 
 def zfp_encode(values: Floats, rate: float) -> bytes:
-    """zfpy's stream with the blocks replaced that kernels/formats/zfp.h says are different."""
+    """Return zfpy's stream with the blocks replaced that kernels/formats/zfp.h treats specially."""
     if len(values) == 0:
         return b""
     lost, tiny = zfp_special(values)
@@ -287,7 +287,7 @@ def zfp_encode(values: Floats, rate: float) -> bytes:
 
 
 def zfp_decode(values: Floats, rate: float) -> Floats:
-    """What zfpy makes of the values, with the same blocks replaced."""
+    """Return zfpy's decoded values, with the same blocks replaced."""
     if len(values) == 0:
         return values.copy()
     lost, tiny = zfp_special(values)

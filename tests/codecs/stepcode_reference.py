@@ -1,4 +1,4 @@
-"""stepcode decoded slowly, from the text of its format alone; and pairs of values for its tests."""
+"""Slow stepcode decoder, written from the format's text alone; pairs of values for its tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Model = list[list[tuple[int, int, int]]]
 
 
 def step_of(symbol: int, bits: int) -> int:
-    """The step of a symbol and its extra bits."""
+    """Return the delta of a symbol and its extra bits."""
     if symbol == ESCAPE:
         return bits
     if symbol < 32:
@@ -37,7 +37,7 @@ def step_of(symbol: int, bits: int) -> int:
 
 
 def extra_count(symbol: int) -> int:
-    """Extra bits of a symbol."""
+    """Return a symbol's number of extra bits."""
     if symbol == ESCAPE:
         return 16
     if symbol < 32 or symbol in (72, 73):
@@ -46,7 +46,7 @@ def extra_count(symbol: int) -> int:
 
 
 def read_model(data: bytes) -> Model:
-    """(symbol, start, frequency) of each context."""
+    """Return (symbol, start, frequency) of each context."""
     model: Model = []
     at = 0
     for _ in range(CONTEXTS):
@@ -65,7 +65,7 @@ def read_model(data: bytes) -> Model:
 
 
 def decode(payload: bytes, reference: Bits, dtype: int) -> Bits:
-    """The bit patterns in a payload that has a reference."""
+    """Return the bit patterns of a payload, given its reference."""
     magic, version, kind, mode, lowest, numel = struct.unpack_from("<4sBBBBQ", payload)
     tile, length, size, zero = struct.unpack_from("<4I", payload, 16)
     assert (magic, version, kind, numel, zero) == (b"hcst", 1, dtype, len(reference), 0)
@@ -113,7 +113,7 @@ def _tile(data: bytes, old: Bits, model: Model, lowest: int, dtype: int) -> Bits
 
 
 def patterns(values: Tensor) -> Bits:
-    """Bit patterns as numbers from 0 to 65535."""
+    """Return bit patterns as numbers from 0 to 65535."""
     found: Bits = values.view(torch.int16).numpy().view(np.uint16).tolist()
     return found
 
@@ -126,7 +126,7 @@ def _moved(share: float, ulps: int) -> Callable[[np.random.Generator, Tensor], T
     return move
 
 
-#: how the bits of a reference become those of the values
+#: ways to derive the values' bits from the reference's
 CHANGES: dict[str, Callable[[np.random.Generator, Tensor], Tensor]] = {
     "nothing": lambda rng, bits: bits.clone(),
     "few": _moved(0.02, 1),
@@ -145,7 +145,7 @@ CHANGES: dict[str, Callable[[np.random.Generator, Tensor], Tensor]] = {
 def pair(
     kind: str, change: str, numel: int, seed: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Values and reference: one of the kinds of ``arrays``, changed."""
+    """Return values and reference: a kind of ``arrays``, changed."""
     reference = arrays.make(kind, numel, seed, dtype)
     bits = CHANGES[change](np.random.default_rng(seed + 1), reference.view(torch.int16))
     return bits.view(dtype), reference

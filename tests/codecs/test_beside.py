@@ -1,4 +1,4 @@
-"""Masters beside their bf16 parameters: every bit comes back, and other parameters are refused."""
+"""Masters encoded relative to bf16 parameters: lossless, and other parameters are rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridcomp.codecs.beside import decode_beside, encode_beside
 
 
 def with_lower_halves(upper: int) -> Tensor:
-    """All 65,536 lower halves behind one upper half."""
+    """Return all 65,536 lower halves with one upper half."""
     return (torch.arange(1 << 16, dtype=torch.int32) | (upper << 16)).view(torch.float32)
 
 

@@ -86,7 +86,7 @@ def test_rotated_nan_spoils_its_group_of_64_and_nothing_else() -> None:
     values = torch.ones(1024 + 100)
     values[70] = float("nan")
     values[200] = -float("inf")
-    values[1024 + 90] = float("nan")  # after the last whole group: its block of 32
+    values[1024 + 90] = float("nan")  # behind the last whole group: spoils its block of 32
     for variant in VARIANTS:
         if variant[1]:
             codec, decoded = codec_of(*variant), torch.empty(len(values))
@@ -101,13 +101,13 @@ def test_rotation_spreads_an_outlier() -> None:
     values[::32] *= 30
     plain, rotated = relative_error(BlockInt(4), values), relative_error(BlockInt(4, True), values)
     assert rotated < plain
-    # the neighbours of an outlier vanish without the rotation
+    # without the rotation an outlier's neighbours vanish
     small = torch.arange(4096) % 32 != 0
     for codec, low, high in ((BlockInt(4), 0.7, 0.8), (BlockInt(4, True), 0.25, 0.4)):
         decoded = torch.empty_like(values)
         codec.decode(encoded(codec, values), decoded)
         assert low < float((decoded - values)[small].norm() / values[small].norm()) < high
-    # constants would gather in one coefficient without the signs
+    # without the signs a constant would concentrate in one coefficient
     assert relative_error(BlockInt(4, True), torch.ones(4096)) < 0.15
 
 
@@ -147,7 +147,7 @@ def test_lloyd_levels_have_the_same_bytes_with_all_instructions(instructions: st
 
 @pytest.mark.parametrize("mantissa", range(16))
 def test_lloyd_levels_keep_their_bound_at_every_magnitude(mantissa: int) -> None:
-    """Blocks that are sent with either scale, of each of the 16 tops of an octave."""
+    """Blocks sent with either scale, at each of the 16 tops of an octave."""
     top = 1 + mantissa / 16
     codec, either = BlockInt(4, levels="lloyd"), set[int]()
     for filler in np.linspace(0.0, 1.0, 65, dtype=np.float32):
@@ -166,7 +166,7 @@ def test_lloyd_levels_keep_their_bound_at_every_magnitude(mantissa: int) -> None
 @pytest.mark.parametrize("lower", [0, 1])
 @pytest.mark.parametrize("mantissa", range(16))
 def test_lloyd_levels_keep_their_bound_for_every_rounded_value(mantissa: int, lower: int) -> None:
-    """The proof of the bound: all that decoding depends on, and the ends of what is rounded so."""
+    """Proves the bound: covers all that decoding depends on, and the edges of each rounding."""
     code, fine = 15 - mantissa, np.arange(128)
     top, sent = (2 * reference.half_top_of(one, 128) for one in (code, code + lower))
     values = (fine * (top / 127)).astype(np.float32)

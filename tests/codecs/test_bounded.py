@@ -1,4 +1,4 @@
-"""The split of a bound over quantizations, and which codec keeps the share of each."""
+"""Splitting a bound over several quantizations, and codecs that satisfy the shares."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LADDERS = {codec.name: codec.ladder() for codec in CODECS.built_in.values() if c
     st.sampled_from(list(ROUNDING.values())),
 )
 def test_shares_add_up_to_the_bound(bound: float, count: int, sums: int, rounding: float) -> None:
-    """In exact arithmetic; and nothing worth having is given away."""
+    """In exact arithmetic, with little slack."""
     errors = shares(bound, "rel", count, 7, sums, rounding)
     assert len(errors) == count
     unit = sums * Fraction(1, 2**24)
@@ -112,7 +112,7 @@ def test_what_no_quantization_keeps_is_lossless() -> None:
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 def test_auto_takes_the_cheaper_codec(dtype: torch.dtype) -> None:
-    """The threshold between radix and lossless, measured again."""
+    """Measure the threshold between radix and lossless again."""
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def nbytes(codec: Codec) -> int:
@@ -221,7 +221,7 @@ def test_wrong_settings(settings: dict[str, object], said: str) -> None:
 def test_the_grid_of_fp16_counts_where_values_are_subnormal(
     family: str, error_bound: float
 ) -> None:
-    """Decoded values are rounded to a grid of 2^-24 once more, which small segments feel."""
+    """fp16 rounds decoded values again, to a grid of 2^-24, which matters for small segments."""
     generator = torch.Generator().manual_seed(0)
     bound = Bounded(error_bound, segment=LARGEST_SEGMENT, family=family)
     for exponent in range(-24, -8, 2):

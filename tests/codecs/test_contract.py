@@ -1,4 +1,4 @@
-"""What every codec promises (codecs/base.py), on buffers that end where memory ends."""
+"""Contract of every codec (codecs/base.py), on buffers that end at an unreadable page."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ALL: list[Codec] = [
     make_codec("radix", error_bound=1e-3, segment=256),
     make_codec("radix", error_bound=1e-5, mode="abs"),
 ]
-#: one of each kind of arithmetic
+#: one codec for each kind of arithmetic
 DAY: list[Codec] = [
     make_codec("bf16"),
     make_codec("fp8", format="e4m3"),
@@ -65,9 +65,9 @@ DAY: list[Codec] = [
     *ALL[-8:],
 ]
 LOSSY = [codec for codec in ALL if not codec.lossless]
-#: aligned values that share a scale, so that their absmax bounds the error of each
+#: number of aligned values that share a scale, so that their absmax bounds each one's error
 BOUND_BLOCK = {"fp8": 4096, "blockint": 1024, "zfp": 4, "topk": 4096}
-#: aligned values that a NaN or Inf may spoil
+#: number of aligned values that a NaN or Inf may spoil
 NAN_BLOCK = {"blockint": 32, "zfp": 4, "topk": 4096}
 
 codecs = st.sampled_from(ALL)
@@ -83,7 +83,7 @@ def nan_block(codec: Codec) -> int:
 
 
 def encoded(codec: Codec, values: Tensor) -> Tensor:
-    """The payload, from guarded values into a guarded buffer."""
+    """Return the payload, encoded from guarded values into a guarded buffer."""
     room = guarded.empty(codec.wire_nbytes(values.numel(), values.dtype))
     return room[: codec.encode(guarded.copy(values), room)]
 
@@ -95,7 +95,7 @@ def decoded(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Te
 
 
 def any_in_block(flags: Tensor, block: int) -> Tensor:
-    """For each element: does any of its aligned block have the flag?"""
+    """Return for each element whether any of its aligned block has the flag."""
     whole = torch.zeros(-(-flags.numel() // block) * block, dtype=torch.bool)
     whole[: flags.numel()] = flags
     spread = whole.view(-1, block).any(dim=1, keepdim=True).expand(-1, block)
@@ -110,7 +110,7 @@ def test_sizes_and_reproducible_bytes(values: Tensor, codec: Codec) -> None:
     assert payload.numel() % PAYLOAD_ALIGN == 0
     assert payload.numel() == nbytes if codec.fixed_size else payload.numel() <= nbytes
     assert nbytes == 0 if values.numel() == 0 else nbytes > 0
-    # a second time, into dirty memory: every byte is written, none beyond
+    # again into dirty memory: every byte is written, none beyond
     room = torch.full((nbytes + 64,), 0x3C, dtype=torch.uint8)
     assert codec.encode(values, room) == payload.numel()
     assert torch.equal(room[: payload.numel()], payload)
@@ -122,7 +122,7 @@ def test_sizes_and_reproducible_bytes(values: Tensor, codec: Codec) -> None:
 def test_what_lies_behind_a_payload_changes_nothing(
     values: Tensor, codec: Codec, extra: int
 ) -> None:
-    """So a decoder may be given all of a slot where only a device knows what is used of it."""
+    """A decoder may get a whole slot if only a device knows its used size."""
     payload, numel = encoded(codec, values), values.numel()
     noise = torch.randint(0, 256, (extra,), dtype=torch.uint8)
     longer = torch.cat([payload, noise])
@@ -177,7 +177,7 @@ def test_non_finite_stays_and_does_not_spread(values: Tensor, codec: Codec) -> N
 @settings(max_examples=200, deadline=None)
 def test_decode_add_is_decode_and_add(values: Tensor, codec: Codec, seed: int) -> None:
     payload = encoded(codec, values)
-    # a lossy codec decodes to fp32 without a rounding to the values' dtype
+    # a lossy codec decodes to fp32 without rounding to the values' dtype
     dtype = values.dtype if codec.lossless else torch.float32
     start = arrays.make("normal", values.numel(), seed)
     total = guarded.copy(start)
@@ -237,10 +237,10 @@ def test_views_at_any_offset(codec: Codec) -> None:
 def test_any_bytes_decode_or_raise(
     seed: int, numel: int, codec: Codec, dtype: torch.dtype, header: bool
 ) -> None:
-    """Corrupt payloads give garbage or CodecError; the guard pages see reads and writes beyond."""
+    """Corrupt payloads give garbage or CodecError; guard pages catch accesses beyond the end."""
     noise = np.random.default_rng(seed).integers(0, 256, codec.wire_nbytes(numel, dtype), np.uint8)
     payload = torch.from_numpy(noise)
-    if header:  # a right beginning leads a variable-size decoder further in
+    if header:  # a valid beginning leads a variable-size decoder further
         payload[:8] = encoded(codec, arrays.make("normal", numel, seed, dtype))[:8]
     out = guarded.empty(numel * dtype.itemsize, dtype)
     total = guarded.copy(torch.zeros(numel))
@@ -291,7 +291,7 @@ def test_what_other_packages_check_theirs_with(codec: Codec) -> None:
 
 
 class _Careless(Raw):
-    """Says that it loses nothing, and forgets the sign of zero."""
+    """Codec that claims to be lossless but drops the sign of zero."""
 
     name = "careless"
 
@@ -322,7 +322,7 @@ def test_make_codec_refuses_what_it_does_not_know() -> None:
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 @pytest.mark.parametrize("codec", ALL, ids=str)
 def test_a_payload_may_begin_at_any_byte(codec: Codec, dtype: torch.dtype) -> None:
-    """On a CPU; a GPU refuses what does not begin at a multiple of 16."""
+    """On a CPU; a GPU requires a multiple of 16."""
     values = arrays.make("outliers", 3001, 5, dtype)
     room = torch.empty(codec.wire_nbytes(values.numel(), dtype), dtype=torch.uint8)
     payload = room[: codec.encode(values, room)]

@@ -1,4 +1,4 @@
-"""expcode: bytes against the reference, exactness, and what it saves."""
+"""expcode: bytes against the reference, exactness, and compression."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_16_bit_pattern_comes_back(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 def test_tiles_that_hide_their_exponents_from_the_sample(dtype: torch.dtype) -> None:
-    """The sampled blocks have one exponent, the others all: too many escapes, so width E."""
+    """The sampled blocks have a single exponent, the others all: too many escapes, so width E."""
     values = arrays.make("bits", 2048, 0, dtype).view(64, 32)
     values[::4] = 1.5
     check(values.reshape(-1))

@@ -93,7 +93,7 @@ def test_another_dtype_count_or_dim_is_refused() -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_cut_payload_is_refused(data: st.DataObject, numel: int, seed: int) -> None:
     payload = encoded(Mpc(), arrays.make("normal", numel, seed))
-    # 12 bytes of padding may be cut without loss, and a word of v1.2 that nobody reads
+    # 12 bytes of padding, and an unused word of v1.2, may be cut without loss
     cut = data.draw(st.integers(0, max(0, payload.numel() - 17)))
     with pytest.raises(CodecError):
         Mpc().decode(payload[:cut].clone(), torch.empty(numel))

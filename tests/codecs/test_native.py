@@ -1,7 +1,7 @@
-"""A codec with kernels of its own: the page that says how to add one is followed, in a copy.
+"""A codec with new kernels: follow the page on adding one, in a copy of the package.
 
-The copy has the package as it is, without the C++ of the other codecs: what has to be compiled is
-the registration and the new codec. Nothing that exists is edited.
+The copy lacks the C++ of other codecs, so only the registration and the new codec are compiled. No
+existing file is edited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEW = (
     "hybridcomp/kernels/cpu/bind_trim.cpp",
     "hybridcomp/codecs/trim.py",
 )
-#: every C++ file of the back end that is no codec's
+#: C++ files of the back end that belong to no codec
 SHARED = ("bind.h", "cpu.cpp", "cpu.h", "shares.h")
 
 BUILD = """
@@ -67,7 +67,7 @@ print(json.dumps({
 
 
 def files_of_page() -> dict[str, str]:
-    """The files that the page tells to write, by path."""
+    """Return the page's files by path."""
     text, found = PAGE.read_text(), {}
     for name in NEW:
         after = text[text.index(f"**`{name.removeprefix('hybridcomp/')}`**") :]
@@ -79,7 +79,7 @@ def files_of_page() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package with the new codec, and nothing else that a build would compile."""
+    """Copy the package with the new codec and without unneeded C++."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("no C++ compiler")
     pytest.importorskip("pybind11")
@@ -95,7 +95,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, program: str) -> str:
-    """What a new process of Python says, with the copy in the place of the package."""
+    """Run Python on the copy; return its output."""
     known = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=known, capture_output=True, text=True,
@@ -107,7 +107,7 @@ def run(folder: Path, program: str) -> str:
 
 @pytest.mark.nightly
 def test_three_new_files_are_a_codec(copy: Path) -> None:
-    """It keeps the contract of codecs, its bytes are those of its format, the block knows it."""
+    """It satisfies the codecs' contract, writes its format's bytes, and is known to the block."""
     run(copy, BUILD)
     found = json.loads(run(copy, USE).splitlines()[-1])
     # the upper three bytes of 1.0 = 3f800000, -2.5 = c0200000, 3e38 = 7f61b1e6, 0.1 = 3dcccccd
@@ -121,7 +121,7 @@ def test_three_new_files_are_a_codec(copy: Path) -> None:
 
 
 def test_nobody_else_names_a_codec(copy: Path) -> None:
-    """What was not copied or is new is all that differs from the package."""
+    """The copy differs from the package only in new files and files that were not copied."""
     for path in (copy / "hybridcomp").rglob("*"):
         origin = ROOT / path.relative_to(copy)
         if path.suffix in (".py", ".cpp", ".h", ".cu") and str(path.relative_to(copy)) not in NEW:

@@ -1,7 +1,7 @@
-"""Codecs of other packages: the page that says how to bring one is followed, and it trains.
+"""Codecs of other packages: follow the page on writing one, and train with it.
 
-Every process here is a new one, or the fork of one that has not imported hybridcomp: which packages
-there are is looked up once in a process.
+Every process is new, or forked before importing hybridcomp, which looks up packages once per
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.scripts_on_ranks import run_script
 PAGE = ROOT / "docs" / "contributing" / "codec.md"
 SETTINGS = {"codec": "toy", "keep": 3}
 
-#: parses blocks that are given as JSON, prints what each came to
+#: parses blocks given as JSON, prints each result
 PROBE = """
 import json, sys
 from hybridcomp.config import CompressionConfig, describe
@@ -38,7 +38,7 @@ for block in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
-#: two ranks: an engine of DeepSpeed whose gradients travel in the codec
+#: two ranks: a DeepSpeed engine whose gradients use the codec
 TRAIN = """
 import json, os, sys
 import deepspeed, deepspeed.ops, torch
@@ -73,7 +73,7 @@ if rank == 0:
 
 
 def blocks_of_page() -> dict[str, str]:
-    """The files that the page tells to write, by name."""
+    """Return the page's files by name."""
     text = PAGE.read_text()
     found = {}
     for name in ("toy_codec.py", "pyproject.toml", "test_toy.py"):
@@ -85,7 +85,7 @@ def blocks_of_page() -> dict[str, str]:
 
 
 def distribution(folder: Path, name: str, points: str, version: str = "1.0") -> None:
-    """What ``pip install`` leaves of a package: its metadata and its entry points."""
+    """Write what ``pip install`` leaves of a package: metadata and entry points."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -94,7 +94,7 @@ def distribution(folder: Path, name: str, points: str, version: str = "1.0") -> 
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """A folder for ``sys.path`` with the package of the page in it."""
+    """Create a folder for ``sys.path`` with the page's package."""
     for name, text in blocks_of_page().items():
         (tmp_path / name).write_text(text)
     (point,) = re.findall(
@@ -106,7 +106,7 @@ def toy(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A new process of Python that sees ``folder``, in it."""
+    """Run a new Python process in ``folder``, with it on the path."""
     path = os.pathsep.join((str(folder), str(ROOT)))
     known = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -214,6 +214,6 @@ def test_two_ranks_train_with_it(toy: Path) -> None:
     records = [json.loads(text) for text in (toy / "ledger.jsonl").read_text().splitlines()]
     found = [r["dimensions"]["dp"]["forward"] for r in records if r.get("dimensions")]
     assert found and {record["codec"] for record in found} == {"toy(keep=3)"}
-    # the owners of ZeRO 1 get half of what an all-reduce sends, in three bytes instead of four
+    # the owners of ZeRO 1 get half the bytes of an all-reduce, in three bytes instead of four
     assert {record["native_messages"] for record in found} == {0}
     assert all(record["ratio"] == pytest.approx(8 / 3) for record in found), found

@@ -1,4 +1,4 @@
-"""Residuals in few bits: their bytes, their rounding, their views, what a checkpoint holds."""
+"""Low-bit residuals: bytes, rounding, views, checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def left_out(numel: int, seed: int = 0) -> Tensor:
-    """Values of many magnitudes, and whole blocks of zeros."""
+    """Return values of many magnitudes, and whole blocks of zeros."""
     torch.manual_seed(seed)
     values = torch.randn(numel) * torch.exp(3 * torch.randn(numel))
     values[64:96] = 0.0
@@ -36,13 +36,13 @@ def left_out(numel: int, seed: int = 0) -> Tensor:
 
 
 def absmax_of(values: Tensor) -> Tensor:
-    """For each value the absmax of its block."""
+    """Return for each value the absmax of its block."""
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     return blocks.abs().amax(1).repeat_interleave(BLOCK)[: values.numel()]
 
 
 def most(values: Tensor, bits: int) -> Tensor:
-    """The promise: half a step, of a block for integers, of the value for bf16."""
+    """Return the error bound: half a step, of a block for integers, of the value for bf16."""
     if bits == 16:
         return values.abs() * 2.0**-8 + 1e-38
     return 0.5001 * 1.004 * absmax_of(values) / TOP[bits] + 2.0**-126
@@ -214,7 +214,7 @@ def test_damage_is_noticed() -> None:
     ids=str,
 )
 def test_one_pass_writes_what_two_do(codec: BlockInt, bits: int) -> None:
-    """Encoding with the residual at once: payload and residual have the bits of encoding alone."""
+    """Encoding with the residual in one pass gives the bits of separate passes."""
     for dtype in DTYPES:
         for numel in (5, 1024, 4100):
             values = left_out(numel, 1).clamp(-1e4, 1e4).to(dtype)

@@ -1,4 +1,4 @@
-"""radix: bytes and values against the reference, and a bound that no element ever leaves."""
+"""radix: bytes and values against the reference, and a bound that every element satisfies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.codecs import VALUE_DTYPES, Radix
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, radix_reference
 
-#: HYBRIDCOMP_NIGHTLY=1 looks at millions of blocks instead of thousands
+#: HYBRIDCOMP_NIGHTLY=1 tests millions of blocks instead of thousands
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 BOUNDS = (0.9, 0.3, 3e-2, 1e-2, 1e-3, 1e-4, 3e-6, 1e-7, 1e-12)
 SEGMENTS = (64, 256, 1040, 4096)
@@ -44,7 +44,7 @@ def decoded(codec: Radix, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def outside(codec: Radix, values: Tensor) -> Tensor:
-    """Indices of finite elements whose error exceeds the bound, compared exactly, in fp64."""
+    """Return indices of finite elements whose error exceeds the bound, compared exactly in fp64."""
     exact = values.double()
     absmax = exact.abs().masked_fill(~exact.isfinite(), 0)
     rows = torch.zeros(-(-len(exact) // codec.segment) * codec.segment, dtype=torch.float64)
@@ -105,14 +105,14 @@ def test_no_element_of_many_blocks_is_outside(bound: float, dtype: torch.dtype) 
 
 
 def ties(bound: float, dtype: torch.dtype) -> Tensor:
-    """Segments of 64: 1.0 and floats around the edges between levels, half and whole steps."""
+    """Return segments of 64: 1.0 and floats around the edges of levels, half and whole steps."""
     half = torch.arange(1, 2000, dtype=torch.float64) * bound
     edges = torch.cat([half, half * (1 - 2**-22 / bound)])
     edges = edges[edges < 1].float().to(dtype)
     bits = arrays.bits_of(edges)
     around = torch.cat([bits + k for k in range(-3, 4)]).view(dtype)
     shuffled = around[torch.randperm(len(around), generator=torch.Generator().manual_seed(0))]
-    # a one in each segment fixes its absmax
+    # a 1.0 in each segment fixes its absmax
     rows = shuffled[: len(shuffled) // 63 * 63].view(-1, 63)
     return torch.cat([torch.ones(len(rows), 1, dtype=dtype), rows], dim=1).view(-1)
 
@@ -133,7 +133,7 @@ def test_rounding_to_16_bits_is_part_of_the_bound(dtype: torch.dtype) -> None:
     for eighths in range(2, 64, 3 if not NIGHTLY else 1):
         bound = spacing * eighths / 8
         assert_bound(Radix(bound, 256), values)
-        # few blocks are raw: it stays close to what fp32 values with this bound take
+        # few blocks are raw: the size is close to that of fp32 values with this bound
         wide = encoded(Radix(bound, 4096), values.float()).numel()
         assert encoded(Radix(bound, 4096), values).numel() < 1.25 * wide
 
@@ -157,7 +157,7 @@ def test_segments_do_not_see_each_other() -> None:
 
 
 def test_bits_of_a_gaussian() -> None:
-    """What the docstring says."""
+    """The docstring's figures hold."""
     values = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
     sizes = {bound: encoded(Radix(bound), values).numel() * 8 / 2**18 for bound in (1e-1, 1e-2)}
     assert sizes[1e-2] < 6.15 and sizes[1e-1] < 3.1

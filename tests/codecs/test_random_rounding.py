@@ -1,4 +1,4 @@
-"""Rounding at random: the mean of errors, what those of ranks have in common, repetitions."""
+"""Stochastic rounding: mean error, correlation between ranks, repetitions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normal(seed: int, numel: int = NUMEL) -> Tensor:
 
 
 def messages() -> dict[str, Tensor]:
-    """Messages whose mean error says something, each of NUMEL values."""
+    """Return messages with meaningful mean errors, each of NUMEL values."""
     constant = torch.full((NUMEL,), 0.3)
     constant[::32] = 1.0  # the scale of every block
     small = normal(2) * 0.01
@@ -48,7 +48,7 @@ def messages() -> dict[str, Tensor]:
 
 
 def z_score(errors: Tensor) -> float:
-    """The mean in units of its own standard error."""
+    """Return the mean in units of its standard error."""
     mean, spread = float(errors.mean()), float(errors.std())
     if spread < 1e-12:
         return math.copysign(math.inf, mean) if mean else 0.0
@@ -62,13 +62,13 @@ def test_the_mean_error_is_zero(name: str, bits: int) -> None:
     errors = errors_of(BlockInt(bits, rounding="random"), values)
     assert float(errors.abs().max()) > 0
     assert abs(z_score(errors)) < 4
-    # also of those values alone that lie on one side of zero, and weighed by the values
+    # also for values on one side of zero only, and weighted by the values
     assert abs(z_score(errors[values > 0])) < 4
     assert abs(z_score(errors * values.double())) < 4
 
 
 def test_to_nearest_the_same_values_have_another_mean() -> None:
-    """What the test above sees: the constants, and the small ones, which never arrive."""
+    """Rounding to nearest is biased for the constants and drops the small values."""
     values = messages()
     for name in ("constant", "small"):
         errors = errors_of(BlockInt(4), values[name])
@@ -82,7 +82,7 @@ def test_to_nearest_the_same_values_have_another_mean() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_it_is_as_likely_to_round_up_as_the_value_is_far(bits: int) -> None:
-    """Over values that all lie at one place between two levels, in every tenth of a step."""
+    """Values at one position between two levels, in every tenth of a step."""
     top = 2 ** (bits - 1) - 1
     for tenth in range(1, 10):
         values = torch.full((NUMEL,), tenth / 10 / top)
@@ -95,20 +95,20 @@ def test_it_is_as_likely_to_round_up_as_the_value_is_far(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_errors_of_two_ranks_have_nothing_in_common(bits: int) -> None:
-    """Values that differ in their last place, a bit of bf16 or altogether."""
+    """Values that differ in their last place, a bit of bf16, or altogether."""
     codec, first = BlockInt(bits, rounding="random"), normal(5)
     last = (first.view(torch.int32) ^ 1).view(torch.float32)
     near = (first.bfloat16().view(torch.int16) ^ 1).view(torch.bfloat16).float()
     pairs = ((first, normal(6)), (first, last), (first.bfloat16().float(), near), (first, -first))
     for one, other in pairs:
         a, b = errors_of(codec, one), errors_of(codec, other)
-        # as noise: what a value's place between two levels says of its error is zero in the mean
+        # as noise: the correlation of error and position between levels is zero in the mean
         common = float((a * b).mean() / (a.std() * b.std()))
         assert abs(common) < 4 / math.sqrt(NUMEL), common
 
 
 def test_blocks_of_one_message_have_nothing_in_common() -> None:
-    """The same block of values again and again: each is rounded in its own way."""
+    """The same block repeated: each copy is rounded differently."""
     errors = errors_of(BlockInt(4, rounding="random"), normal(7, 32).repeat(NUMEL // 32))
     rows = errors.view(-1, 32)
     for apart in (1, 2, 32, 64):
@@ -135,7 +135,7 @@ def test_the_same_message_has_the_same_bytes(kind: str, rotate: bool) -> None:
 
 
 def test_levels_stay_in_range_next_to_the_top() -> None:
-    """A value at the top of its block, or a hair below, never becomes a level further."""
+    """A value at or just below its block's top never rounds to a level beyond."""
     for bits in BITS:
         top = torch.tensor([1.0, 1.0 - 2.0**-24, 1.0625 - 2.0**-20]).repeat(8000)
         for values in (top, -top, top * 2.0**-100, top * 3e38):
@@ -149,5 +149,5 @@ def test_values_on_a_level_and_zeros_stay_there() -> None:
     levels[::15] = 0.0
     levels[1::30] = 7.0
     for block in torch.split(levels, 32):
-        block[0] = 7.0  # T is then 7, and the step 1
+        block[0] = 7.0  # T is 7, so the step is 1
     assert torch.equal(decoded_of(BlockInt(4, rounding="random"), levels), levels)

@@ -1,4 +1,4 @@
-"""Row numbers by their gaps: every length and width, bytes, damage."""
+"""Row numbers encoded by their gaps: every length and width, bytes, damage."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_damage_is_told() -> None:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(20_000, 2_048), (250_000, 8_192)])
 def test_numbers_of_a_batch_take_less_than_a_byte_and_a_third(rows: int, tokens: int) -> None:
-    """Ids by Zipf's law of 1.1, asked of one of two owners, with the header of both ranks."""
+    """Ids by Zipf's law of 1.1, requested from one of two owners, including both headers."""
     nbytes = count = 0
     for seed in range(10):
         asked = torch.unique(zipf(rows, tokens, seed))

@@ -1,4 +1,4 @@
-"""stepcode: exact for every pair of bit patterns, near the entropy; damage is refused."""
+"""stepcode: exact for every pair of bit patterns, close to the entropy; damage is rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES = tuple(stepcode_reference.CHANGES)
 CODEC = StepCode()
 KERNELS: Any = CODEC.kernels.on(torch.device("cpu"))
 LIMITS: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
-#: instructions that the loops are written for, the best first
+#: instruction sets of the loops, the best first
 WAYS = ("avx512", "avx2", "plain")
 
 pairs = st.builds(
@@ -40,7 +40,7 @@ pairs = st.builds(
 
 
 def encoded(values: Tensor, reference: Tensor | None) -> Tensor:
-    """The payload, from a room full of something else."""
+    """Return the payload, encoded into a dirty buffer."""
     room = torch.full((CODEC.wire_nbytes(values.numel(), values.dtype),), 0xA5, dtype=torch.uint8)
     return room[: CODEC.encode(values, reference, room)]
 
@@ -52,7 +52,7 @@ def decoded(payload: Tensor, reference: Tensor | None, numel: int, dtype: torch.
 
 
 def check(values: Tensor, reference: Tensor) -> Tensor:
-    """Check size, values and the decoding in place; returns the payload."""
+    """Check size, values and decoding in place; return the payload."""
     payload = encoded(values, reference)
     assert payload.numel() % 16 == 0 and payload.numel() <= 32 + 2 * values.numel() + 15
     found = decoded(payload, reference, values.numel(), values.dtype)
@@ -65,7 +65,7 @@ def check(values: Tensor, reference: Tensor) -> Tensor:
 
 @contextmanager
 def limited(way: str) -> Iterator[None]:
-    """Loops with these instructions; skips where this machine lacks them."""
+    """Use loops with these instructions; skip if this machine lacks them."""
     try:
         if LIMITS.limit(way) != way:
             pytest.skip(f"this machine has no {way}")
@@ -76,7 +76,7 @@ def limited(way: str) -> Iterator[None]:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A test with each kind of instructions."""
+    """Run a test with each instruction set."""
     with limited(request.param):
         yield request.param
 
@@ -131,7 +131,7 @@ def test_all_instructions_and_threads_write_the_same_bytes(change: str, dtype: t
 
 
 def test_the_bytes_stay_what_they_are() -> None:
-    """x = (i * 2654435761) mod 2^32 as reference, steps of its lowest bits."""
+    """x = (i * 2654435761) mod 2^32 as reference, deltas from its lowest bits."""
     x = np.arange(20_000, dtype=np.uint64) * 2654435761 & 0xFFFFFFFF
     old = (0x3C00 + (x >> 22)).astype(np.uint16)
     new = old + (x & 3).astype(np.uint16) * ((x & 0x70) == 0)
@@ -144,7 +144,7 @@ def test_the_bytes_stay_what_they_are() -> None:
 
 
 def entropy(values: Tensor, reference: Tensor) -> float:
-    """Bits a value of the step given the exponent of the reference (bf16)."""
+    """Return bits per value of the delta given the exponent of the reference (bf16)."""
     old, new = (bits.view(torch.int16).long() & 0xFFFF for bits in (reference, values))
     exponent, step = old >> 7 & 0xFF, (new - old) % 2**16
 
@@ -180,7 +180,7 @@ def test_nothing_changed_costs_a_header_and_everything_changed_the_values() -> N
 
 
 def test_only_tiles_that_code_badly_are_stored() -> None:
-    """The first half is noise, the second did not move."""
+    """The first half is noise, the second is unchanged."""
     values, reference = stepcode_reference.pair("normal", "everything", 1 << 18, 1, torch.bfloat16)
     values[1 << 17 :] = reference[1 << 17 :]
     assert check(values, reference).numel() < 1.02 * 2 * (1 << 17)
@@ -252,7 +252,7 @@ def test_a_cut_payload_is_refused(change: str) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_a_changed_word_or_state_is_noticed() -> None:
-    """The states have to end where every encoder begins."""
+    """The final states must be those in which every encoder begins."""
     values, reference = stepcode_reference.pair("normal", "many", 9000, 2, torch.bfloat16)
     payload = encoded(values, reference)
     model = int.from_bytes(payload[24:28].numpy().tobytes(), "little")
@@ -266,7 +266,7 @@ def test_a_changed_word_or_state_is_noticed() -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("change", ["few", "many", "far", "everything"])
 def test_random_bytes_never_read_or_write_beyond(change: str) -> None:
-    """Arrays end where memory ends: one byte further is a crash."""
+    """Arrays end at an unreadable page, so an access beyond crashes."""
     generator = torch.Generator().manual_seed(0)
     for numel in (37, 20_000):
         pair = stepcode_reference.pair("normal", change, numel, 3, torch.bfloat16)
@@ -287,7 +287,7 @@ def test_random_bytes_never_read_or_write_beyond(change: str) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_symbols_without_extra_bits_read_none_behind_the_payload() -> None:
-    """Of flipped signs alone there are no extra bits, and a payload may end with its last word."""
+    """Flipped signs have no extra bits, and a payload may end with its last word."""
     for numel in range(300, 400):
         reference = torch.linspace(1, 2, numel).to(torch.bfloat16)
         values = torch.where(torch.arange(numel) % 7 == 0, -reference, reference)

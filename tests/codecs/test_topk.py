@@ -1,4 +1,4 @@
-"""topk: its kernels against its functions of torch, bit for bit, and damaged payloads."""
+"""topk: kernels against torch functions, bit for bit, and damaged payloads."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 
 
 def encoded(codec: TopK, values: Tensor) -> Tensor:
-    """Encode into memory that is not zero."""
+    """Encode into a dirty buffer."""
     out = torch.full((codec.wire_nbytes(values.numel(), values.dtype),), 77, dtype=torch.uint8)
     return out[: codec.encode(values, out)]
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Return the bits, of any NaN the same: torch has several in bf16."""
+    """Return the bits, with NaNs unified: torch has several in bf16."""
     return values.view(INTEGERS[values.dtype]).masked_fill(values.isnan(), -1)
 
 

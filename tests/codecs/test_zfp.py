@@ -1,4 +1,4 @@
-"""zfp: the stream is zfpy's, and what zfp would lose is caught."""
+"""zfp: the stream is zfpy's, except for blocks that zfp would lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""topk by functions of torch: what its kernels are held against."""
+"""topk by torch functions: the kernels' oracle."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridcomp.codecs.base import align
 from hybridcomp.codecs.topk import CHUNK, HEADER, TopK
 from hybridcomp.errors import CodecError
 
-#: magnitudes lie on levels from LOW to LOW + WIDTH times the scale
+#: magnitudes have levels from LOW to LOW + WIDTH times the scale
 LOW, WIDTH = 0.8, 0.6
 
 
 def encoded(codec: TopK, values: Tensor) -> Tensor:
-    """Return the payload of ``values``, which are not empty: uint8 on their device."""
+    """Return the payload of nonempty ``values``, uint8 on their device."""
     wide = values.detach().float()
     places, scales = _choose(codec, wide)
     chosen, scale = wide[places], scales.float()[places // CHUNK]
@@ -43,9 +43,9 @@ def _levels(codec: TopK) -> int:
 
 
 def _choose(codec: TopK, wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of the values kept, ascending, and the scale of each chunk.
+    """Return the positions of the kept values, ascending, and the scale of each chunk.
 
-    Of equal values the first are kept, so that bytes do not depend on the device.
+    Keeps the first of equal values, so that bytes do not depend on the device.
     """
     chunks = -(-wide.numel() // CHUNK)
     table = torch.nn.functional.pad(wide.abs(), (0, chunks * CHUNK - wide.numel()))
@@ -61,7 +61,7 @@ def _choose(codec: TopK, wide: Tensor) -> tuple[Tensor, Tensor]:
     kept = (above | (equal & (equal.cumsum(dim=1) <= room))) & (table > 0)
     middle = ((kept.sum(dim=1) - 1) // 2).clamp(min=0)
     scales = largest.gather(1, middle[:, None]).squeeze(1).to(torch.bfloat16)
-    kept &= (scales > 0)[:, None]  # a scale that bf16 rounds to 0 keeps nothing
+    kept &= (scales > 0)[:, None]  # a chunk whose scale rounds to 0 in bf16 keeps nothing
     scales[broken] = math.nan
     return kept.view(-1).nonzero().view(-1), scales
 
@@ -95,7 +95,7 @@ def decoded(codec: TopK, payload: Tensor, numel: int, dtype: torch.dtype) -> Ten
 
 
 def _bits(numbers: Tensor, width: int) -> Tensor:
-    """Return the bits of ``numbers``, ``width`` of each, lowest first: 1-D uint8."""
+    """Return the bits of ``numbers``, ``width`` each, lowest first: 1-D uint8."""
     shifts = torch.arange(width, device=numbers.device)
     return ((numbers[:, None] >> shifts) & 1).to(torch.uint8).view(-1)
 

@@ -1,4 +1,4 @@
-"""The collectives with everything as arguments, for any kind of group: shorter in a test."""
+"""Collectives with all arguments explicit, for any kind of group: shorter in tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.collectives.common import values_of
 
 
 def group_of(group: Any) -> Group:
-    """Of a torch group, None, a group of threads, or the levels of one."""
+    """Wrap a torch group, None, a group of threads, or the levels of one."""
     if isinstance(group, Group):
         return group
     if isinstance(group, Levels):
@@ -118,7 +118,7 @@ def low_rank_sum(
 
 
 def fed_back(codec: Codec, levels: Levels, me: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What was given, delivered and is held over three all_reduces, by rank ``me``."""
+    """Return the given, delivered and residual values of rank ``me`` over three all_reduces."""
     numel = 1000
     start, stop = chunk_ranges(numel, levels.width)[levels.local]
     low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]

@@ -1,4 +1,4 @@
-"""What all ranks can compute alone: every rank's values, the sums, the bounds."""
+"""Values that every rank can compute: all ranks' tensors, sums, bounds."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CODECS = LOSSLESS + LOSSY
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The values of a rank: other magnitudes for every rank."""
+    """Return a rank's values, with magnitudes that differ by rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (torch.randn(numel, generator=generator) * (rank + 1)).to(dtype)
 
 
 def rank_order_sum(tensors: list[Tensor]) -> Tensor:
-    """fp32, one rank after the other."""
+    """Sum in fp32 in rank order."""
     total = tensors[0].float()
     for tensor in tensors[1:]:
         total = total + tensor.float()
@@ -43,9 +43,9 @@ def rank_order_sum(tensors: list[Tensor]) -> Tensor:
 
 
 def bound(codec: Codec, tensors: list[Tensor], hops: int) -> float:
-    """Largest error of the sum: every rank encoded once, the sum once more with two hops.
+    """Return the largest error of the sum: each rank encoded once, the sum again with two hops.
 
-    Rounding of the fp32 sums and of a 16-bit result included.
+    Includes rounding of fp32 sums and of a 16-bit result.
     """
     dtype = tensors[0].dtype
     peaks = [float(t.float().abs().max()) if t.numel() else 0.0 for t in tensors]
@@ -57,13 +57,13 @@ def bound(codec: Codec, tensors: list[Tensor], hops: int) -> float:
 
 
 def digest(*tensors: Tensor) -> str:
-    """Equal for equal bits."""
+    """Hash the bits."""
     raw = b"".join(bytes(t.contiguous().view(torch.uint8).tolist()) for t in tensors)
     return hashlib.sha256(raw).hexdigest()
 
 
 def all_reduce_wire(codec: Codec, numel: int, sent: torch.dtype, rank: int, ranks: int) -> int:
-    """Closed form of the bytes of an all_reduce with a fixed-size codec."""
+    """Return the bytes of an all_reduce with a fixed-size codec, in closed form."""
     if ranks == 2:
         return codec.wire_nbytes(numel, sent)
     sizes = [codec.wire_nbytes(b - a, sent) for a, b in chunk_ranges(numel, ranks)]

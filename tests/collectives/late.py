@@ -1,4 +1,4 @@
-"""Sizes that stay on the device, on a CPU, and every collective that may have them."""
+"""Sizes that stay on the device, emulated on a CPU, and every collective that supports them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.collectives.common import digest, values_of
 from tests.collectives.hierarchical.test_two_levels import levels_of
 
 NUMEL = 9001
-#: what a collective left behind: bits of everything that it wrote, and what its meter says
+#: results of a collective: bits of all outputs, and its meter's figures
 Outcome = tuple[str, tuple[object, ...]]
 
 
 class Late(payload_sizes.SizeReader):
-    """Takes the CPU for a device; words reach the host when somebody waits for them."""
+    """Treats the CPU as a device; words reach the host when somebody waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Late(payload_sizes.SizeReader):
 
 
 class Reads(TorchFunctionMode):
-    """Counts what makes the host wait for a tensor."""
+    """Counts reads of tensors that block the host."""
 
     NAMES = ("tolist", "item", "__int__", "__index__", "__bool__", "__float__", "cpu", "numpy")
 
@@ -79,7 +79,7 @@ def late() -> Iterator[Late]:
 
 @contextmanager
 def sizes_ahead() -> Iterator[None]:
-    """Sizes travel in a message of their own, as they do everywhere but between CPUs on gloo."""
+    """Send sizes in separate messages, as everywhere except between CPUs on gloo."""
     with mock.patch.object(payload_sizes, "in_front", return_value=False):
         yield
 
@@ -89,7 +89,7 @@ def cuts_of(numel: int) -> list[int]:
 
 
 class Sums:
-    """Reductions of this rank's values, each with cuts, so that a rank sends several payloads."""
+    """Reductions of this rank's values, each split so that a rank sends several payloads."""
 
     def __init__(self, codec: Codec, dtype: torch.dtype, feedback: bool, bits: int = 32) -> None:
         self.codec, self.dtype, self.feedback, self.bits = codec, dtype, feedback, bits
@@ -97,7 +97,7 @@ class Sums:
         self.kept: dict[str, Residual] = {}
 
     def residual(self, name: str, numel: int) -> Residual | None:
-        """The one that was left by the step before."""
+        """Return the residual of the previous step."""
         if not self.feedback:
             return None
         if name not in self.kept:
@@ -108,7 +108,7 @@ class Sums:
 
     def values(self, step: int) -> Tensor:
         found = values_of(self.rank, NUMEL, self.dtype, seed=step)
-        found[2048:4096] = 0  # much shorter payloads here
+        found[2048:4096] = 0  # makes payloads much shorter here
         return found
 
     def all_reduce(self, step: int, meter: Meter) -> list[Tensor]:
@@ -151,10 +151,10 @@ class Sums:
         return self._owners(ranges, step, meter)
 
     def nodes(self, step: int, meter: Meter) -> list[Tensor]:
-        """The reductions in two levels; four ranks."""
+        """Run the reductions in two levels; four ranks."""
         levels, values = levels_of(2), self.values(step)
         for group in (levels.inner, levels.outer, levels.gathered):
-            group.plans.clear()  # they hold where sizes stay, which the tests change
+            group.plans.clear()  # they depend on where sizes stay, which the tests change
         low, high = chunk_ranges(NUMEL, levels.width)[levels.local]
         start, stop = chunk_ranges(high - low, levels.nodes)[levels.node]
         all_reduce(

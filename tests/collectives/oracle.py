@@ -1,7 +1,7 @@
-"""What an error bound promises, computed in float64 from the values alone.
+"""Error bound oracle, computed in float64 from the values alone.
 
-Knows where a collective cuts a message, as that is documented, and nothing of how a bound is split,
-which codec is used or what was sent.
+It knows where a collective splits a message, as documented, but not how a bound is split, which
+codec is used or what is sent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[np.float64]
-#: what rounding a sum to its own dtype costs: half a unit, relative, and where the sum is subnormal
-#: half of the smallest spacing
+#: error of rounding a sum to its dtype: half a unit, relative, and for subnormals half of the
+#: smallest spacing
 HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 HALF_SPACING = {torch.float32: 0.0, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
 
@@ -33,7 +33,7 @@ class Promise:
 
 @dataclass
 class Tally:
-    """What was held against its bound."""
+    """Counts of checked values."""
 
     elements: int = 0
     blocks: int = 0  # of 16 values on one rank
@@ -43,13 +43,13 @@ TALLY = Tally()
 
 
 def double(tensor: Tensor) -> Array:
-    """As float64."""
+    """Convert to float64."""
     found: Array = tensor.detach().double().numpy()
     return found
 
 
 def segments(numel: int, edges: Sequence[int], segment: int) -> npt.NDArray[np.int64]:
-    """Where segments begin in ``[0, numel)``: at ``edges`` and every ``segment`` after."""
+    """Return the starts of segments in ``[0, numel)``: at ``edges`` and every ``segment`` after."""
     borders = sorted({0, numel, *(edge for edge in edges if 0 < edge < numel)})
     pairs = zip(borders, borders[1:], strict=False)
     return np.concatenate([np.arange(low, high, segment) for low, high in pairs])
@@ -66,8 +66,8 @@ def check(
 ) -> None:
     """Assert that ``result`` is the sum of ``values`` (moved, if only one) within ``promise``.
 
-    ``start``: where ``result`` begins in the message, of which it may be a part.
-    ``blocks_may_vanish``: a NaN or Inf may take the finite values of its segment with it.
+    ``start``: offset of ``result`` in the message, if it is a part. ``blocks_may_vanish``: a NaN or
+    Inf may spoil the finite values of its segment.
     """
     given = np.stack([double(v) for v in values])
     ranks, numel = given.shape
@@ -85,7 +85,7 @@ def check(
     finite = np.asarray(sane.all(0))[part]
     assert not np.isfinite(found[~finite]).any(), "a NaN or Inf went unseen"
     error = np.abs(found - np.where(sane, given, 0.0).sum(0)[part])
-    # where a sum may not fit nothing is promised
+    # nothing is promised where a sum may overflow
     kept = ~finite | (error <= allowed * (1 + 1e-12)) | np.isinf(allowed)
     if blocks_may_vanish:
         kept |= ~whole & ~np.isfinite(found)
@@ -95,10 +95,10 @@ def check(
 
 
 def limit(total: Array, ranks: int, dtype: torch.dtype, promise: Promise) -> Array:
-    """What elements may be off by, ``total``: the sum of M_r; inf where sums may not fit."""
+    """Return the elements' error limit; ``total``: the sum of M_r; inf where sums may overflow."""
     allowed = promise.bound * total
     if promise.mode == "abs":
-        # what fp32 sums and the result's dtype round, with or without compression
+        # rounding of fp32 sums and of the result's dtype, with or without compression
         sums = (ranks + 2) * 2.0**-24 / (1 - (ranks + 2) * 2.0**-24) if ranks > 1 else 0.0
         own = HALF_UNIT[dtype] if ranks > 1 else 0.0
         allowed = promise.bound + (total + promise.bound) * ((1 + sums) * (1 + own) - 1)

@@ -21,7 +21,7 @@ from tests.stand_ins.plain_codecs import Identity, Int8
 
 
 def _check(codec: Codec, found: torch.Tensor, sent: torch.Tensor) -> None:
-    """``found`` is one decoding of ``sent``."""
+    """Check that ``found`` is ``sent`` encoded and decoded once."""
     if codec.lossless:
         assert torch.equal(found, sent)
     elif sent.numel():
@@ -58,7 +58,7 @@ def test_all_gather(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
 
 
 def _gathered_together(codec: Codec) -> None:
-    """Stretches of one message come out as they do one by one."""
+    """Slices of one message gather the same values as separate messages."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     lengths = (33, 1, 256, 4096 + 7, 64)
     for dtype in DTYPES:
@@ -80,7 +80,7 @@ def test_cuts_of_an_all_gather(on_ranks: RunRanks, codec: Codec) -> None:
 
 
 def _all_to_all(codec: Codec, lengths: list[list[int]] | None) -> None:
-    """``lengths[s][d]`` elements go from rank s to rank d; None is an even split."""
+    """Send ``lengths[s][d]`` elements from rank s to rank d; None is an even split."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     table = lengths or [[40] * ranks] * ranks
     for dtype in DTYPES:
@@ -115,7 +115,7 @@ def test_all_to_all(on_ranks: RunRanks, codec: Codec) -> None:
 
 
 def _send_recv(codec: Codec) -> None:
-    """Global rank 1 to 2, in the group of both, from every dtype into every dtype."""
+    """Send from global rank 1 to 2, in a group of both, between all dtypes."""
     group = dist.new_group([1, 2])
     me = dist.get_rank()
     for dtype in DTYPES:
@@ -144,7 +144,7 @@ def test_send_recv_in_a_subgroup(on_ranks: RunRanks, codec: Codec) -> None:
 
 
 def _mismatch() -> list[str]:
-    """What recv says; the connection must stay usable."""
+    """Return the error of recv; the connection must stay usable."""
     me, meter, said = dist.get_rank(), Meter(), []
     cases = [(100, make_codec("blockint", bits=4)), (96, Identity()), (96, Int8())]
     for numel, codec in cases:
@@ -174,7 +174,7 @@ def test_recv_names_both_sides_of_a_mismatch(on_ranks: RunRanks) -> None:
 
 
 def _damaged_header(nbytes: int) -> str:
-    """What a receiver says of a header with such a length."""
+    """Return the receiver's error for a header with such a length."""
     codec = make_codec("expcode")
     if dist.get_rank() == 0:
         header = headers.Header(spec_digest(codec.spec), torch.float32, 96, nbytes)
@@ -186,7 +186,7 @@ def _damaged_header(nbytes: int) -> str:
 
 
 def test_recv_takes_no_memory_for_a_damaged_header(on_ranks: RunRanks) -> None:
-    """Not even for one that is a little too long."""
+    """This includes a length that is slightly too long."""
     most = make_codec("expcode").wire_nbytes(96, torch.float32)
     for nbytes in (1 << 40, most + 16):
         _, told = on_ranks(2, _damaged_header, nbytes)
@@ -242,7 +242,7 @@ def test_wrong_arguments_are_refused(on_ranks: RunRanks) -> None:
 
 
 def _later(_: None) -> list[int]:
-    """How many headers wait after each message, on rank 1; what is told of a wrong one."""
+    """Return the pending headers after each message on rank 1, and the error of a wrong one."""
     codec, sizes = make_codec("blockint", bits=8), []
     on_gpu = mock.patch.object(
         headers.Unread, "looks_later", lambda self, kind, device: kind in self.kinds
@@ -258,7 +258,7 @@ def _later(_: None) -> list[int]:
             _check(codec, found, values)
             sizes.append(len(unread.waiting))
         unread.check()
-        # the same length, in a dtype that nobody has agreed on
+        # the same length, in a dtype that was not agreed on
         if dist.get_rank() == 0:
             send(values_of(0, 100, torch.bfloat16), 1, codec, None, meter=Meter())
         else:
@@ -290,7 +290,7 @@ def test_headers_that_are_here_are_compared_after_a_step() -> None:
     assert seen == []
     unread.poll()
     assert seen == [b"\0", b"\1"]
-    unread.check()  # does not wait for the next poll, which then has nothing to compare
+    unread.check()  # compares at once, so the next poll has nothing to do
     assert seen == [b"\0", b"\1", b"\2"]
     unread.poll()
     assert len(seen) == 3 and not unread.waiting

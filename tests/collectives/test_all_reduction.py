@@ -27,7 +27,7 @@ NUMELS = (0, 1, 3, 33, 100, 1000, 4096)
 
 
 def _all_reduce(codec: Codec) -> list[str]:
-    """All dtypes and lengths; returns the digests of the results."""
+    """Reduce all dtypes and lengths; return the results' digests."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     digests = []
     for dtype in DTYPES:

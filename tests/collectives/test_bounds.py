@@ -1,4 +1,4 @@
-"""No element outside its bound, ever: random groups, dtypes, distributions, collectives."""
+"""Error bounds hold for every element: random groups, dtypes, distributions, collectives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES = ("normal", "outliers", "heavy", "sparse", "levels", "zero", "same", "st
 
 
 def sample(rng: np.random.Generator, numel: int, dtype: torch.dtype, ranks: int) -> Tensor:
-    """Values of one rank: some shape at some scale, sometimes with what is not finite."""
+    """Return values of one rank: random shape and scale, sometimes with NaN or Inf."""
     info = torch.finfo(dtype)
     shape = SHAPES[rng.integers(len(SHAPES))]
     values = rng.standard_normal(numel)
@@ -71,7 +71,7 @@ def sample(rng: np.random.Generator, numel: int, dtype: torch.dtype, ranks: int)
 
 
 def values_of(rng: np.random.Generator, ranks: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """Of all ranks; sometimes they nearly cancel."""
+    """Return values of all ranks, which sometimes nearly cancel."""
     values = [sample(rng, numel, dtype, ranks) for _ in range(ranks)]
     if ranks > 1 and rng.random() < 0.15:
         values[-1] = (-values[0].float() * (1 + 1e-3 * rng.standard_normal())).to(dtype)
@@ -79,9 +79,9 @@ def values_of(rng: np.random.Generator, ranks: int, numel: int, dtype: torch.dty
 
 
 def promises(rng: np.random.Generator, feedback: bool = False) -> tuple[Bounded, Promise, bool]:
-    """A bound, what the oracle knows of it, and whether a NaN may take its neighbours along.
+    """Return a bound, its oracle, and whether a NaN may spoil its neighbours.
 
-    ``feedback``: fp16 messages travel as fp32, in which values are not all above the floor.
+    ``feedback``: fp16 messages travel as fp32, which has values below the floor.
     """
     family = ("auto", "auto", "radix", "blockint", "zfp", "fp8")[rng.integers(6)]
     fixed = family in ("blockint", "zfp", "fp8")
@@ -101,22 +101,22 @@ def promises(rng: np.random.Generator, feedback: bool = False) -> tuple[Bounded,
 
 
 def cuts_of(rng: np.random.Generator, numel: int) -> list[int]:
-    """Borders of parameters."""
+    """Draw the borders of parameters."""
     return sorted({int(c) for c in rng.integers(0, numel + 1, rng.integers(0, 6))})
 
 
 def numel_of(rng: np.random.Generator) -> int:
-    """From nothing to a few segments on every rank."""
+    """Draw a size from zero to a few segments per rank."""
     return int((0, 1, 7, 33, 500, 5000, 30000)[rng.integers(7)] * rng.uniform(0.5, 1.5))
 
 
 def chunk_edges(numel: int, encoders: int) -> list[int]:
-    """Where an all_reduce is cut for those who sum it; two of them do not share the work."""
+    """Return the chunk borders of an all_reduce; two ranks do not split the work."""
     return [start for start, _ in chunk_ranges(numel, encoders)] if encoders != 2 else []
 
 
 def keeps(codec: Bounded, dtype: torch.dtype, count: int) -> bool:
-    """Whether a quantization is left at all: native has no better sums than these."""
+    """Return whether the bound leaves room to quantize; native sums have no smaller error."""
     hops = codec.for_message(1 << 20, dtype, 2).split_error_budget(count, 8, result=dtype)
     return dtype == torch.float32 or count == 1 or not hops[0].lossless
 
@@ -186,7 +186,7 @@ def _reduce_scatter(rng: np.random.Generator, ranks: int, dtype: torch.dtype) ->
 
 
 def ranges_of(rng: np.random.Generator, numel: int, ranks: int) -> list[OwnedRange]:
-    """Owners of stretches: few stretches are balanced, even ones direct; some have two owners."""
+    """Draw owners of slices: few slices are balanced, even ones direct; some have two owners."""
     borders = sorted({0, numel, *rng.integers(0, numel + 1, rng.integers(0, 5)).tolist()})
     if rng.random() < 0.5:
         return [OwnedRange(a, b, (r,)) for r, (a, b) in enumerate(chunk_ranges(numel, ranks))]
@@ -278,9 +278,9 @@ def test_error_feedback(ranks: int, dtype: torch.dtype) -> None:
 
 
 def _error_feedback(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
-    """The bound is that of what was to be sent: values and residuals, the owner's as one rank more.
+    """The bound applies to values plus residuals; the owner's residual counts as another rank.
 
-    Over three steps, with a residual from nowhere to begin with.
+    Runs three steps from a random residual.
     """
     codec, promise, vanish = promises(rng, feedback=True)
     numel = numel_of(rng)
@@ -315,8 +315,9 @@ def test_hierarchy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def _hierarchy(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """(nodes, ranks on a node): sums inside a node are native, those between nodes encoded; with
-    (sites, nodes, ranks) those between sites.
+    """Check (nodes, ranks per node): native sums inside nodes, encoded between nodes.
+
+    With (sites, nodes, ranks) only messages between sites are encoded.
     """
     nodes, *widths = shape
     width = math.prod(widths)
@@ -343,7 +344,7 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dt
     if keeps(codec, dtype, 2):
         edges = [edge for start, inside in parts for edge in (start, *inside)]
         check(results[0][0], values, edges, promise, blocks_may_vanish=vanish)
-    if not keeps(codec, dtype, 2):  # nor is a native sum inside a node better than its dtype
+    if not keeps(codec, dtype, 2):  # a native sum inside a node is also limited by its dtype
         return
     for rank, (_, total) in enumerate(results):
         given = [torch.split(v, numels)[rank] for v in shards]
@@ -353,12 +354,12 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dt
 @pytest.mark.parametrize("mode", ["rel", "abs"])
 @pytest.mark.parametrize("ranks", [2, 5, 8])
 def test_errors_that_add_up(ranks: int, mode: Mode) -> None:
-    """The same values on all ranks, so the same errors: nothing averages out."""
+    """All ranks have the same values and errors, so nothing averages out."""
     bound = 0.02
     codec, promise = Bounded(bound, mode), Promise(bound, mode)
     rows = [torch.full((4096,), bound * part) for part in np.linspace(0.01, 3.0, 150)]
     for row in rows:
-        row[0] = 1.0  # what a relative bound is relative to
+        row[0] = 1.0  # reference of a relative bound
     values = [torch.cat(rows)] * ranks
     cuts = list(range(0, values[0].numel(), 4096))
 
@@ -385,7 +386,7 @@ def test_errors_that_add_up(ranks: int, mode: Mode) -> None:
 
 @pytest.mark.parametrize("family", ["auto", "radix", "blockint", "bf16"])
 def test_a_sum_that_overflows_fp16_is_seen(family: str) -> None:
-    """As Inf or NaN, since it comes out as Inf natively: loss scaling depends on it."""
+    """It comes out as Inf or NaN, like native's Inf: loss scaling depends on it."""
     values = [torch.full((1000,), 100.0, dtype=torch.float16) for _ in range(3)]
     for tensor in values:
         tensor[::100] = 30000.0

@@ -26,7 +26,7 @@ NUMELS = (0, 1, 33, 4096 + 7)
 
 
 def _broadcasts(codec: Codec) -> list[str]:
-    """Digests of what this rank got; bytes are the root's alone."""
+    """Return digests of this rank's results; only the root counts bytes."""
     group, digests = Group.of(None), []
     for dtype in DTYPES:
         for numel in NUMELS:
@@ -57,7 +57,7 @@ def test_broadcast(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
 
 
 def _reductions(codec: Codec) -> None:
-    """The sum of the root: within the bound, its own values exact, in rank order where lossless."""
+    """Check the root's sum: within the bound, its own values exact, in rank order if lossless."""
     group = Group.of(None)
     for dtype in DTYPES:
         for numel in NUMELS:
@@ -88,7 +88,7 @@ def test_reduce(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
 
 
 def _native() -> None:
-    """Natively any floating dtype, summed in rank order and counted."""
+    """Natively any floating dtype is summed in rank order and counted."""
     group = Group.of(None)
     for dtype in (*DTYPES, torch.float64):
         wide = torch.promote_types(dtype, torch.float32)
@@ -114,7 +114,7 @@ def test_native(on_ranks: RunRanks) -> None:
 
 
 def _long_and_several() -> list[str]:
-    """Messages in segments, two under way at once, waited for in the order of their calls."""
+    """Send messages in segments, two at once, waited for in call order."""
     group, digests = Group.of(None), []
     me, numel = group.rank, (1 << 20) + 33
     first, second = values_of(0, numel), values_of(1, numel, seed=1)

@@ -1,4 +1,4 @@
-"""Collectives in ``torch.inference_mode``, as of an evaluation, and in the training behind it."""
+"""Collectives in ``torch.inference_mode``, as in an evaluation, and in training after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODECS: tuple[Codec, ...] = (
 
 
 def evaluated_and_trained() -> list[float]:
-    """Values of collectives in an evaluation, and of sums with residuals behind it."""
+    """Return collectives' values in an evaluation, and sums with residuals after it."""
     group, found = Group.of(None), []
     for codec in CODECS:
         for dtype in (torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""Plans of buckets and shards of one tensor are made once for all messages alike."""
+"""Plans of buckets and shards are created once for equal messages."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def test_wrong_shards_are_refused() -> None:
 
 @functools.lru_cache
 def _buckets(size: int) -> tuple[tuple[OwnedRange, ...], ...]:
-    """Ranges that go directly to their owners, and some that go by the balanced plan."""
+    """Draw ranges that go directly to their owners, and some that use the balanced plan."""
     numel = 40 * size
     direct = (OwnedRange(0, 40, (0,)), OwnedRange(40, numel, tuple(range(size))))
     return direct, (OwnedRange(0, numel, (1,)),)
 
 
 def _messages(codec: Codec, group: Group, size: int) -> list[Tensor]:
-    """Send every message that has a plan over ``group``; what this rank got."""
+    """Send every message that has a plan over ``group``; return this rank's results."""
     me, numel = group.rank, 40 * size
     values = values_of(me, numel)
     out, total, spread = torch.empty(40 * size), torch.empty(numel), torch.empty(numel)
@@ -164,7 +164,7 @@ def test_a_message_that_comes_again_is_not_planned_again(
 
 @pytest.mark.parametrize(("name", "settings"), CODECS_OF_BOTH_KINDS)
 def test_plans_go_with_their_group(name: str, settings: dict[str, Any]) -> None:
-    """At once: what waited for the collector would keep the threads of a destroyed group."""
+    """It happens at once: the garbage collector would keep a destroyed group's threads."""
 
     def gone(member: Any, me: int) -> bool:
         group, codec = Group(member, me, 3), make_codec(name, **settings)
@@ -184,7 +184,7 @@ def test_plans_go_with_their_group(name: str, settings: dict[str, Any]) -> None:
 
 
 def test_a_plan_holds_the_codec_that_it_is_found_by() -> None:
-    """Else a new codec at the same address would take the plan of the one before."""
+    """Otherwise a new codec at the same address would get the old plan."""
 
     def sums(member: Any, me: int) -> list[list[Tensor]]:
         kept, found = Group(member, me, 3), []
@@ -208,7 +208,7 @@ def test_a_group_keeps_so_many_plans() -> None:
 
 
 def test_a_codec_against_earlier_values_leaves_no_plan() -> None:
-    """It is made for one message, and holds what receivers have."""
+    """The plan is for a single message and holds the receivers' reference."""
 
     def gathered(member: Any, me: int) -> int:
         group, held = Group(member, me, 2), torch.zeros(100, dtype=torch.bfloat16)

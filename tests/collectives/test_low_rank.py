@@ -1,4 +1,4 @@
-"""Low-rank sums against a float64 oracle, and through a channel's three reductions."""
+"""Low-rank reductions against a float64 oracle, and through a channel's three reductions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OUTSIDE = [*range(5), *range(245, 248), *range(518, 525)]
 
 
 def low_rank_values(rank: int, step: int) -> Tensor:
-    """Matrices of the same two-dimensional row space on all ranks: their sum has rank 2."""
+    """Return matrices with a common two-dimensional row space: their sum has rank 2."""
     values = values_of(rank, NUMEL, seed=step)
     for number, matrix in enumerate(MATRICES):
         shared = values_of(number, RANK * matrix.columns, seed=50).view(RANK, matrix.columns)
@@ -47,7 +47,7 @@ def low_rank_values(rank: int, step: int) -> Tensor:
 
 
 def _run(kind: str, steps: int) -> list[tuple[Tensor, Tensor, int]]:
-    """(sum, residual, bytes sent) of every step."""
+    """Return (sum, residual, bytes sent) of every step."""
     me, residual, warm = dist.get_rank(), torch.zeros(NUMEL), dict[str, Tensor]()
     found = []
     for step in range(steps):
@@ -68,7 +68,7 @@ def _run(kind: str, steps: int) -> list[tuple[Tensor, Tensor, int]]:
 
 
 def _starts() -> dict[str, Tensor]:
-    """The random right factors of the first step."""
+    """Return the random right factors of the first step."""
     residual, warm = torch.zeros(NUMEL), dict[str, Tensor]()
     steps = low_rank_sum(
         torch.zeros(NUMEL), MATRICES, RANK, None, meter=Meter(), residual=residual, warm=warm
@@ -78,7 +78,7 @@ def _starts() -> dict[str, Tensor]:
 
 
 def oracle(starts: dict[str, Tensor]) -> tuple[list[Array], list[list[Array]]]:
-    """Sums and residuals of every step in float64."""
+    """Return sums and residuals of every step in float64."""
     rights = {key: start.double().numpy() for key, start in starts.items()}
     residuals = [np.zeros(NUMEL) for _ in range(RANKS)]
     sums, left = [], []
@@ -243,7 +243,7 @@ def test_cut_parameters_are_matrices_as_far_as_their_rows_are_whole() -> None:
     assert factors.matrices(pieces, one) == [
         # elements 150 to 1300 of w: rows 3 to 25
         Matrix("w[3:26]", 120, 23, 50),
-        # small is not worth it; 0 to 100, rows 0 and 1, neither; 1350 to 2000
+        # small ones do not pay; 0 to 100, rows 0 and 1, neither; 1350 to 2000
         Matrix("w[27:40]", 100 + 1200 + 15 + 130 + 20, 13, 50),
     ]
     assert factors.matrices(pieces, many) == []

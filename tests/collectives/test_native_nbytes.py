@@ -1,4 +1,4 @@
-"""Native collectives: the same results with the identity codec, and the bytes they would send."""
+"""Native collectives: equal results with the identity codec, and their bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.stand_ins.plain_codecs import Identity
 
 
 def _against_native() -> None:
-    """On two ranks, where the order of a sum cannot matter."""
+    """Compare on two ranks, where summation order does not matter."""
     me, codec = dist.get_rank(), Identity()
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs = values_of(me, 1000, dtype), values_of(me, 1000, dtype)

@@ -16,7 +16,7 @@ from tests.collectives.calls import reduce_to_owners
 from tests.collectives.common import CODECS, DTYPES, bound, digest, rank_order_sum, values_of
 from tests.ranks import RunRanks
 
-#: one owner has nearly all (balanced); owners in turn (direct); ranges that several ranks own
+#: a single owner has nearly all (balanced); alternating owners (direct); ranges with several owners
 INCAST = [OwnedRange(0, 900, (1,)), OwnedRange(900, 940, (0,)), OwnedRange(940, 1000, (1,))]
 SPREAD = [
     OwnedRange(0, 100, (2,)),
@@ -30,7 +30,7 @@ EVERYONE = [OwnedRange(0, 1000, (0, 1, 2))]
 
 
 def _reduce(codec: Codec, ranges: list[OwnedRange]) -> dict[int, list[str]]:
-    """Returns the digests of the sums by index of the range."""
+    """Return the digests of the sums by index of the range."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     digests: dict[int, list[str]] = {}
     for dtype in DTYPES:
@@ -45,12 +45,12 @@ def _reduce(codec: Codec, ranges: list[OwnedRange]) -> dict[int, list[str]]:
             exact = rank_order_sum(parts)
             assert total.dtype == torch.float32 and total.shape == exact.shape
             if codec.lossless and plan_of(tuple(ranges), ranks).kind == "balanced":
-                # what was summed elsewhere has travelled as ``dtype``
+                # remote sums have travelled as ``dtype``
                 assert ((total == exact) | (total == exact.to(dtype).float())).all()
             elif codec.lossless:
                 assert torch.equal(total, exact)
             elif total.numel():
-                # a balanced plan encodes across the borders of ranges: the bound of the bucket
+                # a balanced plan encodes across ranges, so the bucket's bound applies
                 assert float((total - exact).abs().max()) <= bound(codec, inputs, hops=2)
             digests.setdefault(index, []).append(digest(total))
         if codec.fixed_size and plan_of(tuple(ranges), ranks).kind == "direct":
@@ -59,7 +59,7 @@ def _reduce(codec: Codec, ranges: list[OwnedRange]) -> dict[int, list[str]]:
 
 
 def _direct_wire(codec: Codec, ranges: list[OwnedRange], dtype: torch.dtype) -> int:
-    """Closed form: neighbours with the same owners travel as one payload to each of them."""
+    """Return closed-form bytes: neighbours with the same owners are one payload to each."""
     total, me = 0, dist.get_rank()
     filled = [r for r in ranges if r.stop > r.start]
     for owners, run in groupby(filled, key=lambda owned: owned.ranks):
@@ -117,7 +117,7 @@ def test_plan_takes_the_smaller_worst_rank() -> None:
     def one_owner(ranks: int) -> str:
         return plan_of((OwnedRange(0, 4096, (0,)),), ranks).kind
 
-    # one owner receives W - 1 lengths directly, less than 2 by the balanced way
+    # one owner receives W - 1 lengths directly, less than 2 in the balanced plan
     assert [one_owner(ranks) for ranks in (1, 2, 3, 4, 8)] == [
         "direct",
         "direct",

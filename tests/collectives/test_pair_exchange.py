@@ -33,7 +33,7 @@ def _in_process() -> Iterator[None]:
 def summed(
     codec: Codec, dtype: torch.dtype, kept: Sequence[dict[str, Any]] = ({}, {}), **more: Any
 ) -> tuple[list[Tensor], Meter]:
-    """The result on both ranks, and what rank 0 sent; ``kept``: arguments of either rank."""
+    """Return the result on both ranks and the bytes of rank 0; ``kept``: arguments per rank."""
     meters = [Meter(), Meter()]
 
     def one(group: Any, rank: int) -> Tensor:
@@ -65,12 +65,12 @@ def test_the_squared_error_is_smaller_than_in_two_hops(codec: Codec) -> None:
 
     once = squared(summed(codec, torch.float32)[0])
     twice = squared(in_two_hops(codec))
-    # two hops err where the sum is encoded as well; by an absolute bound, as much
+    # two hops also encode the sum, within the same absolute bound
     assert 0 < once < (1.05 if getattr(codec, "mode", "") == "abs" else 0.8) * twice
 
 
 def in_two_hops(codec: Codec) -> list[Tensor]:
-    """The sum of the same two, of four ranks of which two have nothing to add."""
+    """Return the sum over four ranks, two of which contribute zeros."""
 
     def one(group: Any, rank: int) -> Tensor:
         tensor = values_of(rank, NUMEL) if rank < 2 else torch.zeros(NUMEL)

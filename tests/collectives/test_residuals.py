@@ -1,4 +1,4 @@
-"""Error feedback: what was given equals what was delivered plus what the residuals hold."""
+"""Error feedback: given values equal delivered values plus residuals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.ranks import RunRanks
 NUMEL, STEPS = 1000, 3
 LIKE = torch.device("cpu")
 Array = npt.NDArray[np.float64]
-#: what a rank gave, was delivered, holds in residuals: each of NUMEL elements, in place
+#: given, delivered and residual values of a rank: each NUMEL elements, at their positions
 Balance = tuple[Array, Array, Array]
-#: one reduction: (values, codec, residual, owner residual) -> what this rank got, in place
+#: one reduction: (values, codec, residual, owner residual) -> this rank's result
 Reduce = Callable[[Tensor, Codec, Residual, Residual], Tensor]
 LENGTHS = [600, 0, 400]
 RANGES = [OwnedRange(0, 30, (1,)), OwnedRange(30, 980, (0, 2)), OwnedRange(980, 1000, (0,))]
@@ -36,7 +36,7 @@ def by_all_reduce(values: Tensor, codec: Codec, residual: Residual, owner: Resid
     all_reduce(tensor, codec, None, meter=Meter(), residual=residual, owner_residual=owner)
     start, stop = chunk_ranges(NUMEL, dist.get_world_size())[dist.get_rank()]
     mine = torch.zeros(NUMEL)
-    mine[start:stop] = tensor[start:stop].float()  # each element counted on one rank
+    mine[start:stop] = tensor[start:stop].float()  # count each element on one rank
     return mine
 
 
@@ -92,7 +92,8 @@ def test_nothing_is_lost(on_ranks: RunRanks, reduce: Reduce, codec: Codec) -> No
         given, delivered, held = (np.sum([b[i] for b in balances], axis=0) for i in range(3))
         scale = np.abs(given).max() + np.abs(delivered).max()
         assert np.abs(given - delivered - held).max() <= 2e-6 * scale
-        # hop two of a lossy codec encodes fp32 sums, of a lossless one sums rounded to ``dtype``
+        # the second hop of a lossy codec encodes fp32 sums, of a lossless one sums rounded to
+        # ``dtype``
         second = reduce is by_all_reduce or reduce is by_balanced
         first = codec.element_bound(1.0, dtype) > 0
         if first or second and (not codec.lossless or dtype != torch.float32):
@@ -102,7 +103,7 @@ def test_nothing_is_lost(on_ranks: RunRanks, reduce: Reduce, codec: Codec) -> No
 
 
 def _few_bits(reduce: Reduce, codec: Codec, dtype: torch.dtype, bits: int) -> tuple[Array, ...]:
-    """As ``_steps``, and the most that the residuals of this rank may have left out themselves."""
+    """Run ``_steps``; also return the maximum rounding error of this rank's residuals."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     start, stop = chunk_ranges(NUMEL, ranks)[me]
     kept = QuantizedResidual(bits, NUMEL, LIKE), QuantizedResidual(bits, stop - start, LIKE)
@@ -119,7 +120,7 @@ def _few_bits(reduce: Reduce, codec: Codec, dtype: torch.dtype, bits: int) -> tu
 
 
 def _half_steps(values: Tensor, bits: int) -> Array:
-    """By value half a step of its block of 32: the largest kept value is the highest level."""
+    """Return by value half a step of its block of 32: the largest value has the highest level."""
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % 32)).view(-1, 32)
     steps = blocks.abs().amax(1).double() / (2 ** (bits - 1) - 1)
     found: Array = (0.5001 * steps.repeat_interleave(32)[: values.numel()]).numpy()
@@ -129,9 +130,9 @@ def _half_steps(values: Tensor, bits: int) -> Array:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("reduce", [by_all_reduce, by_reduce_scatter, by_balanced, by_direct])
 def test_few_bits_lose_half_a_step_at_most(on_ranks: RunRanks, reduce: Reduce, bits: int) -> None:
-    """``original == sent + residual`` up to half a step for each message and rank.
+    """``original == sent + residual`` up to half a step per message and rank.
 
-    A part that ends inside of a block also quantizes its neighbours there again.
+    A part that ends inside a block quantizes its neighbours there again.
     """
     again = 1 if reduce is by_all_reduce else 3
     for codec in (BlockInt(4), BlockInt(3, rotate=True), CODECS[0]):
@@ -167,7 +168,7 @@ def test_an_overflow_does_not_poison(on_ranks: RunRanks, reduce: Reduce, codec: 
 
 
 def _exact_places(codec: Codec) -> None:
-    """What is never quantized leaves no residual, and takes the old one along."""
+    """Values that are never quantized leave no residual, and add the old one."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     start, stop = chunk_ranges(NUMEL, ranks)[me]
     residual = torch.ones(NUMEL)

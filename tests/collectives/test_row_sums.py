@@ -1,4 +1,4 @@
-"""Sums of touched rows: both forms, bytes as foretold, replicas equal, mistakes on all ranks."""
+"""Sums of touched rows: both formats, predicted bytes, equal replicas, errors on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def ids_of(case: str, rank: int) -> torch.Tensor:
-    """Rows that a rank touches: some, none on one rank, none at all, one on all, every one."""
+    """Return a rank's touched rows: some, none on one rank, none at all, one on all, every one."""
     generator = torch.Generator().manual_seed(rank)
     if case == "none" or (case == "one empty" and rank == 1):
         return torch.empty(0, dtype=torch.int64)
@@ -50,7 +50,7 @@ def touched(case: str, rank: int, width: int, dtype: torch.dtype) -> TouchedRows
 
 
 def expected(case: str, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The table of sums, fp32 in rank order, and of each element the sum of magnitudes."""
+    """Return the table of sums, fp32 in rank order, and each element's sum of magnitudes."""
     total = torch.zeros(ROWS, width)
     for rank in range(dist.get_world_size()):
         ids, values = touched(case, rank, width, dtype)
@@ -113,7 +113,7 @@ def _bytes(codec: Codec, width: int) -> list[tuple[Form, dict[Form, int], dict[F
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_form_of_the_fewest_bytes_is_taken(on_ranks: RunRanks, ranks: int) -> None:
-    """What is foretold is what all ranks send; the least of it is chosen, alike on all."""
+    """All ranks send the predicted bytes, and choose the same, smallest format."""
     results: list[Any] = on_ranks(ranks, _bytes, B8, 32)
     chosen = set()
     for every in zip(*results, strict=True):
@@ -126,7 +126,7 @@ def test_the_form_of_the_fewest_bytes_is_taken(on_ranks: RunRanks, ranks: int) -
 
 
 def test_owners_send_at_most_what_an_all_reduce_of_the_table_does() -> None:
-    """And gathering, as DeepSpeed and gloo do, more than that on many ranks with long batches."""
+    """Gathering, as DeepSpeed and gloo do, sends more on many ranks with long batches."""
     weights = torch.arange(1, 2001, dtype=torch.float64).pow(-1.05)
     for ranks in (2, 8, 32):
         dense = 2 * (ranks - 1) * ranks * B8.wire_nbytes(2000 * 64 // ranks, torch.float32)
@@ -140,7 +140,7 @@ def test_owners_send_at_most_what_an_all_reduce_of_the_table_does() -> None:
 
 
 def _costs(codec: Codec) -> tuple[float, float]:
-    """Bytes of a row's number, and all bytes by those of the rows: Zipf's law 1.1, 2,048 ids."""
+    """Return bytes per row number, and total over row bytes: Zipf's law 1.1, 2,048 ids."""
     weights = torch.arange(1, 20_001, dtype=torch.float64).pow(-1.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     drawn = torch.multinomial(weights, 2048, replacement=True, generator=generator)
@@ -156,7 +156,7 @@ def _costs(codec: Codec) -> tuple[float, float]:
 
 
 def test_numbers_of_rows_cost_little(on_ranks: RunRanks) -> None:
-    """At most 1.3 bytes each, and all bytes at most 1.02 of the rows' where these have 64."""
+    """At most 1.3 bytes per number, and at most 1.02 times the row bytes for rows of 64 values."""
     for number, whole in on_ranks(2, _costs, B8):
         assert number <= 1.3 and whole <= 1.02
 

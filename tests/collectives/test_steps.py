@@ -1,4 +1,4 @@
-"""All-gathers of steps: decoded where the earlier values are, however sizes travel."""
+"""All-gathers of deltas: decoded where the reference is, for every way of sending sizes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 def versions(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a rank had and has: NaNs and zeros of both signs among the values."""
+    """Return a rank's old and new values, including NaN and zeros of both signs."""
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).to(dtype)
     values[::997], values[1::1003], values[2::1009] = float("nan"), -0.0, float("-inf")
     return values, typical_steps(values, seed=rank)
 
 
 def gathered(dtype: torch.dtype, way: str, nodes: int, edges: tuple[int, ...]) -> tuple[int, int]:
-    """Gather three times, to and fro; messages and bytes of this rank."""
+    """Gather three times, alternating; return messages and bytes of this rank."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     group = Group.of(None) if nodes == 1 else Group.of(None, levels=levels_of(nodes))
     codec, meter = make_codec("stepcode"), Meter()
@@ -69,7 +69,7 @@ def test_cut_messages_and_nodes(on_ranks: RunRanks) -> None:
 
 
 def in_rounds(values: int) -> int:
-    """Gather with rounds of so many values and more; the rounds of this rank."""
+    """Gather in rounds of at least so many values; return this rank's rounds."""
     with (
         mock.patch.multiple(message_rounds, ROUND=values, HALF=values),
         mock.patch.object(chunking, "SEGMENT_ALIGN", 512),

@@ -1,8 +1,8 @@
-"""On a GPU that keeps account: streams wait for each other, and the host for nothing it need not.
+"""Stream synchronization on a fake GPU: streams wait as needed, and the host only if necessary.
 
-No value is computed (``tests/stand_ins/gpu``). What is found here a run on a real GPU finds now and
-then: memory that is given out again while another stream uses it, a stream that did not wait, a
-host that waits for a tensor, tensors of two devices in one operation.
+No value is computed (``tests/stand_ins/gpu``). It detects errors that a real GPU shows only
+sporadically: memory reused while another stream reads it, a missing wait, a host that blocks on a
+tensor, tensors of two devices in one operation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FIXED = [
 ]  # fmt: skip
 VARIABLE = [
     make_codec("radix", error_bound=1e-2), make_codec("expcode"), make_codec("mpc"),
-    make_codec("topk", density=0.25),  # payloads of 64 bytes, as the sizes say, and more
+    make_codec("topk", density=0.25),  # payloads of 64 bytes, as predicted, and more
 ]  # fmt: skip
 
 pytestmark = QUIET
@@ -110,7 +110,7 @@ def test_a_host_that_waits_is_noticed(gpu: Gpu) -> None:
 
 
 def reductions(codec: Codec, dtype: torch.dtype, bits: int, cuts: Sequence[int]) -> None:
-    """Every reduction of two steps, with the residuals of the first in the second; 0 bits: none."""
+    """Run every reduction for two steps, passing residuals on; 0 bits: none."""
     chunks, group = chunk_ranges(NUMEL, RANKS), Group.of(fake_group(RANKS, RANK))
     lengths = [stop - start for start, stop in chunks]
     ranges = [OwnedRange(*chunk, (rank,)) for rank, chunk in enumerate(chunks)]
@@ -137,7 +137,7 @@ def reductions(codec: Codec, dtype: torch.dtype, bits: int, cuts: Sequence[int])
 
 
 def moves(codec: Codec, dtype: torch.dtype) -> None:
-    """Every message that adds nothing up."""
+    """Run every message that does not reduce."""
     group, meter = Group.of(fake_group(RANKS, RANK)), Meter()
     values, gathered = values_of(dtype=dtype), values_of(RANKS * NUMEL, dtype)
     all_gather(values, gathered, codec, group, meter=meter, async_op=True).wait()
@@ -161,7 +161,7 @@ def moves(codec: Codec, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("codec", [*FIXED, *VARIABLE], ids=str)
 def test_collectives(gpu: Gpu, codec: Codec, dtype: torch.dtype, bits: int) -> None:
-    """The host waits for sizes of payloads, and in the first message of a kind for its header."""
+    """The host waits only for payload sizes, and for the header in the first message of a kind."""
     reductions(codec, dtype, bits, ())
     assert set(gpu.waits) <= {"an event"}
     gpu.waits.clear()
@@ -175,7 +175,7 @@ def test_collectives(gpu: Gpu, codec: Codec, dtype: torch.dtype, bits: int) -> N
 
 @pytest.mark.parametrize("pieces", [4, 100])
 def test_gathers_of_exact_steps(gpu: Gpu, pieces: int) -> None:
-    """With few pieces in a launch's arguments, and with many in a table on the device."""
+    """Few pieces fit a launch's arguments; many use a table on the device."""
     group, cuts = Group.of(fake_group(RANKS, RANK)), [8 * piece for piece in range(1, pieces)]
     for _ in range(2):
         values, held = values_of(dtype=torch.bfloat16), values_of(dtype=torch.bfloat16)
@@ -188,7 +188,7 @@ def test_gathers_of_exact_steps(gpu: Gpu, pieces: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_residuals_of_few_bits(gpu: Gpu, bits: int) -> None:
-    codec = make_codec("blockint", bits=bits - 1)  # no plan has tables of another test's GPU for it
+    codec = make_codec("blockint", bits=bits - 1)  # so no plan has tables of another test's GPU
     reductions(codec, torch.bfloat16, bits, ())
     reductions(codec, torch.bfloat16, bits, (2048, 4096))
     assert not gpu.waits and not gpu.unmet
@@ -196,7 +196,7 @@ def test_residuals_of_few_bits(gpu: Gpu, bits: int) -> None:
 
 @pytest.mark.parametrize("codec", [FIXED[0], *VARIABLE], ids=str)
 def test_on_a_side_stream(gpu: Gpu, codec: Codec) -> None:
-    """As an engine does that reduces beside its backward pass."""
+    """As in an engine that reduces during its backward pass."""
     side, group = cuda.Stream(), Group.of(fake_group(RANKS, RANK))
     for _ in range(2):
         values = values_of()
@@ -209,7 +209,7 @@ def test_on_a_side_stream(gpu: Gpu, codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [FIXED[0], make_codec("zfp", rate=8), *VARIABLE], ids=str)
 def test_waited_for_on_another_stream(gpu: Gpu, codec: Codec) -> None:
-    """As ZeRO 3 does with what was fetched ahead and not used."""
+    """As ZeRO 3 does with prefetched but unused parameters."""
     side, group = cuda.Stream(), Group.of(fake_group(RANKS, RANK))
     for _ in range(2):
         values, gathered = values_of(), values_of(RANKS * NUMEL)
@@ -242,7 +242,7 @@ def test_payloads_on_their_way_to_the_host(gpu: Gpu, codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [FIXED[0], VARIABLE[1]], ids=str)
 def test_a_stream_goes_on_while_a_message_leaves(gpu: Gpu, codec: Codec) -> None:
-    """Its payload stays where it is until the stream is behind the message."""
+    """The payload is kept until the stream is behind the message."""
     group, leaving = Group.of(fake_group(RANKS, RANK)), send_recv.LEAVING
     for step in range(3):
         values = values_of().add_(1)
@@ -258,7 +258,7 @@ def test_a_stream_goes_on_while_a_message_leaves(gpu: Gpu, codec: Codec) -> None
     assert not gpu.unmet and not leaving.works and not leaving.tensors
     send(values_of(), 2, codec, group, meter=Meter())
     for message in gpu.unmet:
-        message._held = []  # a backend that holds nothing of what it sends
+        message._held = []  # a backend that does not hold what it sends
     gpu.sweep()
     leaving.tensors.clear()
     with pytest.raises(Race, match="was freed"):

@@ -1,4 +1,4 @@
-"""Subgroups of two levels: made once, used by all, and gone when nobody uses them."""
+"""Subgroups of two levels: created once, shared, and destroyed when unused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 
 def living() -> int:
-    """Subgroups that hybridcomp made and that somebody still holds, after a collection."""
+    """Return hybridcomp's subgroups that are still referenced, after a collection."""
     gc.collect()
     return sum(made is not None and made() is not None for made in topology._made.values())
 

@@ -1,4 +1,4 @@
-"""What buffers of codecs of variable size are told to take is what torch allocates as on a GPU."""
+"""Predicted buffers of variable-size codecs equal torch's allocations, as on a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Slabs(EmulatedLauncher):
 
 
 def noise(codec: Codec, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Values that take the most: of all bits for a lossless codec, far apart for a sparse one."""
+    """Return the values with the largest payloads: random bits, or far apart for sparse codecs."""
     generator = torch.Generator().manual_seed(seed)
     if codec.sparse:
         return (torch.arange(numel) % 65 == 64).to(dtype)
@@ -72,7 +72,7 @@ def noise(codec: Codec, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 class Runs:
-    """A message of every way, and the residuals that it keeps."""
+    """A message of every kind, and the residuals that it keeps."""
 
     def __init__(self, codec: Codec, dtype: torch.dtype, bits: int) -> None:
         self.codec, self.ranks, self.me = codec, dist.get_world_size(), dist.get_rank()
@@ -131,20 +131,20 @@ CASES: dict[str, list[Case]] = {
 
 
 def _ways(name: str, bits: int) -> tuple[Way, ...]:
-    """The messages that have such a codec, and such residuals."""
+    """Return the messages that support such a codec and residuals."""
     if name in ("stepcode", "topk"):
         return ("gather",)
     return ("sum", "scatter", "own") if bits else tuple(WAYS)
 
 
 def _settle(residual: Tensor, delivered: Tensor) -> None:
-    """A GPU subtracts 16-bit values as they are."""
+    """Subtract 16-bit values without conversion, as a GPU does."""
     residual.sub_(delivered).nan_to_num_(0.0, 0.0, 0.0)
 
 
 @contextmanager
 def on_a_gpu() -> Iterator[int]:
-    """Launch kernels as on a GPU, and leave sizes there; gives the bytes of the slab of words."""
+    """Launch kernels as on a GPU with sizes there; yields the bytes of the slab of words."""
     launcher = Slabs()
     with (
         late(),
@@ -155,7 +155,7 @@ def on_a_gpu() -> Iterator[int]:
 
 
 def _held(cases: Sequence[Case], on_gpu: bool) -> list[dict[Way, int]]:
-    """By case, the most that torch allocated for a message of each way on this rank."""
+    """Return by case torch's peak allocation for a message of each kind on this rank."""
     found = list[dict[Way, int]]()
     with on_a_gpu() if on_gpu else nullcontext(0) as slab:
         for name, dtype, bits in cases:
@@ -175,7 +175,7 @@ def _held(cases: Sequence[Case], on_gpu: bool) -> list[dict[Way, int]]:
 def test_buffers_are_told_as_they_are_allocated(
     on_ranks: RunRanks, ranks: int, cases: str, on_gpu: bool
 ) -> None:
-    """Of values that take the most; a payload of steps has up to 5 kB for its model."""
+    """For values with the largest payloads; a delta payload has up to 5 kB for its model."""
     rows = on_ranks(ranks, _held, CASES[cases], on_gpu)
     words = WORDS_NBYTES if on_gpu else 0
     for (name, dtype, bits), *held in zip(CASES[cases], *rows, strict=True):
@@ -188,7 +188,7 @@ def test_buffers_are_told_as_they_are_allocated(
 
 
 def _staged(cases: Sequence[Case]) -> list[dict[Way, int]]:
-    """By case, the most bytes of the host's copies for a message of each way on this rank."""
+    """Return by case the peak bytes of host copies for a message of each kind on this rank."""
     found = list[dict[Way, int]]()
     with on_a_gpu():
         for name, dtype, bits in cases:
@@ -206,7 +206,7 @@ def _staged(cases: Sequence[Case]) -> list[dict[Way, int]]:
 
 
 def test_copies_on_the_host(on_ranks: RunRanks) -> None:
-    """Sums of a lossy codec go in fp32, and so does all of a message with residuals."""
+    """Sums of lossy codecs, and all messages with residuals, travel in fp32."""
     cases: list[Case] = [("expcode", BF16, 0), ("radix", BF16, 0), ("radix", BF16, 32)]
     for (name, dtype, bits), *held in zip(cases, *on_ranks(3, _staged, cases), strict=True):
         for way in _ways(name, bits):

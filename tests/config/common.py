@@ -1,4 +1,4 @@
-"""What the tests of the block share."""
+"""Shared by the tests of the block."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from hybridcomp.config import CompressionConfig
 
 
 def parse(block: Any) -> CompressionConfig:
-    """The ``compression`` block, as it stands in a ds_config, as a configuration."""
+    """Parse the ``compression`` block of a ds_config."""
     return CompressionConfig.parse(block)

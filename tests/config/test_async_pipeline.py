@@ -1,4 +1,4 @@
-"""The block's key ``pipeline``: which corrections fit which versions, and what ranks agree on."""
+"""The block's key ``pipeline``: corrections that fit the versions, and agreement of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block: what it resolves to, and one line with the key for what is wrong with it."""
+"""The block: its resolved configuration, and one-line errors that name the key."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
 
 
 def test_states_of_offload_are_apart_from_copies() -> None:
-    """They never take the dimension's codec, which may lose something, and are agreed on."""
+    """They never use the dimension's codec, which may be lossy, and ranks agree on them."""
     codecs = parse({"offload": "blockint"}).codecs()
     assert codecs["offload", "forward"] == codecs["offload", "backward"] == BlockInt(8)
     assert codecs["offload", "states"] is None
@@ -477,7 +477,7 @@ def test_states_of_offload_are_apart_from_copies() -> None:
 
 
 def test_memory_is_planned_by_its_own_key() -> None:
-    """It needs no dimension; its figures need it; all ranks agree on them."""
+    """It needs no dimension; its sizes require it; all ranks agree on them."""
     planned = parse({"memory": {"policy": "planned", "device_gb": 40}})
     assert planned.memory.planned and planned.flat()["compression.memory.device_gb"] == 40
     with pytest.raises(ConfigError, match='only "policy": "planned" reads it'):
@@ -504,7 +504,7 @@ def test_when() -> None:
 
 
 def test_when_of_the_whole_block() -> None:
-    """The preset measures by itself; what is written out does not; a dimension's own word wins."""
+    """The preset measures; explicit dimensions do not; a dimension's own key wins."""
     preset = parse({"preset": "recommended", "tp": "none", "zero": {"when": "always"}})
     assert preset.measured() == ("dp", "pp") and not preset.insists("dp")
     assert preset.flat()["compression.pp.when"] == "auto"
@@ -564,7 +564,7 @@ def test_frozen_weights_need_no_codec() -> None:
 
 
 def test_secondary_copies_have_codecs_of_their_own() -> None:
-    """Of the preset's nothing is left that could not act, and ranks agree on the kind of copy."""
+    """Preset settings that cannot take effect are dropped, and ranks agree on the kind of copy."""
     for written, spec in (("exact", "expcode()"), ({"bits": 8}, "blockint(bits=8)")):
         for preset in ({}, {"preset": "recommended"}):
             config = parse({**preset, "zero": {"secondary": written}})

@@ -1,4 +1,4 @@
-"""Error feedback is allowed with the codecs with which it stays bounded."""
+"""Error feedback is allowed only with codecs for which it stays bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.config.common import parse
 
 
 def feed_back(codec: Codec, steps: int = 60) -> float:
-    """Largest norm of the residual over ``steps``, in norms of one heavy-tailed message."""
+    """Return the residual's largest norm over ``steps``, in norms of one heavy-tailed message."""
     generator = torch.Generator().manual_seed(0)
     residual, worst = torch.zeros(4096), 0.0
     payload = torch.empty(codec.wire_nbytes(4096, torch.float32), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The block's key ``generate``: what it takes, refuses and says."""
+"""The block's key ``generate``: accepted values, errors and description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON schema: current, and a description for every field."""
+"""The JSON schema is current and describes every field."""
 
 from __future__ import annotations
 

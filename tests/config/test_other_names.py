@@ -1,4 +1,4 @@
-"""Words of other tools in the block: every one leads to the block's own word for it."""
+"""Other tools' names in the block: every error suggests the block's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTEGER = "expected an integer;"
 
 
 def said(block: Any) -> ConfigError:
-    """The error that a block is refused with."""
+    """Return the error of a rejected block."""
     with pytest.raises(ConfigError) as caught:
         parse(block)
     return caught.value
@@ -159,7 +159,7 @@ def test_a_value_of_the_wrong_type(block: Any, todo: str) -> None:
 
 
 def objects(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all keys that take an object and nothing else."""
+    """Return the paths of all keys that take only an object."""
     found = []
     for name, field in model.model_fields.items():
         key = (*path, field.alias or name)
@@ -173,7 +173,7 @@ def objects(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[st
 
 
 def test_every_key_that_takes_an_object_shows_one_that_is_valid() -> None:
-    """Also those of dimensions: what stands in the message can be pasted in the value's place."""
+    """Includes dimensions: the message's example can be pasted as the value."""
     for path in objects(CompressionConfig):
         if path[-1] in DIMENSIONS:
             continue

@@ -1,4 +1,4 @@
-"""The preset ``planned``: its block comes out of a plan, and a wrong plan is one clear sentence."""
+"""The preset ``planned``: its block comes from a plan, and a wrong plan gives a one-line error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = {
 
 
 def write(folder: Path, **changed: Any) -> str:
-    """A plan with some keys changed; None leaves a key out."""
+    """Write a plan with changed keys; None drops a key."""
     whole = {"hybridcomp_plan": 1, "layout": LAYOUT, "block": BLOCK, **changed}
     path = folder / "plan.json"
     path.write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))

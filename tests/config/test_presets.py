@@ -1,4 +1,4 @@
-"""Presets: what they resolve to, and what an override leaves of them."""
+"""Presets: their resolved settings, and the effect of overrides."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_override_drops_levels_of_the_preset_that_do_not_go_with_it() -> None
     assert overridden(preset, {"bits": 5}) == {"codec": "blockint", "bits": 5}
     random = {"codec": "blockint", "bits": 4, "rounding": "random"}
     assert overridden(preset, {"rounding": "random"}) == random
-    written = {"bits": 5, "levels": "lloyd"}  # what the user wrote stays, and is refused
+    written = {"bits": 5, "levels": "lloyd"}  # the user's settings are kept, and rejected
     assert overridden(preset, written) == {**preset, **written}
 
 

@@ -1,4 +1,4 @@
-"""Ramps: which codec a message takes in which step."""
+"""Ramps: the codec of a message at each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.config.common import parse
 
 
 def specs_of(block: dict[str, Any], dimension: Any, direction: Any = "forward") -> list[str]:
-    """What a message takes in every step to 12, run by run."""
+    """Return a message's codec in every step up to 12, run by run."""
     policy = parse({**block, "min_bytes": 0}).policy()
     found = [
         policy.choose(Traffic(dimension, direction, torch.float32, 1 << 20, 2, step))
@@ -47,7 +47,7 @@ def test_a_ramp_leaves_out_levels_that_need_the_last_number_of_bits() -> None:
 
 
 def test_ramp_of_bounds() -> None:
-    """From the mild bound to the written one, in 8 equal ratios, in each direction to its own."""
+    """From the mild to the written bound in 8 equal ratios, in each direction to its own."""
     block = {
         "tp": {
             "error_bound": 1e-2,

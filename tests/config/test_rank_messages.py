@@ -1,4 +1,4 @@
-"""What the messages of a rank take is reckoned from their sizes."""
+"""Memory of a rank's messages, computed from their sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridcomp.config.rank_messages import (
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("codec", [make_codec("blockint", bits=4), make_codec("mpc")], ids=str)
 def test_tables_are_copies_of_all_messages_under_way_at_once(codec: Codec, on_gpu: bool) -> None:
-    """The words of an encoder on a GPU are there once, however many messages are under way."""
+    """The words of an encoder on a GPU exist once, for any number of pending messages."""
 
     def nbytes(*numels: int, tabled: bool = False) -> int:
         messages = RankMessages(numels, "sum", torch.float32, 4, on_gpu=on_gpu, tabled=tabled)
@@ -35,14 +35,14 @@ def test_tables_are_copies_of_all_messages_under_way_at_once(codec: Codec, on_gp
 
 
 def test_a_rank_keeps_its_share_of_the_sums_of_micro_batches() -> None:
-    """In fp32, whatever the dtype of the messages is; in one level nothing."""
+    """In fp32, for any dtype of messages; none in one level."""
     nodes = RankMessages((1000, 3), "scatter", torch.bfloat16, 8, width=4)
     assert node_sums_nbytes(nodes) == 4 * (250 + 1)
     assert node_sums_nbytes(RankMessages((1000,), "own", torch.bfloat16, 8)) == 0
 
 
 def test_a_rank_keeps_its_slice_of_the_copy_of_its_node() -> None:
-    """As it is, or in 8 bits and a scale for 32 values; without nodes there is no copy."""
+    """Exact, or in 8 bits with a scale per 32 values; without nodes there is no copy."""
     gathered = RankMessages((6400, 640), "gather", torch.bfloat16, 8, width=4)
     assert copy_nbytes(gathered, None) == 2 * (1600 + 160)
     assert copy_nbytes(gathered, 8) == pytest.approx((1600 + 160) * 33 / 32, abs=32)
@@ -50,7 +50,7 @@ def test_a_rank_keeps_its_slice_of_the_copy_of_its_node() -> None:
 
 
 def test_frozen_weights_are_whole_on_each_rank() -> None:
-    """Vectors exactly, which takes 11.2 of 16 bits; matrices in as many bits as was written."""
+    """Vectors exactly, in 11.2 of 16 bits; matrices in the configured bits."""
     block = {"zero": {"frozen": {"on": "host", "bits": 4}}}
     numels = {(torch.bfloat16, False): 3200, (torch.bfloat16, True): 100}
     few = frozen(CompressionConfig.parse(block), numels)

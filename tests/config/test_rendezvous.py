@@ -1,4 +1,4 @@
-"""``sync.islands`` as an object: where islands meet that are jobs, and what is refused with it."""
+"""``sync.islands`` as an object: the meeting place of islands that are jobs, and conflicts."""
 
 from __future__ import annotations
 

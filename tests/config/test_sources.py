@@ -1,4 +1,4 @@
-"""Where a block may come from, and what is said of files that have none."""
+"""Sources of a block, and errors about files without one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_advice_about_yaml_is_no_found_value(
 ) -> None:
     path = tmp_path / "neox.yml"
     path.write_text("num_layers: 4\n")
-    monkeypatch.setitem(sys.modules, "yaml", None)  # as where pyyaml is not installed
+    monkeypatch.setitem(sys.modules, "yaml", None)  # as if pyyaml were not installed
     for read in (load_config, read_model, lambda file: base_of(file, "neox")):
         with pytest.raises(ConfigError) as caught:
             read(path)

@@ -1,4 +1,4 @@
-"""What a run says of its block when it starts."""
+"""The start-up summary of the block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/contributing/engine.md``, followed literally: an engine beside hybridcomp."""
+"""Follow ``docs/contributing/engine.md`` literally: an engine outside hybridcomp."""
 
 from __future__ import annotations
 

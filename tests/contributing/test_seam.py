@@ -1,4 +1,4 @@
-"""``docs/contributing/seam.md``, followed literally in a copy of the package."""
+"""Follow ``docs/contributing/seam.md`` literally in a copy of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.contributing.walk import Copy, distribution, put, steps
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What every command of the page printed, by its words."""
+    """Return the output of the page's commands, by command."""
     copy = Copy(tmp_path_factory.mktemp("repository"))
     distribution(copy.home, "toytrain", "1.3")
     (copy.home / "toytrain").mkdir()

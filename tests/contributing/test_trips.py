@@ -1,7 +1,7 @@
-"""The pages on a codec, a dimension and a release, followed literally, one after the other.
+"""Follow the pages on a codec, a dimension and a release literally, one after the other.
 
-They share one copy of the repository, as making its pages takes longer than all the rest. What the
-codec's kernels encode is in ``tests/codecs/test_native.py``, which compiles them.
+They share one copy of the repository, since generating its pages takes longest.
+``tests/codecs/test_native.py`` compiles the codec's kernels and checks their bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.contributing.walk import MOST, Copy, distribution, files, put, steps
 from tests.paths import ROOT
 from tests.scripts_on_ranks import run_script
 
-#: pages that are followed -> those of their files that the walk writes, the others are of habit
+#: page -> the files that the test writes; others are written out of habit
 WRITES = {
     "codec.md": {
         "hybridcomp/kernels/formats/trim.h",
@@ -38,16 +38,16 @@ WRITES = {
         "tests/patches/upstream.json",
     },
 }
-#: what the releases of upstreams bind, as it is recorded
+#: recorded signatures of upstream releases
 RECORDS = ("tests/patches/upstream.json", "tests/inference/upstream.json")
-#: what the page on dimensions takes from the one on seams: the upstream that is patched
+#: the upstream that the page on dimensions patches, as in the page on seams
 TOYTRAIN = next(step.text for step in steps("seam.md") if "def average" in step.text)
-#: the class of the page on codecs, which inside hybridcomp is a file of its own
+#: class of the page on codecs, which is a separate file inside hybridcomp
 TOY = next(step.text for step in steps("codec.md") if "class Toy(Codec)" in step.text)
-#: a seam of DeepSpeed, as its release 0.20.0 might have it: an argument has another name
+#: a seam of a made-up DeepSpeed 0.20.0, with a renamed argument
 RENAMED = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.allreduce_bucket"
 NEWER = "def (self, bucket, communication_data_type, rank=None, log=None, divide=True, group=None)"
-#: holds the codec in one file against the contract; prints what every seam says of DeepSpeed
+#: checks the single-file codec against the contract; prints each seam's status for DeepSpeed
 ASK = """
 import json
 from hybridcomp.codecs import make_codec
@@ -60,7 +60,7 @@ print(json.dumps([patch.seam.found_version() for patch in patches_of("deepspeed"
 
 @dataclass(frozen=True)
 class Walked:
-    """The copy after the walk: its folder, the files that each page took, what ranks printed."""
+    """The copy after the test: its folder, the files of each page, the ranks' output."""
 
     home: Path
     by_hand: Mapping[str, set[str]]
@@ -69,12 +69,12 @@ class Walked:
     compared: str
 
     def page(self, name: str) -> str:
-        """Return a page of the copy, below docs/."""
+        """Return a page of the copy below docs/."""
         return (self.home / "docs" / name).read_text()
 
 
 def follow(page: str, copy: Copy) -> set[str]:
-    """Do what a page says, but for its scripts and its making of pages; return what it touched."""
+    """Follow a page except for its scripts and page generation; return the touched files."""
     before = copy.changed()
     for step in steps(page):
         if step.language == "diff":
@@ -94,7 +94,7 @@ def follow(page: str, copy: Copy) -> set[str]:
 
 
 def archive(folder: Path, version: str) -> None:
-    """Write a release of DeepSpeed that has one seam's function, with an argument renamed."""
+    """Write a DeepSpeed release with a seam's function, one of its arguments renamed."""
     module, _, qualname = RENAMED.partition(":")
     owner, _, name = qualname.partition(".")
     text = f"class {owner}:\n    def {name}{NEWER.removeprefix('def ')}: ...\n"
@@ -184,7 +184,7 @@ def test_every_seam_accepts_the_release(walked: Walked) -> None:
 
 
 def test_a_release_is_added_to_the_record(walked: Walked) -> None:
-    """All that was recorded before stands there still, and what differs is printed."""
+    """All earlier records are kept, and differences are printed."""
     for name in RECORDS:
         before, after = (json.loads((root / name).read_text()) for root in (ROOT, walked.home))
         if name == RECORDS[0]:

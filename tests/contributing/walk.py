@@ -1,4 +1,4 @@
-"""A page of ``docs/contributing/``, followed literally in a copy of the repository."""
+"""Follow a page of ``docs/contributing/`` literally in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import NamedTuple
 from tests.paths import ROOT
 
 PAGES = ROOT / "docs" / "contributing"
-#: most files that a trip may take, pages that are made from the code aside
+#: maximum number of files per page, generated pages aside
 MOST = 5
 #: files that pages may touch
 READ = (".py", ".md", ".toml", ".json", ".h", ".cpp")
-#: what the walk of a page never reads: sources of kernels, which are built already
+#: files that pages never need: sources of built kernels
 UNNEEDED = shutil.ignore_patterns("__pycache__", "*.cu", "*.cpp", "*.pyc")
 
 
 class Step(NamedTuple):
-    """A block of code of a page: its language, the file that its sentence names, and its text."""
+    """A code block of a page: its language, the file that its sentence names, and its text."""
 
     language: str
     file: str
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 def steps(page: str) -> list[Step]:
-    """Return every block of code of a page, in order, but the list of files."""
+    """Return every code block of a page, in order, except the list of files."""
     text = (PAGES / page).read_text()
     fence = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
     found = []
@@ -47,7 +47,7 @@ def steps(page: str) -> list[Step]:
 
 
 def files(page: str) -> list[str]:
-    """Return the paths below ``## Files``: what a trip touches."""
+    """Return the paths below ``## Files``, which the page touches."""
     text = (PAGES / page).read_text().partition("\n## Files\n")[2]
     fence = re.search(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert fence is not None, f"{page}: expected a list of paths below ## Files"
@@ -55,7 +55,7 @@ def files(page: str) -> list[str]:
 
 
 def put(diff: str, file: Path) -> None:
-    """Apply a diff of one place: lines that stand there, that go, and that are new."""
+    """Apply a diff hunk: context, removed and added lines."""
     lines = diff.splitlines()
     old = "\n".join(line[1:] for line in lines if line[0] in " -")
     new = "\n".join(line[1:] for line in lines if line[0] in " +")
@@ -65,7 +65,7 @@ def put(diff: str, file: Path) -> None:
 
 
 class Copy:
-    """A copy of some folders and files of the repository, and what has changed in it."""
+    """A copy of some folders and files of the repository, which tracks changes."""
 
     def __init__(self, home: Path, *parts: str) -> None:
         self.home = home
@@ -84,13 +84,13 @@ class Copy:
                 yield str(path.relative_to(self.home)), path.read_bytes()
 
     def changed(self) -> set[str]:
-        """Return the paths of files that are new or differ, without those behind links."""
+        """Return the paths of new or changed files, not following links."""
         now = {name: text for name, text in self._contents() if self._before.get(name) != text}
         links = ("hybridcomp/patches/", "hybridcomp/configs/")
         return {name for name in now if not name.startswith(links)}
 
     def run(self, command: str) -> str:
-        """Run a line of the page where the page says; return what it printed."""
+        """Run a line of the page in its stated folder; return the output."""
         environment = {**os.environ, "PYTHONPATH": str(self.home), "OMP_NUM_THREADS": "1"}
         environment |= {
             "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1",

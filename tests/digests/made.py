@@ -1,6 +1,6 @@
-"""What is hashed: payloads, collectives through channels with their bytes, blocks.
+"""Hashed data: payloads, collectives through channels with their bytes, blocks.
 
-Values are made of integers and powers of two, so that they are the same bits on every machine.
+Values are made of integers and powers of two, so that they have the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "bound": {"dp": {"error_bound": 1e-2, "error_feedback": True}, "zero": {"error_bound": 1e-3}},
     "variable": {"dp": {"codec": "radix", "error_bound": 1e-2}, "zero": "expcode", "ep": "mpc"},
 }
-#: of the parameters that a bucket holds
+#: sizes of a bucket's parameters
 SHAPES = ((40, 61), (1, 61), (33, 40), (977,))
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Of many magnitudes, the same bits everywhere; 1-D."""
+    """Return 1-D values of many magnitudes, the same bits everywhere."""
     generator = torch.Generator().manual_seed(seed)
     mantissa = torch.randint(-(1 << 22), 1 << 22, (numel,), generator=generator)
     exponent = torch.randint(-26, -18, (numel,), generator=generator)
@@ -62,7 +62,7 @@ def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def sha(*tensors: Tensor) -> str:
-    """Of the bytes of ``tensors``."""
+    """Hash the bytes of ``tensors``."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -70,7 +70,7 @@ def sha(*tensors: Tensor) -> str:
 
 
 def payloads() -> Iterator[tuple[str, str]]:
-    """Every codec's payloads and what they decode to, by codec and dtype."""
+    """Return every codec's payloads and their decoded values, by codec and dtype."""
     for name, settings in CODECS:
         codec = make_codec(name, **settings)
         for dtype in VALUE_DTYPES:
@@ -86,7 +86,7 @@ def payloads() -> Iterator[tuple[str, str]]:
 
 
 def blocks() -> Iterator[tuple[str, str]]:
-    """The digest of every block under configs/."""
+    """Return the digest of every block under configs/."""
     for path in sorted((ROOT / "configs").glob("ds_*.json")):
         config = load_config(path)
         if config is not None:
@@ -98,9 +98,9 @@ def _pieces() -> list[Piece]:
 
 
 def collectives(block: dict[str, Any], dtype: torch.dtype, per_node: int) -> dict[str, Any]:
-    """Two steps of every collective of ``dp``, ``zero`` and ``ep`` on this rank.
+    """Run two steps of every collective of ``dp``, ``zero`` and ``ep`` on this rank.
 
-    ``per_node``: 0 for one level. The result has digests, and the ledger's bytes.
+    ``per_node``: 0 for one level. Returns digests and the ledger's bytes.
     """
     whole = {**block, "min_bytes": 0, **({"hierarchy": per_node} if per_node else {})}
     channels = Channels(CompressionConfig.parse(whole))

@@ -1,4 +1,4 @@
-"""A checkpoint after three steps, and what a run does that goes on from it."""
+"""A checkpoint after three steps, and a run resumed from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALE = 4.0
 
 
 def _steps(channels: Channels, first: int, count: int) -> list[str]:
-    """Digests of the sums of ``count`` steps on this rank."""
+    """Return digests of the sums of ``count`` steps on this rank."""
     found, channel = [], channels["dp"]
     for step in range(first, first + count):
         gradient = values(NUMEL, torch.float32, 100 * step + dist.get_rank())
@@ -39,7 +39,7 @@ def _steps(channels: Channels, first: int, count: int) -> list[str]:
 
 
 def write(folder: str) -> list[str]:
-    """Three steps, a checkpoint, and the digests of two steps more."""
+    """Run three steps, save, and return the digests of two more steps."""
     channels = Channels(CompressionConfig.parse(BLOCK))
     _steps(channels, 0, 3)
     checkpoint.save(Path(folder), channels, SCALE, {})
@@ -47,7 +47,7 @@ def write(folder: str) -> list[str]:
 
 
 def go_on(folder: str, scale: float = SCALE) -> tuple[list[str], float]:
-    """The digests of two steps after that checkpoint, and the norm of the restored residuals."""
+    """Return the digests of two steps after that checkpoint, and the restored residuals' norm."""
     channels = Channels(CompressionConfig.parse(BLOCK))
     checkpoint.load(Path(folder), channels, scale)
     norm = channels.residuals.norm()
@@ -56,7 +56,7 @@ def go_on(folder: str, scale: float = SCALE) -> tuple[list[str], float]:
 
 
 def by_call(folder: str) -> tuple[int, float]:
-    """Step and norm of the residuals after ``hybridcomp.load_state``."""
+    """Return step and norm of the residuals after ``hybridcomp.load_state``."""
     hybridcomp.install(BLOCK)
     hybridcomp.load_state(folder)
     channels = process.current()

@@ -1,8 +1,7 @@
-"""Payloads, results of collectives, their bytes and blocks' digests are those that were committed.
+"""Payloads, results of collectives, their bytes and blocks' digests equal the committed ones.
 
-After a change that is meant to change one of them run ``python -m tests.digests.test_digests``,
-with scripts/ in PYTHONPATH, and say in the commit why bytes that others may have stored are others
-now.
+After an intended change run ``python -m tests.digests.test_digests`` with scripts/ in PYTHONPATH,
+and say in the commit why bytes that others may have stored change.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from tests.digests.made import BLOCKS, blocks, collectives, payloads
 from tests.ranks import RankPool
 
 FILE = Path(__file__).with_name("digests.json")
-#: ranks, and of these how many share a node (0: one level)
+#: ranks, and ranks per node (0: one level)
 LAYOUTS = ((2, 0), (4, 0), (4, 2))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def every(ranks: int, pool: RankPool) -> Iterator[tuple[str, Any]]:
-    """The digests of all collectives on ``ranks`` ranks, by block, dtype and layout."""
+    """Return the digests of all collectives on ``ranks`` ranks, by block, dtype and layout."""
     for size, per_node in LAYOUTS:
         if size != ranks:
             continue
@@ -39,7 +38,7 @@ def every(ranks: int, pool: RankPool) -> Iterator[tuple[str, Any]]:
 
 
 def made() -> dict[str, Any]:
-    """Everything, as it is now."""
+    """Return all digests of the current code."""
     found: dict[str, Any] = {"payloads": dict(payloads()), "blocks": dict(blocks())}
     found["collectives"] = {}
     for ranks in (2, 4):

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint sums what an unbroken one does, bit for bit."""
+"""A run resumed from a checkpoint sums the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from tests.digests.resumed import by_call, go_on, write
 from tests.ranks import run_ranks
 
-#: what the two steps behind the checkpoint reduce, on every rank
+#: digests of the two steps after the checkpoint, on every rank
 NEXT_STEPS = ["2ab2d24ac96d6882", "1e937b02f75c4571"]
 NORMS = (6.159328430629894, 6.9792404199588685)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return where two ranks saved after three steps; their next two are ``NEXT_STEPS``."""
+    """Return a folder that two ranks saved after three steps; their next two are ``NEXT_STEPS``."""
     found = str(tmp_path_factory.mktemp("checkpoint"))
     assert run_ranks(2, write, found) == [NEXT_STEPS, NEXT_STEPS]
     return found

@@ -1,1 +1,1 @@
-"""The documents: examples parse, what they name exists, what is made from the code is current."""
+"""The documents: examples parse, names exist, generated parts are current."""

@@ -1,4 +1,4 @@
-"""What stands in the documents: pages, their fences, links and anchors."""
+"""Read the documents: pages, fences, links and anchors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
-#: hand-written pages and pages with parts that are made from the code
+#: hand-written pages, and pages with generated parts
 PAGES = sorted(
     [
         *(path for path in DOCS.rglob("*.md")),
@@ -27,7 +27,7 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Fence:
-    """One fenced example of a page."""
+    """A fenced example of a page."""
 
     page: Path
     kind: str  # json, python, diff, ...; empty for commands and output
@@ -35,7 +35,7 @@ class Fence:
 
     @property
     def place(self) -> str:
-        """The page and the first line, for messages."""
+        """Return page and first line, for messages."""
         return f"{self.page.relative_to(ROOT)}: {self.body.strip().splitlines()[0]}"
 
 
@@ -45,12 +45,12 @@ def text_of(page: Path) -> str:
 
 
 def prose_of(page: Path) -> str:
-    """The page without its fences, where a bracket is no link."""
+    """Return the page without its fences, where brackets are not links."""
     return _FENCE.sub("", text_of(page))
 
 
 def fences(*kinds: str) -> Iterator[Fence]:
-    """All fences of these kinds, in all pages, without the indentation of lists."""
+    """Return all fences of these kinds, in all pages, without the indentation of lists."""
     for page in PAGES:
         for match in _FENCE.finditer(text_of(page)):
             if match["kind"] in kinds:
@@ -60,7 +60,7 @@ def fences(*kinds: str) -> Iterator[Fence]:
 
 
 def commands() -> Iterator[tuple[Fence, str]]:
-    """Every line of a fence that a shell would take, continued lines joined."""
+    """Return every shell line of a fence, with continued lines joined."""
     for fence in fences("", "bash", "diff"):
         joined = re.sub(r"\\\n\s*", " ", fence.body)
         for line in joined.splitlines():
@@ -68,7 +68,7 @@ def commands() -> Iterator[tuple[Fence, str]]:
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
-    """Target and anchor (or "") of every link and picture that leads into the repository."""
+    """Return target and anchor (or "") of every link and picture into the repository."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
         if not re.match(r"[a-z]+:", target):
             path, _, anchor = target.partition("#")
@@ -76,20 +76,20 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as the site and GitHub make them."""
+    """Return a page's heading anchors, as the site and GitHub create them."""
     headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
     return {slug(heading) for heading in headings}
 
 
 def slug(heading: str) -> str:
-    """What Python-Markdown makes of a heading."""
+    """Return Python-Markdown's slug of a heading."""
     plain = re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "]", heading)).strip().lower()
     return re.sub(r"[-\s]+", "-", plain)
 
 
 @lru_cache
 def _tree(commit: str) -> list[str] | None:
-    """The paths of a commit's files; None where this checkout does not have the commit."""
+    """Return the paths of a commit's files; None if this checkout lacks the commit."""
     listed = subprocess.run(
         ["git", "ls-tree", "-r", "--name-only", commit],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -98,9 +98,9 @@ def _tree(commit: str) -> list[str] | None:
 
 
 def in_a_named_commit(page: Path, path: str) -> bool:
-    """Whether a commit that ``page`` names has ``path``, or a file of that name.
+    """Return whether a commit that ``page`` names has ``path``, or a file of that name.
 
-    True, too, where the checkout lacks the commit, as a shallow one does.
+    Also true if the checkout lacks the commit, as a shallow one does.
     """
     trees = [_tree(commit) for commit in re.findall(r"commit ([0-9a-f]{7,40})", text_of(page))]
     return any(
@@ -109,7 +109,7 @@ def in_a_named_commit(page: Path, path: str) -> bool:
 
 
 def texts_in_named_commits(page: Path, path: str) -> list[str | None]:
-    """The file in each commit that ``page`` names; None where this checkout cannot show it."""
+    """Return the file in each commit that ``page`` names; None if this checkout lacks it."""
     found: list[str | None] = []
     for commit in re.findall(r"commit ([0-9a-f]{7,40})", text_of(page)):
         shown = subprocess.run(

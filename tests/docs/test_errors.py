@@ -1,4 +1,4 @@
-"""The page of error messages shows what the program says."""
+"""The page of error messages quotes the program's messages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.docs.pages import DOCS, text_of
 from tests.paths import ROOT
 
 PAGE = text_of(DOCS / "errors.md")
-#: share of a message's pairs of neighbouring words that stand so in the code; at the others a value
-#: is filled in, or two parts of the message meet
+#: share of a message's adjacent word pairs that must occur in the code; at the others a value is
+#: filled in, or two parts of the message meet
 OURS = 0.6
-#: an expression in a message
+#: an f-string expression in a message
 GAP = "\0"
 
 
 def messages() -> Iterator[str]:
-    """Every message in the first column of the page's tables."""
+    """Return every message in the first column of the page's tables."""
     for row in re.findall(r"^\| (`.*?) \| ", PAGE, re.MULTILINE):
         yield from re.findall(r"`([^`]+)`", row)
 
 
 def texts() -> Iterator[str]:
-    """Every string in the package's code, with a gap where a value is filled in."""
+    """Return every string in the package's code, with a gap where a value is filled in."""
     rooms = (ROOT / "hybridcomp", ROOT / "patches")
     for path in sorted(path for room in rooms for path in room.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -42,31 +42,31 @@ def texts() -> Iterator[str]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a message, without numbers, keys, and names of packages, codecs and dtypes."""
+    """Return a message's words, without numbers, keys, and names of packages, codecs and dtypes."""
     kept = re.sub(r"[a-z]+(?:\.[a-z]+)+|\b\w+\([^)]+\)|\b[a-z]+\d+\b", " ", text.lower())
     found = re.findall(r"[a-z][a-z'-]+", kept.replace(GAP, " "))
     return [word for word in found if word not in ("deepspeed", "mpc")]
 
 
 def pairs(text: str) -> list[tuple[str, str]]:
-    """Each word with the one behind it."""
+    """Return each word with its successor."""
     found = words(text)
     return list(zip(found, found[1:], strict=False))
 
 
 class Known:
-    """Words of the program's texts: read once, and not while tests are collected."""
+    """Words of the program's strings, read once and not while tests are collected."""
 
     def __init__(self) -> None:
         every = list(texts())
         self.pairs = {pair for text in every for pair in pairs(text)}
-        # words of each stretch of a text without a gap
+        # words of each gapless part of a string
         parts = [found for text in every for part in text.split(GAP) if (found := words(part))]
         self.first, self.last = {part[0] for part in parts}, {part[-1] for part in parts}
         self.words = {word for part in parts for word in part}
 
     def meet(self, left: str, right: str) -> bool:
-        """Whether two words may stand side by side where two parts, or a part and a value, meet."""
+        """Return whether two words may be adjacent where two parts, or a part and a value, meet."""
         ends, begins = left in self.last, right in self.first
         return (ends or left not in self.words) and (begins or right not in self.words)
 
@@ -85,7 +85,7 @@ def test_a_message_of_the_page_is_one_of_the_program(known: Known, message: str)
 
 
 def test_a_wrong_word_is_found(known: Known) -> None:
-    """Most words that are replaced by another of the program's; without ``meet`` one."""
+    """Replaces words by others of the program: most are detected, without ``meet`` all but one."""
     draw, every = random.Random(1), sorted(known.words)
     found = count = 0
     for message in messages():

@@ -1,4 +1,4 @@
-"""Examples in the documents: blocks are blocks, commands exist and print what is shown."""
+"""Examples in the documents: blocks parse, commands exist and print what is shown."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("fence", JSON, ids=lambda fence: fence.place)
 def test_blocks_parse(fence: Fence) -> None:
-    """Plain JSON, as files that other readers take have to be; a block, or a file with one."""
+    """They are plain JSON, as other readers of the files require."""
     found = json.loads(fence.body)
-    if "kind" in found:  # a cluster described by hand
+    if "kind" in found:  # a hand-written cluster
         assert cluster_file.parse(found).ranks
-    elif "jobs" in found:  # that share a cluster
+    elif "jobs" in found:  # jobs that share a cluster
         assert request.parse(found, fence.place, world_size=16).jobs
     elif BLOCK in found:
         block = load_config(found)
         assert block is not None
-        check.check(block, found)  # acts beside the rest of the file
+        check.check(block, found)  # takes effect beside the rest of the file
     else:
         CompressionConfig.parse(found)
 
 
 def test_no_sample_has_comments() -> None:
-    """What is meant to be copied has to be JSON: HfTrainerDeepSpeedConfig reads no comments."""
+    """Samples are copied, and HfTrainerDeepSpeedConfig accepts no comments."""
     assert not list(fences("jsonc", "json5", "hjson"))
 
 
@@ -65,7 +65,7 @@ def test_python_parses(fence: Fence) -> None:
 
 
 def test_blocks_in_words_parse() -> None:
-    """`{"preset": ...}` and `"dp": {...}` in a sentence, where they are whole."""
+    """Covers complete `{"preset": ...}` and `"dp": {...}` in sentences."""
     tried = 0
     for page in (ROOT / "docs").rglob("*.md"):
         for text in re.findall(r"`(\{\"(?:preset|dp|zero)\".*?\})`", prose_of(page)):
@@ -78,7 +78,7 @@ def test_blocks_in_words_parse() -> None:
 
 
 def hybridcomp_commands() -> list[list[str]]:
-    """Arguments of every `hybridcomp X` in commands and sentences."""
+    """Return the arguments of every `hybridcomp X` in commands and sentences."""
     lines = [line for _, line in commands() if line.startswith("hybridcomp ")]
     pages = (ROOT / "docs").rglob("*.md")
     for page in (*pages, ROOT / "README.md"):
@@ -87,7 +87,7 @@ def hybridcomp_commands() -> list[list[str]]:
 
 
 def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """The commands and the options in front of `--` are those of the command line."""
+    """Commands and options before `--` exist on the command line."""
     wanted: dict[str, set[str]] = {}
     for command, *rest in hybridcomp_commands():
         own = rest[: rest.index("--")] if "--" in rest else rest
@@ -102,7 +102,7 @@ def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
             assert option in text, f"hybridcomp {command} {option}"
 
 
-#: options that a parser of an upstream adds to the script's own
+#: options that an upstream's parser adds to a script
 ADDED = {"--deepspeed_config", "--deepspeed"}
 #: scripts whose options are all an upstream's
 FOREIGN = {"train_torchtitan.py"}
@@ -112,7 +112,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
 def started() -> list[tuple[Fence, Path, list[str]]]:
-    """Every script of this repository that a command starts, with its arguments."""
+    """Return every script of this repository that a command starts, with its arguments."""
     found = []
     for fence, line in commands():
         words = shlex.split(line, comments=True) if "scripts/" in line else []
@@ -125,7 +125,7 @@ def started() -> list[tuple[Fence, Path, list[str]]]:
 
 
 def own_options(script: Path) -> set[str]:
-    """The options in the text of a script, and of the modules beside it that it imports."""
+    """Return the options in a script's text, and of the adjacent modules it imports."""
     seen: set[Path] = set()
     waiting, options = [script], set(ADDED)
     while waiting:
@@ -147,7 +147,7 @@ def test_scripts_know_the_options_that_pages_give_them() -> None:
         given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
         if script.name not in FOREIGN and "--" not in arguments:
             foreign = given - own_options(script)
-            if foreign:  # of a measurement that only a commit has, which the page names
+            if foreign:  # of a measurement whose script only a commit has, which the page names
                 then = texts_in_named_commits(fence.page, str(script.relative_to(ROOT)))
                 known = any(text is None or foreign & set(OPTION.findall(text)) for text in then)
                 assert known, f"{fence.place}: {script.name} {foreign}"
@@ -156,7 +156,7 @@ def test_scripts_know_the_options_that_pages_give_them() -> None:
 
 
 def ranks_of(line: str) -> int | None:
-    """The ranks that a launcher starts on one machine; None: no launcher, or several machines."""
+    """Return a launcher's ranks on one machine; None: no launcher, or several machines."""
     found = re.search(r"--(?:num_gpus|nproc[-_]per[-_]node)[ =](\d+)", line)
     alone = found is not None and not re.search(r"--nnodes|--hostfile|srun", line)
     return int(found[1]) if found is not None and alone else None
@@ -165,7 +165,7 @@ def ranks_of(line: str) -> int | None:
 def test_commands_of_the_training_example_fit_their_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of four and eight ranks among them: arguments, layout and, where it is there, file."""
+    """Includes four and eight ranks: arguments, layout and, if it exists, the file."""
     pytest.importorskip("deepspeed")
     import train_gpt
     from gpt import layouts
@@ -184,14 +184,14 @@ def test_commands_of_the_training_example_fit_their_ranks(
         layouts.check(arguments, settings)
         copies = arguments.tp * arguments.pp * arguments.cp * arguments.tp2d**2
         assert ranks % copies == 0, line
-        if not file.is_file():  # of the reader, or in a fence of the page
+        if not file.is_file():  # the reader's, or in a fence of the page
             assert not str(file).startswith(str(ROOT / "configs")), line
         found.add(ranks)
     assert found >= {2, 4, 8}
 
 
 def test_blocks_and_files_of_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
-    """What stands behind ``--block`` or ``--budget``, and files that a command names."""
+    """Covers arguments of ``--block`` and ``--budget``, and files that a command names."""
     files, tried = set(), 0
     for _, line in commands():
         words = shlex.split(line, comments=True) if re.search(r"\{\"|\.json", line) else []
@@ -209,7 +209,7 @@ def test_blocks_and_files_of_commands_are_valid(capsys: pytest.CaptureFixture[st
 
 
 def test_pages_agree_that_the_preset_feeds_nothing_back() -> None:
-    """Where a page says that what is rounded off is added later it names the key that asks it."""
+    """Wherever a page says that rounding errors are added later, it names the key for that."""
     block = CompressionConfig.parse({"preset": "recommended"})
     assert not block.error_feedback("dp")
     pages = [page for page in (ROOT / "docs").glob("*.md") if "recommended" in page.read_text()]
@@ -240,7 +240,7 @@ def test_what_pays_prints_is_what_the_page_shows(
 def test_what_pays_says_of_four_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the page's own file, and the figures of ZeRO 1 in the sentence below it."""
+    """Checks the page's file, and the figures of ZeRO 1 in the sentence below it."""
     page = ROOT / "docs" / "four_nodes.md"
     settings = next(fence for fence in fences("json") if fence.page == page)
     (tmp_path / "ds_config.json").write_text(settings.body)
@@ -264,7 +264,7 @@ def test_launcher_lines_name_the_module() -> None:
             kept = "hybridcomp.run" in line or "compare --launch" in fence.body
             kept |= (
                 re.search(r"(-m|--module) hybridcomp.tools.measure", line) is not None
-            )  # compresses no training
+            )  # trains nothing compressed
             kept |= "scripts/examples/" in line and "--block" in line  # attached by the script
             kept |= "scripts/examples/rollouts_" in line  # publishes, and compresses nothing
             kept |= "scripts/benchmarks/" in line  # measures layers that encode by themselves
@@ -278,7 +278,7 @@ RUN = [page for page in ENGINES if page.stem not in TRAINERS]
 
 
 def first_commands(page: Path) -> Fence:
-    """The first example of a page."""
+    """Return a page's first example."""
     return next(fence for fence in fences("", "json", "python", "yaml", "diff", "bash", "sh")
                 if fence.page == page)  # fmt: skip
 
@@ -313,7 +313,7 @@ VARIABLE = re.compile(r"\bHYBRIDCOMP_[A-Z_]*[A-Z]\b")
 
 
 def test_no_hint_asks_an_index_for_hybridcomp() -> None:
-    """Extras are installed in a clone: ``errors.install_hint`` says so, everywhere."""
+    """Extras are installed in a clone, as ``errors.install_hint`` says."""
     paths = [path for name in ("*.py", "*.md", "*.yml", "*.yaml") for path in ROOT.rglob(name)]
     asking = re.compile(r"pip install (-U )?['\"]?hybridcomp")
     own = (path for path in paths if not {".git", "site-packages"} & set(path.parts))
@@ -332,7 +332,7 @@ def test_environment_variables_are_known() -> None:
     assert tuple(table) == environment.VARIABLES
 
 
-#: tests that misspell one
+#: tests that misspell a key
 MISSPELT = ("test_environment.py", "test_run.py")
 
 

@@ -1,4 +1,4 @@
-"""Links, anchors, pictures and paths in the documents lead somewhere."""
+"""Links, anchors, pictures and paths in the documents resolve."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_paths_in_words_exist(page: Path) -> None:
     for path in re.findall(rf"`((?:{rooms})/[\w./-]+)`", prose_of(page)):
         assert (ROOT / path).exists() or in_a_named_commit(page, path), path
     for name in re.findall(r"`((?:bench|train)_\w+\.py)`", prose_of(page)):
-        if not name.startswith(("train_hf", "train_accelerate")):  # of the reader
+        if not name.startswith(("train_hf", "train_accelerate")):  # the reader's
             assert list(SCRIPTS.rglob(name)) or in_a_named_commit(page, name), name
 
 

@@ -1,4 +1,4 @@
-"""What is made from the code is current, the README is short and its figures are the measured."""
+"""Generated parts are current, the README is short, and its figures are the measured ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hybridcomp.errors import install_hint
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-#: job of bits.JOBS -> bits a parameter, natively and with the preset: 16 or 32 for each
-#: reduce-scatter or gather, an all-reduce being both; 4.258 and 8.258 of blockint at 4 and 8 bits
+#: job of bits.JOBS -> bits per parameter, native and with the preset: 16 or 32 for each
+#: reduce-scatter or gather (an all-reduce is both); 4.258 and 8.258 of blockint at 4 and 8 bits
 BITS = {
     "zero0": (2 * 16, 2 * 4.258),
     "zero1": (2 * 16 + 16, 4.258 + 8.258),
@@ -41,12 +41,12 @@ BITS = {
     "megatron_bf16": (16 + 16, 4.258 + 8.258),
     "activations": (16, 8.258),
 }
-#: layouts of README's sentence about losses
+#: layouts in README's sentence about losses
 EIGHT_SEEDS = {"ZeRO 1": "dp2", "FSDP2": "fsdp2", "DDP": "ddp2"}
 
 
 def _gap(training: str, layout: str, run: str) -> str:
-    """The gap of a run of docs/results/losses.csv, with its interval."""
+    """Return a run's gap in docs/results/losses.csv, with its interval."""
     with open(charts.LOSSES, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if (row["training"], row["layout"], row["run"]) == (training, layout, run):
@@ -84,7 +84,7 @@ def test_the_tables_bits_are_those_of_nccls_algorithms() -> None:
 
 
 def test_the_tables_bits_were_counted_at_interfaces_of_hosts() -> None:
-    """And what the ledger tells of these runs: its bytes within 1 %, its factor within 2 %."""
+    """The ledger's bytes of these runs agree within 1 %, its factor within 2 %."""
     rows = count_bytes.read(ROOT / "docs/results/bytes.csv")
     assert not count_bytes.missed(rows)
     counted = {row["job"] for row in rows}
@@ -94,24 +94,24 @@ def test_the_tables_bits_were_counted_at_interfaces_of_hosts() -> None:
     assert told >= {(name, arm) for name in layouts for arm in ("none", "recommended")}
     for row in rows:
         if row["arm"] == "recommended" and row["job"] in bits.JOBS:
-            job = bits.JOBS["ddp" if row["job"] == "ddp_x4" else row["job"]]  # told beside its hook
+            job = bits.JOBS["ddp" if row["job"] == "ddp_x4" else row["job"]]  # beside its hook
             nodes, per_node = (2, 1) if row["layout"] not in ("hpz", "hsdp") else (2, 2)
             today, ours = (
                 bits.across(messages, nodes, per_node, levels)
                 for messages, levels in ((job.today, False), (job.recommended, True))
             )
-            where = "link_" if per_node > 1 else ""  # what stays inside a node is in no table
+            where = "link_" if per_node > 1 else ""  # no table has traffic inside a node
             factor = row[f"native_{where}MB"] / row[f"told_{where}MB"]
             assert factor == pytest.approx(today / ours, rel=0.02), row["job"]
 
 
 def test_native_bytes_of_islands_are_those_of_the_job_without_them() -> None:
-    """As counted at its hosts' interfaces, and the factor is what the ledger makes of them."""
+    """Counted at the hosts' interfaces; the ledger's factor follows from them."""
     rows = {row["arm"]: row for row in count_bytes.read(ROOT / "docs/results/bytes.csv")
             if row["job"] == "islands"}  # fmt: skip
     islands, native = rows["islands"], rows["native fp32"]
     assert islands["native_MB"] == pytest.approx(native["link_MB"], rel=0.01)
-    # 96 bits a step; 2 x 4.258 bits every tenth
+    # 96 bits per step; 2 x 4.258 bits every tenth
     assert islands["native_MB"] / islands["told_MB"] == pytest.approx(112.73, rel=0.001)
     assert abs(islands["off"]) < 0.01
 
@@ -134,7 +134,7 @@ def test_speeds_at_a_quarter_are_the_measured_ones() -> None:
 
 
 def test_the_readme_begins_with_what_for_whom_and_how_much() -> None:
-    """Its factors span those of the tables: of bytes, and of speeds of `recommended` at r = 1."""
+    """Its ranges span those of the tables: bytes, and speeds of `recommended` at r = 1."""
     title, empty, *lines = README.splitlines()[:5]
     assert title.startswith("# ") and not empty and all(lines)
     factors = [today / ours for name, (today, ours) in BITS.items() if name != "zeropp"]
@@ -147,7 +147,7 @@ def test_the_readme_begins_with_what_for_whom_and_how_much() -> None:
 
 
 def test_parts_of_the_installation_can_be_pasted_alone() -> None:
-    """No block installs two kinds of CuPy, and none clones from an address that is none."""
+    """No block installs two kinds of CuPy or clones from a placeholder address."""
     for page in ("README.md", "docs/getting_started.md"):
         for block in re.findall(r"```\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL):
             assert block.count("pip install -e") <= 1, block
@@ -155,7 +155,7 @@ def test_parts_of_the_installation_can_be_pasted_alone() -> None:
 
 
 def test_all_pages_install_one_torch_for_cpus() -> None:
-    """From the index whose torch brings no CUDA; extras come at once, as each build takes time."""
+    """They use the index whose torch has no CUDA; extras come at once, as each build takes time."""
     pages = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/getting_started.md")]
     index = "--index-url https://download.pytorch.org/whl/cpu"
     for line in (line for text in pages for line in text.splitlines()):
@@ -169,7 +169,7 @@ def test_all_pages_install_one_torch_for_cpus() -> None:
 
 
 def test_bits_of_published_weights_are_those_of_the_table() -> None:
-    """From a learning rate of 1e-6 to one of 1e-3, rounded; a full version has at most 16."""
+    """From a learning rate of 1e-6 to 1e-3, rounded; a full version has at most 16."""
     told = re.search(
         r"at (\S+) bits a weight \(learning rate 1e-6\) to (\S+) \(1e-3\), at most 16",
         README,
@@ -187,7 +187,7 @@ def test_the_front_page_has_two_bars_a_link_and_the_table_of_jobs() -> None:
     assert "![Tokens a second over three links, with and without the block](speed.svg)" in page
     drawn = charts.front()
     assert set(charts.BESIDE.values()) == {"native messages", '{"preset": "recommended"}'}
-    for kind in charts.BESIDE:  # a bar for each link, and one in the key
+    for kind in charts.BESIDE:  # a bar for each link, and one in the legend
         assert drawn.count(f'<rect class="{kind}"') == 1 + len(charts.LINKS)
     assert not re.search("mzhybrid|delta|bound", drawn)
     table = page.partition("<!-- jobs")[2].partition("<!-- /jobs -->")[0]
@@ -197,7 +197,7 @@ def test_the_front_page_has_two_bars_a_link_and_the_table_of_jobs() -> None:
 
 
 def test_the_ledgers_page_says_that_the_trial_halves_the_first_factors() -> None:
-    """And until which step: of the comparison's rounds, behind those that warm up."""
+    """It names the step until which the comparison runs, after its warm-up rounds."""
     page = " ".join((ROOT / "docs/ledger.md").read_text("utf-8").split())
     one = recheck.Recheck(["dp", "zero"], verdicts.WARM)
     first = f"until step {one.stop - 1}, or {one.last} in a close case"
@@ -205,7 +205,7 @@ def test_the_ledgers_page_says_that_the_trial_halves_the_first_factors() -> None
 
 
 def test_pages_say_how_one_process_is_started() -> None:
-    """DeepSpeed alone ends without a launcher; hybridcomp's module itself starts one process."""
+    """DeepSpeed without a launcher exits; hybridcomp's module starts a single process."""
     page = (ROOT / "docs/engines/deepspeed.md").read_text("utf-8")
     assert "`--num_gpus 1`" in page and "No module named 'mpi4py'" in page
 
@@ -220,7 +220,7 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
 
 
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
-    """Links, anchors and navigation, as mkdocs sees them: a warning is an error."""
+    """mkdocs treats warnings about links, anchors and navigation as errors."""
     if find_spec("mkdocs") is None or find_spec("material") is None:
         pytest.skip(f"mkdocs is not installed ({install_hint('docs')})")
     result = subprocess.run(
@@ -235,7 +235,7 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     dead = [
         f"{page.relative_to(tmp_path)}: {path}"
         for page in tmp_path.rglob("*.html")
-        if page.name != "404.html"  # it is served for any address, so its links begin at the root
+        if page.name != "404.html"  # it is served for any address, so its links are absolute
         for path in re.findall(r'<(?:a|img)\s[^>]*(?:href|src)="([^"#?]+)', page.read_text("utf-8"))
         if not re.match(r"[a-z]+:|//", path) and not (page.parent / path).exists()
     ]
@@ -247,7 +247,7 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     loaded = re.findall(r"<(?:script|link)[^>]+(?:src|href)=\"([^\"]+)\"", home)
     elsewhere = [path for path in loaded if "//" in path]
     assert not elsewhere, "the site must open without a network"
-    # the search of a page opened as a file: a worker without a server, the index as a script
+    # search in a page opened as a file: a worker without a server, the index as a script
     worker = "site/iframe-worker.js"
     assert worker in loaded and (tmp_path / worker).is_file()
     assert (tmp_path / "search/search_index.js").read_text("utf-8").startswith("var __index = {")
@@ -257,9 +257,9 @@ PROOF = ROOT / "docs/results/gpu_proof.md"
 
 
 def test_pages_of_results_are_short_and_have_no_bitmaps() -> None:
-    """A question a page; raw tables are CSV files beside it, or in the commit that a page names.
+    """Each page answers one question; raw tables are CSV files beside it, or in a named commit.
 
-    The proof on a GPU asks no question: it is the list that its command works through.
+    The GPU proof is exempt: it lists the steps of its command.
     """
     for page in sorted(set((ROOT / "docs/results").glob("*.md")) - {PROOF}):
         text = page.read_text("utf-8")

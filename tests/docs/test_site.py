@@ -1,4 +1,4 @@
-"""The site: the chooser's blocks are accepted, and a browser finds nothing wrong on any page."""
+"""The site: the chooser's blocks are valid, and a browser reports no error on any page."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from doc_pages import chooser
 from hybridcomp.tools.commands import cli
 from tests.paths import ROOT
 
-#: pages of results may be so high at a width of 1,440 pixels
+#: maximum height of results pages at a width of 1,440 pixels
 HIGHEST = 6000
-#: runs in a page of the same origin and shows every page in a frame; writes what it finds as JSON
+#: runs in a page of the same origin, shows every page in a frame and writes its findings as JSON
 HARNESS = (Path(__file__).with_name("site_harness.js")).read_text(encoding="utf-8")
 
 
 def made() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every choice that leads to a block: its words, the name of the file, what is in it."""
+    """Return every choice that leads to a block: its words, the file's name and contents."""
     text = (ROOT / "docs" / "site" / "blocks.js").read_text(encoding="utf-8")
     found = json.loads(text.partition("hybridcompBlocks = ")[2].rstrip().removesuffix(";"))
     for words, (name, contents) in found["blocks"].items():
@@ -79,7 +79,7 @@ def address(site: Path) -> Iterator[str]:
 
 class Quiet(SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
-        """Hand out a file; the harness asks for a pause, too."""
+        """Serve a file; the harness can also request a pause."""
         if not self.path.startswith("/pause"):
             return super().do_GET()
         time.sleep(0.05)
@@ -96,7 +96,7 @@ class Quiet(SimpleHTTPRequestHandler):
 def test_chromium_finds_nothing_wrong(
     site: Path, address: str, width: int, scheme: str, tmp_path: Path
 ) -> None:
-    """No dead link, no error, nothing cut off, legible text, and a block after three clicks."""
+    """No dead link, error, clipped content or illegible text, and a block after three clicks."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("needs chromium")

@@ -1,1 +1,1 @@
-"""The short forms of scripts/fuzz.py and scripts/chaos.py, with fixed seeds."""
+"""Short versions of scripts/fuzz.py and scripts/chaos.py, with fixed seeds."""

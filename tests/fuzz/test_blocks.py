@@ -1,4 +1,4 @@
-"""Broken blocks: one line each that begins with the key, before any engine is built."""
+"""Broken blocks raise one line each that begins with the key, before any engine is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile values keep to every bound: the short form of ``scripts/fuzz.py bounds``."""
+"""Hostile values satisfy every bound: the short version of ``scripts/fuzz.py bounds``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hybridcomp.codecs import Bounded
 def test_hostile_values_stay_within_every_bound(tmp_path: Path) -> None:
     result = bounds.hunt(12_000_000, seed=1, keep=tmp_path)
     assert result.outside == []
-    assert len(result.tried) == 9  # three parts, three dtypes
+    assert len(result.tried) == 9  # three checks, three dtypes
     assert min(result.subnormal.values()) > 10_000 and len(result.subnormal) == 3
 
 
 @pytest.mark.parametrize("bound", [0.1, 0.02, 0.006])
 def test_small_fp16_values_stay_within_a_bound_when_moved(bound: float) -> None:
-    """Half of the bound is for fp16's own grid (found by fuzzing: up to 1.56 times outside)."""
+    """Half of the bound is for fp16's grid; without it errors reached 1.56 times the bound."""
     generator = torch.Generator().manual_seed(0)
     promise = Bounded(bound)
     for power in range(-24, -8):
@@ -40,7 +40,7 @@ def test_small_fp16_values_stay_within_a_bound_when_moved(bound: float) -> None:
 def test_a_nan_takes_its_block_with_it_and_nothing_else(
     family: str, block: int, numel: int
 ) -> None:
-    """A message's last block is cut short; the hunt once took its neighbours for lost."""
+    """A message's last block is shorter; the fuzzer once counted its neighbours as lost."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     values[[0, numel // 2, numel - 1]] = float("nan")
     promise = Bounded(0.02, family=family)
@@ -57,7 +57,7 @@ def test_a_nan_takes_its_block_with_it_and_nothing_else(
 def wrong(
     decoded: list[float], exact: list[float], spoilt: list[bool] | None = None, limit: float = 0.1
 ) -> list[bool]:
-    """What a comparison says of each value."""
+    """Return the comparison's verdict for each value."""
     mask = None if spoilt is None else torch.tensor(spoilt)
     limits = torch.full((len(exact),), limit, dtype=torch.float64)
     right = torch.tensor(exact, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Ranks that are killed, stopped and restarted; disks that are full: a few fixed cases.
+"""Killed, stopped and restarted ranks, and full disks: a few fixed cases.
 
-Under torchrun's agent; ``scripts/chaos.py`` has a hundred, also under the launchers themselves.
+They run under torchrun's agent; ``scripts/chaos.py`` has a hundred, also with the launchers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 from fuzzing import jobs, strikes
 from tests.selection import by_day
 
-#: the job's own limits say what hung; this one only ends what they do not
+#: the job's own timeouts report hangs; this one ends everything else
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * strikes.START_S)]
 
 

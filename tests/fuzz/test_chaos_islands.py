@@ -1,4 +1,4 @@
-"""Islands that are killed, stopped and paused: the short form of ``scripts/chaos_islands.py``."""
+"""Killed, stopped and paused islands: the short version of ``scripts/chaos_islands.py``."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_struck_islands_lose_nothing_of_others(preset: str) -> None:
 
 
 def test_four_islands_are_three_and_four_again() -> None:
-    """The losses, of the one that comes back too, are those of undisturbed runs."""
+    """Losses, including the returning island's, equal those of undisturbed runs."""
     assert chaos_islands.main(["--strikes", "1", "--kinds", "away", "--calm", "3"]) == 0

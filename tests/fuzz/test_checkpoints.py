@@ -1,4 +1,4 @@
-"""Damaged files beside a checkpoint: a clear error on every rank, nothing else lost."""
+"""Damaged checkpoint files give a clear error on every rank and lose nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzzing import checkpoints  # found through tests/fuzz/__init__.py
+from fuzzing import checkpoints  # importable through tests/fuzz/__init__.py
 from tests.ranks import run_ranks
 
 pytest.importorskip("deepspeed")

@@ -1,8 +1,7 @@
-"""Damaged payloads through the CUDA decoders, run on the host in memory that ends where they end.
+"""Damaged payloads through the CUDA decoders, on the host with exact-size buffers.
 
-A read or write beyond an array is a crash there. What the CPU refuses has to be told as damage by
-the device, and what the CPU decodes has to be the same values: a payload that one back end takes
-for a message and the other for damage would split a job.
+An access beyond an array crashes. The device must report damage where the CPU rejects a payload,
+and else decode the same values; otherwise the back ends of a job would diverge.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from tests.kernels.cuda.common import CODECS, bits_but_nan, kernels_replaced, pa
 from tests.kernels.cuda.emulated import EmulatedLauncher
 
 KERNELS = CudaKernels(EmulatedLauncher())
-#: of each codec; the long form has more
+#: cases per codec; the long version has more
 CASES = int(os.environ.get("HYBRIDCOMP_FUZZ_CASES", "20"))
-#: codecs whose garbage may differ: a GPU reads on behind the flag of zfp's zero block, behind which
-#: every encoder writes zeros
+#: codecs whose garbage may differ: a GPU reads past the flag of zfp's zero block, where every
+#: encoder writes zeros
 OWN_GARBAGE = ("zfp",)
 KINDS = ("normal", "outliers", "sparse", "nonfinite", "wide", "subnormal", "bits")
 
 
 def decoded(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
-    """The values, None where the payload was refused."""
+    """Return the values, None if the payload was rejected."""
     out = guarded.empty(numel * dtype.itemsize, dtype)
     try:
         codec.decode(payload, out)
-        KERNELS.check()  # of a GPU: what was found is told here
+        KERNELS.check()  # a GPU reports damage here
     except CodecError:
         return None
     return out

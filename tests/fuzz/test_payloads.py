@@ -1,6 +1,6 @@
-"""Damaged payloads under the address and undefined-behaviour sanitizers, the short form.
+"""Damaged payloads under the address and undefined-behaviour sanitizers, short version.
 
-blockint and zfp take half a minute to build so; the long form has them. stepcode is built by night.
+blockint and zfp, which take half a minute to build, are in the long version. stepcode runs nightly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_damaged_payloads_are_garbage_or_refused(driver: Path, tmp_path: Path, c
 @needs_sanitizers
 @pytest.mark.nightly
 def test_damaged_steps_are_garbage_or_refused(tmp_path: Path) -> None:
-    """stepcode with each kind of instructions, against a reference that both sides hold."""
+    """stepcode with each instruction set, against a shared reference."""
     driver = payloads.build(["stepcode"], native=False, folder=tmp_path)
     result = payloads.run(driver, "stepcode", CASES, seed=7, keep=tmp_path)
     assert result.failure == ""
@@ -49,7 +49,7 @@ def test_damaged_steps_are_garbage_or_refused(tmp_path: Path) -> None:
 
 @needs_sanitizers
 def test_a_case_that_stops_the_driver_is_kept(driver: Path, tmp_path: Path) -> None:
-    """A driver without the codec stands in for one that crashes."""
+    """A driver without the codec stands in for a crashing one."""
     broken = tmp_path / "driver"
     broken.write_text(
         "#!/bin/sh\n"

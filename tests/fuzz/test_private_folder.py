@@ -1,4 +1,4 @@
-"""Folders of which programs are run: nobody else's, and open to nobody else."""
+"""Folders with executed files belong to this user and are closed to others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuzzing.private_folder import private_folder
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for the folder of all users' temporary files."""
+    """Return a stand-in for the shared temporary directory."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 

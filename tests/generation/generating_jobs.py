@@ -1,4 +1,4 @@
-"""Small pipelines that generate, for tests: the example's GPT, whole and cut over ranks."""
+"""Small generating pipelines for tests: the example's GPT, whole and sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ VOCAB, WIDTH, HEADS, LAYERS = 61, 32, 4, 4
 
 
 def example() -> None:
-    """Have the example's modules importable."""
+    """Make the example's modules importable."""
     folder = str(ROOT / "scripts" / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
 
 def config(tp: int = 1, tied: bool = False) -> Any:
-    """Sizes of the model."""
+    """Return the model's size."""
     example()
     from gpt.weights import ModelConfig
 
@@ -39,16 +39,16 @@ def prompts(count: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
 
 
 def sharpen(layers: Any) -> None:
-    """Make the logits of a fresh model as far apart as those of a trained one."""
+    """Scale a fresh model's logits to the spread of a trained one's."""
     with torch.no_grad():
         for layer in layers:
-            for weight in layer.parameters():  # each once, also where two layers share it
+            for weight in layer.parameters():  # once each, also if two layers share it
                 if weight.dim() > 1:
                     weight.mul_(6.0)
 
 
 def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False, **given: Any) -> Any:
-    """Build a DeepSpeed engine around a pipeline of the model; ``given``: of its config."""
+    """Build a DeepSpeed engine around a pipeline of the model; ``given``: config keys."""
     import deepspeed
 
     from tests.training.pipe_trainer import start_deepspeed
@@ -76,7 +76,7 @@ def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False, **gi
 
 
 def whole_model(tied: bool = False) -> Any:
-    """The same model in one piece."""
+    """Return the same model unsharded."""
     sizes = config(tied=tied)
     from gpt.model import GPT
 
@@ -87,7 +87,7 @@ def whole_model(tied: bool = False) -> Any:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], Tensor]:
-    """Answer by whole passes over all tokens so far; returns the answer and its logits (n, V)."""
+    """Answer by full passes over all tokens so far; return the answer and its logits (n, V)."""
     ids, rows = list(prompt), []
     for _ in range(tokens):
         rows.append(model(torch.tensor([ids]))[0, -1])
@@ -96,7 +96,7 @@ def greedy(model: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], T
 
 
 class Recording:
-    """A picker that keeps all logits, by sequence."""
+    """A picker that records all logits, by sequence."""
 
     def __init__(self, sampling: Any) -> None:
         self.sampling = sampling
@@ -109,7 +109,7 @@ class Recording:
 
 
 def settle(engine: Any, **settings: Any) -> Any:
-    """The engine's stage with settings of the block's ``generate``."""
+    """Return the engine's stage with settings of the block's ``generate``."""
     from hybridcomp.patches.generating import stage_of
 
     stage = stage_of(engine)
@@ -117,7 +117,7 @@ def settle(engine: Any, **settings: Any) -> Any:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The class and text of the error that a call raises."""
+    """Return class and text of a call's error."""
     try:
         call()
     except Exception as error:
@@ -126,6 +126,6 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bytes."""
+    """Hash the bytes."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(bytes(data.tolist())).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Drafts on two stages: trained in one call, every answer greedy's, fewer trips; and refusals."""
+"""Draft tokens on two stages: one training call, greedy answers, fewer round trips, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def two() -> Iterator[RankPool]:
 
 
 def text(rows: int, seed: int) -> Tensor:
-    """Sequences in which a token has two likely followers, by the one before it, (rows, LENGTH)."""
+    """Return sequences (rows, LENGTH) in which each token has two likely successors."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(jobs.VOCAB, (rows, LENGTH), generator=generator)
     noise = torch.rand(rows, LENGTH, generator=generator)
@@ -44,7 +44,7 @@ def text(rows: int, seed: int) -> Tensor:
 
 
 def trained() -> Any:
-    """The whole model, trained on such text; the same on all ranks."""
+    """Return the whole model trained on such text; the same on all ranks."""
     model = jobs.whole_model()
     with torch.no_grad():
         for layer in model.layers:
@@ -62,7 +62,7 @@ def trained() -> Any:
 
 
 def engine_of(model: Any, batch: int) -> Any:
-    """A pipeline of two stages with the weights of ``model``."""
+    """Return a pipeline of two stages with the weights of ``model``."""
     hybridcomp.install()
     engine = jobs.engine(pp=2, block={"preset": "none", "generate": {"batch": batch}})
     module = engine.module
@@ -72,7 +72,7 @@ def engine_of(model: Any, batch: int) -> Any:
 
 
 def drafted(folder: Path) -> Any:
-    """Answers and figures of each kind of draft at batch 1 and 4, greedy's, and agreements."""
+    """Return answers and figures of each draft at batch 1 and 4, greedy's, and agreements."""
     import torch.distributed as dist
 
     model = trained()
@@ -119,7 +119,7 @@ def test_every_answer_is_greedys(two: RankPool, tmp_path: Path) -> None:
             assert wide[2] > narrow[2] / 2, "nodes"
         hops = first[f"{kind} False 1"][3]
         a_pass = rows[f"{kind} False 1"][1]
-        trips = PROMPTS * (1 + (TOKENS - 1) / a_pass)  # the prompt, and passes behind it
+        trips = PROMPTS * (1 + (TOKENS - 1) / a_pass)  # the prompt, then one per pass
         assert hops == pytest.approx(trips, rel=0.15) and hops < 0.7 * PROMPTS * TOKENS
 
 
@@ -195,7 +195,7 @@ def test_blocks_see_what_was_verified_before_them() -> None:
 
 @pytest.mark.parametrize(("slower", "chosen"), [(1.05, True), (4.0, False)])
 def test_auto_takes_the_way_that_brings_more_tokens_a_second(slower: float, chosen: bool) -> None:
-    """A target that always picks the draft's second choice: siblings bring a token more."""
+    """The target always picks the draft's second choice, so siblings gain a token."""
     module = DraftModule(DraftSizes(11, 8, 2, 1, 2, 4, cross=False))
     now = [0.0]
     picker = DraftPicker(module, Sampling(), 2, "auto", DraftFigures(), lambda: now[0])

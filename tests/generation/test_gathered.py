@@ -1,4 +1,4 @@
-"""The block's key ``gathered``, engines that are refused, and what a job without it imports."""
+"""The block's key ``gathered``, unsupported engines, and imports of a job without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines that generate on ranks: answers, seeds, messages, mistakes, and what is left behind."""
+"""Generation on pipelines: answers, seeds, messages, user errors, and restored state."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.generation import generating_jobs as jobs
 from tests.ranks import RankPool, run_ranks
 
 TOKENS, SEED = 8, 5
-#: ends about every sixth answer of the model early
+#: stops about every sixth answer of the model early
 STOP = ((3,), (17,), (40,))
 EIGHT = {"codec": "blockint", "bits": 8}
 
 
 @dataclass
 class Answered:
-    """What a rank saw of answering prompts."""
+    """A rank's observations while answering prompts."""
 
     greedy: list[list[int]]
-    logits: dict[int, Tensor]  # of the greedy answers, on the last stage
+    logits: dict[int, Tensor]  # of greedy answers, on the last stage
     sampled: list[list[int]]
     figures: GenerationFigures
-    under_way: int  # most passes between the first stage and its next picked tokens
+    under_way: int  # maximum passes in flight between the first stage and its next picked tokens
 
 
 def answered(tp: int, pp: int, count: int, block: Any = None) -> Answered:
@@ -62,7 +62,7 @@ def answered(tp: int, pp: int, count: int, block: Any = None) -> Answered:
 
 
 def watched() -> list[int]:
-    """Note at each frame that is taken how many have been sent since the last one taken."""
+    """Record at each received frame how many were sent since the last."""
     from hybridcomp.generation.frames import Incoming, Outgoing
 
     sent, trace = [0], list[int]()
@@ -83,7 +83,7 @@ def watched() -> list[int]:
 
 
 def in_one_piece(count: int) -> list[tuple[list[int], Tensor]]:
-    """The same answers by whole passes of the whole model, up to a stop."""
+    """Return the same answers by full passes of the whole model, up to a stop."""
     model, found = jobs.whole_model(), []
     for prompt in jobs.prompts(count):
         ids, logits = jobs.greedy(model, prompt, TOKENS)
@@ -93,7 +93,7 @@ def in_one_piece(count: int) -> list[tuple[list[int], Tensor]]:
 
 
 def test_tensor_ranks_and_stages_answer_as_one_process() -> None:
-    """200 prompts of random lengths, four batches in flight; who has ended makes room."""
+    """200 prompts of random lengths, four batches in flight; finished answers make room."""
     want = in_one_piece(200)
     ranks = run_ranks(4, answered, 2, 2, 200)
     for rank in ranks:
@@ -105,10 +105,10 @@ def test_tensor_ranks_and_stages_answer_as_one_process() -> None:
             torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
     real = sum(len(prompt) for prompt in jobs.prompts(200)) + sum(len(ids) - 1 for ids, _ in want)
     for rank in ranks:
-        assert rank.figures.tokens == real  # nothing is padded, nothing computed twice
+        assert rank.figures.tokens == real  # no padding, no recomputation
     assert [rank.figures.hops for rank in ranks] == [ranks[0].figures.passes] * 2 + [0] * 2
     assert ranks[0].under_way == 4
-    # 25 batches one after the other would take 8 passes each
+    # 25 sequential batches would take 8 passes each
     assert ranks[0].figures.passes < 25 * TOKENS
     one, two, four = run_ranks(1, answered, 1, 1, 9), run_ranks(2, answered, 1, 2, 9), ranks
     assert [rank.sampled for rank in (*one, *two, *four)] == [one[0].sampled] * 7
@@ -117,7 +117,7 @@ def test_tensor_ranks_and_stages_answer_as_one_process() -> None:
 
 
 def trained(generating: bool) -> dict[str, Any]:
-    """Train two replicas of two stages with a lossy block; generate between steps, or do not."""
+    """Train two replicas of two stages with a lossy block, optionally generating between steps."""
     hybridcomp.install()
     block = {
         "dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "pp": EIGHT,
@@ -137,7 +137,7 @@ def trained(generating: bool) -> dict[str, Any]:
         losses.append(float(engine.train_batch(data)))
         if generating and step < 2:
             before = state(engine, channels)
-            count = 3 + 5 * engine.grid.get_data_parallel_id()  # replicas have other prompts
+            count = 3 + 5 * engine.grid.get_data_parallel_id()  # replicas have different prompts
             found = hybridcomp.generate(engine, jobs.prompts(count), tokens=4, temperature=1.0)
             assert [len(one) for one in found] == [4] * count
             after = state(engine, channels)
@@ -147,7 +147,7 @@ def trained(generating: bool) -> dict[str, Any]:
 
 
 def state(engine: Any, channels: Any) -> list[Any]:
-    """What a training step reads, beside the data."""
+    """Return the state that a training step reads, besides the data."""
     parameters = list(engine.module.parameters())
     gradients = [None if p.grad is None else jobs.digest(p.grad) for p in parameters]
     return [
@@ -165,7 +165,7 @@ def test_a_training_does_not_notice() -> None:
 
 
 def hops(block: Any) -> tuple[list[list[int]], float, float, float]:
-    """Answer with one token each, so that all have the same prefix; bytes of ``pp`` by rank."""
+    """Answer with one token each, so that all share a prefix; return bytes of ``pp`` by rank."""
     from hybridcomp.channels import channels_of
 
     hybridcomp.install()
@@ -180,27 +180,27 @@ def hops(block: Any) -> tuple[list[list[int]], float, float, float]:
 
 
 def test_eight_bits_on_hops_keep_tokens() -> None:
-    """The training's own codec of ``pp`` is not taken: hops have the bounds of ``generate``."""
+    """Hops use the bounds of ``generate``, not training's codec of ``pp``."""
     training = {"pp": {"codec": "blockint", "bits": 2}, "min_bytes": 0}
     native, eight = (
         run_ranks(2, hops, {**training, "generate": more}) for more in ({}, {"pp": EIGHT})
     )
-    alone = run_ranks(2, hops, training)  # no key generate: native, too
+    alone = run_ranks(2, hops, training)  # without the key generate: native too
     assert alone == native
     same = sum(a == b for a, b in zip(native[0][0], eight[0][0], strict=True))
     assert same >= 0.99 * len(native[0][0])
     values = 4 * jobs.WIDTH * sum(len(prompt) for prompt in jobs.prompts(600))
     assert native[0][1] == eight[0][1] == values
-    heads = native[0][2] - values  # what frames say beside hidden states
+    heads = native[0][2] - values  # header bytes of frames
     assert 0 < heads < 0.2 * values
     # 9 bits in blocks of 32 values: 1 byte each and the scale, of 4
     assert (eight[0][2] - heads) / values == pytest.approx(0.26, abs=0.02)
-    assert native[1][1] == 0 < native[1][2]  # the last stage tells what it has picked
+    assert native[1][1] == 0 < native[1][2]  # the last stage sends the picked tokens
     assert eight[0][3] == native[0][3] > 0
 
 
 def sliced() -> list[list[int]]:
-    """Answers of a SlicedStage under a plain engine."""
+    """Return answers of a SlicedStage under a plain engine."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
     from gpt.token_slices import Layers
@@ -229,7 +229,7 @@ def test_stages_of_token_slices_answer() -> None:
 
 
 class Tokenizer:
-    """Stand-in for a tokenizer, of so many tokens."""
+    """Stand-in for a tokenizer with so many tokens."""
 
     pad_token_id, eos_token_id = 0, 3
 
@@ -241,7 +241,7 @@ class Tokenizer:
 
 
 def mistakes() -> list[str]:
-    """Errors of wrong calls, one after the other, and an answer after them."""
+    """Return errors of wrong calls in sequence, and an answer after them."""
     from deepspeed.runtime.rollout.base import RolloutRequest, SamplingConfig
 
     engine = jobs.engine(1, 2)
@@ -306,7 +306,7 @@ def test_mistakes_are_one_line_on_all_ranks() -> None:
 
 
 def elsewhere() -> dict[str, str]:
-    """Errors of engines, and of drafts, that cannot generate."""
+    """Return errors of engines, and of drafts, that cannot generate."""
     import deepspeed
 
     from hybridcomp.generation.draft import Draft, DraftModule, DraftSizes
@@ -347,7 +347,7 @@ def test_engines_that_cannot_are_told_what_can() -> None:
 
 
 def heads() -> None:
-    """Logits of AutoTP's heads, whose weights do not say whether the vocabulary is cut."""
+    """Return logits of AutoTP's heads, whose weights do not show if the vocabulary is sharded."""
     from deepspeed.module_inject import layers
 
     from hybridcomp.channels import Channels
@@ -368,7 +368,7 @@ def heads() -> None:
     for name, layer in made.items():
         stage: Any = SimpleNamespace(tensor=group, is_cut=_is_cut(layer))
         whole = _whole(stage, Channels(CompressionConfig.parse({"preset": "none"})))
-        for _ in range(2):  # the first one says how it is
+        for _ in range(2):  # the first call detects it
             found = whole(layer(hidden))
             torch.testing.assert_close(found, want, atol=1e-6, rtol=1e-6, msg=name)
 
@@ -378,7 +378,7 @@ def test_logits_of_autotps_heads_are_whole() -> None:
 
 
 def dies() -> None:
-    """The third of four stages ends in the middle of a flight."""
+    """Kill the third of four stages in the middle of a flight."""
     hybridcomp.install()
     engine = jobs.engine(1, 4, {"dp": "none"})
     if dist.get_rank() == 2:

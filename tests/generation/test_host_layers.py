@@ -1,4 +1,4 @@
-"""Layers that wait in host memory: the same bits, one ahead, and everything back where it was."""
+"""Layers offloaded to host memory: same bits, one prefetched layer, everything restored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flat_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
-    """The model with all weights in one buffer, as optimizers hold them, with gaps; and that."""
+    """Return the model with all weights in one flat buffer with gaps, and the buffer."""
     model = jobs.whole_model().to(dtype)
     params = list(model.parameters())
     flat = torch.full((sum(p.numel() + 3 for p in params),), 7.0, dtype=dtype)
@@ -42,7 +42,7 @@ def nbytes(layer: Any) -> int:
 
 
 def passes(model: Any, host: HostLayers) -> list[Tensor]:
-    """Logits of two passes, and how much was there while each layer ran."""
+    """Return logits of two passes, and the resident weights while each layer ran."""
     runner = StageRunner(
         list(model.layers), KeyStore(40), CPU, is_first=True, is_last=True, fetch=host.fetch
     )
@@ -69,7 +69,7 @@ def test_logits_and_weights_are_the_same_bits(dtype: torch.dtype) -> None:
     assert flat.view(torch.uint8).equal(before.view(torch.uint8)), "gaps, too"
     model.layers[1].norm1.weight.data.add_(1)
     assert not flat.equal(before), "weights lie in the buffer again"
-    # the embedding, the norm, the output, and one block of four at a time
+    # embedding, norm, output, and one of four blocks at a time
     blocks = [len(list(layer.parameters())) for layer in model.layers[1:5]]
     assert max(there) == len(list(model.parameters())) - sum(blocks) + max(blocks)
     entry = ledger.interval["offload", "forward"]
@@ -85,7 +85,7 @@ def test_what_fails_leaves_everything_as_it_was() -> None:
         pytest.raises(ValueError, match="a layer cannot"),
         HostLayers(model.layers, [model], CPU, most, Ledger()) as host,
     ):
-        host.fetch(2)  # not the one that is coming
+        host.fetch(2)  # not the prefetched one
         assert model.layers[2].up.weight.numel() and not model.layers[1].up.weight.numel()
         raise ValueError("a layer cannot")
     assert flat.equal(before)
@@ -110,7 +110,7 @@ def test_limits_are_told() -> None:
     text = str(caught.value)
     assert text.startswith("generate.weights_gb: found 98.8 kB; the layers of this stage")
     assert "take 213 kB, and no less than 165 kB" in text
-    with pytest.raises(ConfigError, match="no less than"):  # one callable: nothing can leave
+    with pytest.raises(ConfigError, match="no less than"):  # a single callable cannot be offloaded
         HostLayers([lambda values: values], [model], CPU, 1e-6, Ledger())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hybridcomp.generation.host_layers.free_nbytes", lambda device: 1000)
@@ -119,7 +119,7 @@ def test_limits_are_told() -> None:
 
 
 def generated(most_gb: float | None, pp: int) -> Any:
-    """Answers, and weights, of a bf16 engine whose optimizer holds them in flat buffers."""
+    """Return answers and weights of a bf16 engine whose optimizer holds them in flat buffers."""
     import hybridcomp
     from hybridcomp.channels import channels_of
 

@@ -1,4 +1,4 @@
-"""Passes over packed tokens against one sequence after the other, trees against their paths."""
+"""Passes over packed tokens equal single sequences; trees equal their paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def runners(model: Any, cuts: Sequence[int], room: int = 64) -> list[StageRunner]:
-    """The stages of a model whose layers are cut behind ``cuts``."""
+    """Return the stages of a model split after ``cuts``."""
     edges = [0, *cuts, len(model.layers)]
     last = len(edges) - 2
     return [
@@ -33,7 +33,7 @@ def runners(model: Any, cuts: Sequence[int], room: int = 64) -> list[StageRunner
 def through(
     stages: Sequence[StageRunner], *parts: SequencePart, ended: Sequence[int] = ()
 ) -> Tensor:
-    """Logits of one pass through all stages, which a hop's JSON describes."""
+    """Return logits of a pass through all stages, described by a hop's JSON."""
     passed = PackedPass(parts, tuple(ended))
     passed = PackedPass.from_json(json.loads(json.dumps(passed.as_json())))
     values = None
@@ -67,7 +67,7 @@ def test_prompts_in_pieces_and_other_sequences_beside_them() -> None:
 
 
 def test_a_tree_sees_what_its_paths_see_and_leaves_what_is_kept() -> None:
-    """Nodes 0-1-2 and 0-3 and 4 behind a prompt; then the path 0-3 goes on."""
+    """Nodes 0-1-2 and 0-3 and 4 after a prompt; then the path 0-3 continues."""
     model, (prompt,) = whole_model(), prompts(1, seed=1)
     stages = runners(model, (2, 4))
     through(stages, SequencePart(0, tuple(prompt)))
@@ -83,7 +83,7 @@ def test_a_tree_sees_what_its_paths_see_and_leaves_what_is_kept() -> None:
     want = greedy(model, [*prompt, 5, 8, 11], 1)[1][0]
     torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
     assert {stage.store.lengths[0] for stage in stages} == {len(prompt) + 3}
-    (after,) = through(stages, SequencePart(0, (12,), kept=()))  # a token is taken back
+    (after,) = through(stages, SequencePart(0, (12,), kept=()))  # drops a token
     want = greedy(model, [*prompt, 5, 8, 12], 1)[1][0]
     torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
 
@@ -153,7 +153,7 @@ def test_grouped_heads_and_a_scale_of_the_layer() -> None:
 
 
 def test_products_count_real_tokens_only() -> None:
-    """46 % of a padded batch would be padding; no layer sees more rows than there are tokens."""
+    """46 % of a padded batch would be padding; no layer sees more rows than tokens."""
     model, rows = whole_model(), list[int]()
     lengths = [32, 20, 16, 12, 8, 16]  # 104 of 192
     for layer in model.layers[1:-2]:
@@ -163,7 +163,7 @@ def test_products_count_real_tokens_only() -> None:
     (stage,) = runners(model, ())
     through([stage], *(SequencePart(n, (1,) * length) for n, length in enumerate(lengths)))
     assert rows == [sum(lengths)] * LAYERS
-    assert heads == [len(lengths)]  # and the head only what is wanted
+    assert heads == [len(lengths)]  # the head computes only requested rows
 
 
 def test_a_layer_that_looks_around_without_past_is_refused() -> None:
@@ -199,7 +199,7 @@ def test_a_layer_of_one_sequence_is_told_what_to_use() -> None:
 
 
 def test_slices_of_a_sequence_have_the_same_past() -> None:
-    """A layer that uses ``positions`` and ``attend`` trains in slices."""
+    """A layer that uses ``positions`` and ``attend`` can train in slices."""
     model, (prompt,) = whole_model(), prompts(1, seed=2)
     ids = torch.tensor([(prompt * 8)[:16]])
     past, out = KVCache(16), []

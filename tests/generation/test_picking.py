@@ -1,4 +1,4 @@
-"""Tokens from logits: shares, limits, seeds, stops."""
+"""Picking tokens from logits: shares, limits, seeds, stops."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_top_k_and_top_p_leave_the_most_likely() -> None:
     want = LOGITS.softmax(0)
     two = torch.tensor([0.0, want[1], want[2], 0.0, 0.0])
     assert shares(Sampling(1.0, top_k=2)) == pytest.approx((two / two.sum()).tolist(), abs=0.03)
-    # 0.636 and 0.234: the first alone has less than 0.7
+    # 0.636 and 0.234: the first alone is below 0.7
     assert shares(Sampling(1.0, top_p=0.7)) == pytest.approx((two / two.sum()).tolist(), abs=0.03)
     assert shares(Sampling(1.0, top_p=0.5)) == [0, 1, 0, 0, 0]
     assert shares(Sampling(1.0, top_k=1)) == [0, 1, 0, 0, 0]
-    # of the two that are left the first has 0.73
+    # of the remaining two the first has 0.73
     assert shares(Sampling(1.0, top_k=2, top_p=0.7)) == [0, 1, 0, 0, 0]
     assert shares(Sampling(1.0, top_k=5)) == shares(Sampling(1.0))
 
@@ -59,7 +59,7 @@ def test_each_token_has_its_random_number() -> None:
 
 
 def test_rounding_does_not_change_what_is_drawn() -> None:
-    """Equal logits but for 1e-6 change their order, and the answers of a seed stay."""
+    """Differences of 1e-6 reorder equal logits, but a seed's answers stay."""
     flat = torch.zeros(50)
     other = flat + 1e-6 * torch.randn(50, generator=torch.Generator().manual_seed(0))
     for sampling in (Sampling(1.0), Sampling(0.7, seed=3)):
@@ -90,7 +90,7 @@ def test_answers_end_behind_a_stop() -> None:
     assert sampling.stops([3, 1, 2, 4], 0) == 3
     assert sampling.stops([3, 1, 4, 2], 0) is None
     assert sampling.stops([3, 7, 1], 0) == 2
-    assert sampling.stops([1, 2], 1) == 2  # a run that began before
+    assert sampling.stops([1, 2], 1) == 2  # a run that began earlier
 
 
 def test_slots_let_waiting_prompts_in() -> None:
@@ -105,8 +105,8 @@ def test_slots_let_waiting_prompts_in() -> None:
     then = requests.next(0)
     assert then is not None and then.ended == (0,)
     assert [(p.sequence, p.tokens, p.place) for p in then.parts] == [(1, (4,), 1), (4, (1,), 0)]
-    requests.take(0, [Picked((5,), (5,)), Picked((6, 9, 8), (8,))])  # both end, one in a run
-    requests.take(1, [Picked((1, 2, 3), (3,)), Picked((7,), (7,))])  # no more than asked for
+    requests.take(0, [Picked((5,), (5,)), Picked((6, 9, 8), (8,))])  # both end, one inside a run
+    requests.take(1, [Picked((1, 2, 3), (3,)), Picked((7,), (7,))])  # no more than requested
     assert requests.next(0) is None
     last = requests.next(1)
     assert last is not None and last.ended == (1, 4, 2)

@@ -1,4 +1,4 @@
-"""Roll-outs in DeepSpeed's own form, beside those of its hybrid engine."""
+"""Roll-outs in DeepSpeed's format, compared with its hybrid engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tokenizer:
 
 
 def request() -> Any:
-    """Left-padded prompts of random lengths."""
+    """Return left-padded prompts of random lengths."""
     prompts = jobs.prompts(24, 10, seed=4)
     ids = torch.full((24, 10), PAD)
     masks = torch.zeros(24, 10, dtype=torch.int64)
@@ -39,13 +39,13 @@ def request() -> Any:
 
 
 class Generating:
-    """Stand-in for a model of transformers whose ``generate`` reads no padding."""
+    """Stand-in for a transformers model whose ``generate`` ignores padding."""
 
     def __init__(self) -> None:
         self.model = jobs.whole_model(tied=True)
 
     def generate(self, ids: Tensor, attention_mask: Tensor, **given: Any) -> Tensor:
-        """Go on greedily with every row."""
+        """Continue every row greedily."""
         assert not given["do_sample"]
         rows = []
         for row, mask in zip(ids, attention_mask.bool(), strict=True):
@@ -60,7 +60,7 @@ def fields(batch: Any) -> list[Any]:
 
 
 def rolled_out() -> dict[str, Any]:
-    """Roll-outs of two stages, which share the embedding's weight."""
+    """Run roll-outs on two stages that share the embedding's weight."""
     engine = jobs.engine(1, 2, tied=True)
     found: dict[str, Any] = {}
     for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[16, 53]))):
@@ -88,12 +88,12 @@ def test_roll_outs_are_those_of_the_hybrid_engine() -> None:
     greedy = rollouts.SamplingConfig(7, temperature=0.0, n_samples_per_prompt=2)
     for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[16, 53]))):
         if isinstance(tokenizer.eos_token_id, list):
-            tokenizer.pad_token_id = 16  # which transformers takes of several, too
+            tokenizer.pad_token_id = 16  # transformers accepts several
         engine = SimpleNamespace(module=Generating())
         want = rollouts.HybridEngineRollout(engine, tokenizer).generate(request(), greedy)
         assert first[name] == fields(want)
     ends = [sum(mask[10:]) for mask in first["own"][1]]
     assert min(ends) < 7 == max(ends)
     one, two = first["texts"]
-    assert one != two and first["again"] == one  # a seed for each call
+    assert one != two and first["again"] == one  # each call has a seed
     assert "expected a pad or an EOS token" in first["no pad"]

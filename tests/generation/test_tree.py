@@ -1,4 +1,4 @@
-"""Trees of candidates: what is accepted is the longest path that greedy decoding would take."""
+"""Candidate trees: the accepted path is the longest that greedy decoding would take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_the_longest_greedy_path_is_accepted(seed: int) -> None:
     draw = random.Random(seed)
     levels = [draw.sample(range(9), draw.randint(1, 6)) for _ in range(draw.randint(1, 6))]
     tree = linearised(draw.randrange(9), levels)
-    # what a target picks behind a node depends on the tokens of its path
+    # the target's pick after a node depends on the tokens of its path
     picks: dict[tuple[int, ...], int] = {}
 
     def path_of(node: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A small language model, greedy tokens of it, and batches of text for it."""
+"""A small language model, its greedy tokens, and batches of text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOCABULARY, WIDTH, LENGTH = 61, 96, 12
 
 
 class Block(nn.Module):
-    """Causal means of the tokens so far, and a layer whose rows are no multiple of the ranks."""
+    """Causal means of the tokens so far, and a layer whose rows the ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class TinyText(nn.Module):
-    """Embedding, blocks with dropout, and a head that is the embedding."""
+    """Embedding, blocks with dropout, and a tied head."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class TinyText(nn.Module):
 
 
 def text(rank: int, step: int) -> Tensor:
-    """Tokens of one batch, (8, LENGTH)."""
+    """Return the tokens of a batch, (8, LENGTH)."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     first = torch.randint(VOCABULARY, (8, 1), generator=generator)
     return (first + 7 * torch.arange(LENGTH)) % VOCABULARY
 
 
 def greedy(model: nn.Module, rank: int, count: int = 8) -> list[list[int]]:
-    """The most likely tokens behind prompts of this rank."""
+    """Return the most likely tokens after this rank's prompts."""
     tokens = text(rank, 12345)[:4, :3].to(next(model.parameters()).device)
     for _ in range(count):
         tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], 1)

@@ -1,4 +1,4 @@
-"""A published chain, and stand-ins for engines in ``sys.modules``."""
+"""A published version chain, and stand-ins for engines in ``sys.modules``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.seams import patching
 from tests.inference.made import VERSIONS, publish
 from tests.ranks import RunRanks
 
-#: our own modules that import an engine
+#: hybridcomp's modules that import an engine
 IMPORTS = (
     "hybridcomp.inference.vllm_worker", "hybridcomp.inference.vllm_trainer",
     "hybridcomp.inference.vllm_plugin", "hybridcomp.inference.verl_engine",
@@ -25,7 +25,7 @@ IMPORTS = (
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory, on_ranks: RunRanks) -> Path:
-    """The folder of ``VERSIONS`` versions that two ranks published."""
+    """Return the folder of ``VERSIONS`` versions that two ranks published."""
     folder = tmp_path_factory.mktemp("published")
     on_ranks(2, publish, folder, VERSIONS)
     return folder
@@ -33,7 +33,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, on_ranks: RunRanks) -> Path:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
-    """Install a stand-in for the length of a test, with our modules as they were never imported."""
+    """Install a stand-in for a test, with our modules not yet imported."""
 
     def put(modules: dict[str, types.ModuleType], package: str, version: str) -> None:
         for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""A published chain of a small model, and the model as an inference engine would hold it."""
+"""A published version chain of a small model, and the model as an inference engine holds it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hybridcomp.publishing.destinations import Folder
 from tests.publishing.made import Weights
 
-#: as a checkpoint names them: an embedding, an attention of three heads with grouped keys, a norm
+#: checkpoint names: an embedding, an attention of three heads with grouped keys, a norm
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (11, 8),
     "model.layers.0.self_attn.q_proj.weight": (8, 8),
@@ -25,7 +25,7 @@ VERSIONS = 5
 
 
 def values_of(version: int) -> dict[str, Tensor]:
-    """All weights of a version, as every rank of the job had them."""
+    """Return all weights of a version, as every rank of the job had them."""
     weights = Weights(shapes=dict(SHAPES))
     for number in range(1, version):
         step(weights, number)
@@ -33,7 +33,7 @@ def values_of(version: int) -> dict[str, Tensor]:
 
 
 def step(weights: Weights, number: int) -> None:
-    """Move some values; the last version leaves one parameter as it was and has a NaN."""
+    """Change some values; the last version keeps one parameter and has a NaN."""
     before = {name: value.clone() for name, value in weights.values.items()}
     weights.step(number, share=0.2)
     weights.values["model.norm.weight"].copy_(before["model.norm.weight"])
@@ -42,7 +42,7 @@ def step(weights: Weights, number: int) -> None:
 
 
 def publish(folder: Path, versions: int) -> None:
-    """Publish so many versions from all ranks of a job; ``values_of`` has them."""
+    """Publish so many versions (``values_of``) from all ranks of a job."""
     weights = Weights(shapes=dict(SHAPES))
     publisher = weights.publisher(Folder(folder))
     for number in range(1, versions + 1):
@@ -53,7 +53,7 @@ def publish(folder: Path, versions: int) -> None:
 
 
 class Plain(nn.Module):
-    """The model with the parameters of its checkpoint."""
+    """The model with its checkpoint's parameters."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, extra: str = "") -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Plain(nn.Module):
 
 
 class Packed(nn.Module):
-    """One rank of two that an engine keeps: q, k and v in one parameter, rows cut in half."""
+    """One of two ranks of an engine: q, k and v in a single parameter, rows sharded."""
 
     def __init__(self, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Packed(nn.Module):
         self.loaded: list[str] = []
 
     def place(self, name: str) -> tuple[str, Tensor, slice]:
-        """The own parameter that takes a tensor of the checkpoint, and which rows of each."""
+        """Return the parameter for a checkpoint tensor, and the rows of each."""
         for part, low, high in (("q_proj", 0, 4), ("k_proj", 4, 6), ("v_proj", 6, 8)):
             if part in name:
                 rows = high - low
@@ -91,37 +91,37 @@ class Packed(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy tensors of the checkpoint into the own parameters, as engines do."""
+        """Copy checkpoint tensors into the parameters, as engines do."""
         found = set()
         for name, value in weights:
             if self.fail_at and self.fail_at in name:
                 raise RuntimeError("out of memory")
             short, target, rows = self.place(name)
             target.copy_(value[rows])
-            target[len(value[rows]) :].fill_(0)  # as engines do with a vocabulary that is padded
+            target[len(value[rows]) :].fill_(0)  # engines zero a padded vocabulary
             self.loaded.append(name)
             found.add(short)
         return found
 
     def expected(self, version: int) -> dict[str, Tensor]:
-        """The own parameters of a version."""
+        """Return the parameters of a version."""
         twin = Packed(self.rank)
         twin.load_weights(values_of(version).items())
         return dict(twin.named_parameters())
 
     def holds(self, version: int) -> bool:
-        """Whether every bit is that of the version."""
+        """Return whether every bit equals the version's."""
         return bits(self.named_parameters()) == bits(self.expected(version).items())
 
 
 def bits(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
-    """The bits of all values, by name: NaN equals itself."""
+    """Return the bits of all values by name, which compare equal even for NaN."""
     return {
         name: tensor.detach().reshape(-1).view(torch.int16).tolist() for name, tensor in tensors
     }
 
 
 def sent(version: int) -> Iterator[tuple[str, Tensor]]:
-    """An export of a version, as verl makes it: tensors that pass by."""
+    """Yield a version's tensors as verl exports them."""
     for name, value in values_of(version).items():
         yield name, value.clone()

@@ -1,4 +1,4 @@
-"""A plain module at a published version: exact, whole versions or none, mistakes in one line."""
+"""A plain module follows published versions: exactly, whole versions or none, one-line errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_missing_version_leaves_the_one_before(chain: Path) -> None:
     with pytest.raises(PublishError, match=f"^version 9 was not there.*version {VERSIONS}"):
         follower.update(9)
     assert follower.version == 2 and holds(model, 2)
-    follower.update(VERSIONS)  # what the mirror had already is not lost
+    follower.update(VERSIONS)  # keeps what the mirror had already
     assert holds(model, VERSIONS)
     with pytest.raises(PublishError, match="version 1 was not there"):
         ModuleFollower(Plain(), chain / "nothing", wait_s=0).update()
@@ -98,7 +98,7 @@ def test_a_damaged_version_loads_nothing_and_is_made_up_for(chain: Path, tmp_pat
     assert "\n" not in str(told.value)
     assert follower.version == 2 and holds(model, 2) and follower.receiver.version == 3
     part.write_bytes(whole)
-    follower.update(4)  # with what version 3 had changed
+    follower.update(4)  # including the changes of version 3
     assert holds(model, 4)
 
 
@@ -172,7 +172,7 @@ def publish_tied(folder: Path) -> None:
 
 
 def test_a_tied_weight_is_tied_in_the_engine_too(on_ranks: RunRanks, tmp_path: Path) -> None:
-    """Or it is refused: the other tensor would keep what it had."""
+    """Otherwise it is rejected: the other tensor would keep its old values."""
     on_ranks(1, publish_tied, tmp_path)
     weights, model = Weights(), nn.Module()
     named: dict[str, Any] = model._parameters
@@ -193,6 +193,6 @@ def test_fingerprints_see_what_changed() -> None:
     first = fingerprints([("a", value), ("b", odd), ("c", torch.empty(0))])
     assert first == fingerprints([("a", value.clone()), ("b", odd), ("c", torch.empty(0))])
     words = value.view(torch.int32)
-    words[[1, -1]] = words[[-1, 1]].clone()  # exchanged, with the same sum
+    words[[1, -1]] = words[[-1, 1]].clone()  # swapped, with the same sum
     odd[6] = 1.0
     assert differing(first, fingerprints([("a", value), ("b", odd), ("d", odd)])) == list("abcd")

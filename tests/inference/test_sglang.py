@@ -20,7 +20,7 @@ LOADER = "hybridcomp.inference.sglang_loader.load"
 
 @pytest.fixture
 def loader(stand_in: Callable[[Any], None]) -> Any:
-    """The module, with the stand-in around it."""
+    """Import the module with the stand-in."""
     stand_in(stand_in_for_sglang)
     return importlib.import_module("hybridcomp.inference.sglang_loader")
 
@@ -32,7 +32,7 @@ def test_workers_hold_every_version_bit_by_bit(loader: Any, chain: Path) -> None
     for version in range(1, VERSIONS + 1):
         loader.update(engine, f"file://{chain}", version)
         assert all(model.holds(version) for model in models)
-    count = 2 * len(SHAPES)  # all are loaded, and tried once more to see where they go
+    count = 2 * len(SHAPES)  # all are loaded, and loaded again to learn their places
     first, later = models[0].loaded[:count], models[0].loaded[count:]
     assert sorted(first) == sorted([*SHAPES] * 2)
     assert "model.norm.weight" not in later and len(later) < VERSIONS * len(SHAPES)

@@ -1,4 +1,4 @@
-"""A ZeRO 3 job that trains, publishes, and another model that computes with what it published."""
+"""A ZeRO 3 job trains and publishes; another model computes with the published weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs de
 
 
 def trained(folder: Path, stage: int) -> list[str]:
-    """Train three steps, publish each; what the other model does otherwise than the trained one."""
+    """Train and publish three steps; return how the other model differs from the trained one."""
     job = Job(stage=stage, dtype="bf16", steps=3, lr=1e-3)
     engine = make_engine(job)
     publisher = hybridcomp.publish(engine, folder.as_uri())
@@ -36,7 +36,7 @@ def trained(folder: Path, stage: int) -> list[str]:
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(4, WIDTH, generator=generator).to(torch.bfloat16)
         with torch.no_grad():
-            theirs = engine.module(inputs)  # a collective at stage 3
+            theirs = engine.module(inputs)  # collective at stage 3
         if dist.get_rank() == 0:
             here = dict(model.named_parameters())
             wrong += [

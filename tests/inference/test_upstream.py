@@ -1,4 +1,4 @@
-"""Signatures of engines: those that are written down fit stand-ins, and engines where installed."""
+"""Recorded signatures of inference engines match the stand-ins, and installed engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.patches.recorded import parameters
 from tests.stand_ins import sglang, verl, vllm
 
 SEAMS: dict[str, tuple[Seam, ...]] = read_upstream.ENGINES
-#: seams without a function of that name in the module itself: made by NamedTuple, or imported
+#: seams that are not functions in their module: created by NamedTuple, or imported
 ELSEWHERE = {"initialize_layerwise_reload"}
 STAND_INS = {"vllm": vllm, "verl": verl, "sglang": sglang}
 
@@ -58,7 +58,7 @@ def test_a_newer_version_is_judged_by_its_signatures_and_said(
         upstream.check(SEAMS[package])
     told = [line for line in capsys.readouterr().out.splitlines() if "77.1.0" in line]
     assert len(told) == 1 and f"{package} 77.1.0 is newer than " in told[0]
-    build = f"{upstream.TRIED[package]}+cu129"  # of a version that was tried
+    build = f"{upstream.TRIED[package]}+cu129"  # a version that was tried
     monkeypatch.setattr(patching, "version", lambda _: build)
     assert upstream._found(f"{package} >= 0") == f"{package} {build}"
     assert not capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_a_distribution_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("package", SEAMS)
 def test_published_wheels_have_the_signatures(package: str) -> None:
-    """Those that ``scripts/read_upstream.py`` has read, of a version inside the window."""
+    """Compares with the wheels that ``scripts/read_upstream.py`` read, of a supported version."""
     recorded = json.loads(read_upstream.ENGINES_FILE.read_text())[package]
     assert STAND_INS[package].VERSION in recorded["archives"]
     for seam in SEAMS[package]:
@@ -91,10 +91,10 @@ def test_published_wheels_have_the_signatures(package: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("package", SEAMS)
 def test_engines_have_the_signatures(package: str) -> None:
-    """The engine itself, where one is installed: importing it takes a minute."""
+    """Compares with an installed engine, whose import takes a minute."""
     pytest.importorskip(package, exc_type=ImportError)
     for module in dict.fromkeys(seam.module for seam in SEAMS[package]):
-        pytest.importorskip(module, exc_type=ImportError)  # what it needs may not be installed
+        pytest.importorskip(module, exc_type=ImportError)  # its dependencies may be missing
     upstream.check.cache_clear()
     upstream.check(SEAMS[package])
 
@@ -102,7 +102,7 @@ def test_engines_have_the_signatures(package: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("package", SEAMS)
 def test_stand_ins_take_what_engines_take(package: str) -> None:
-    """Every function of a stand-in has the parameters of its original, by name and default."""
+    """Every function of a stand-in has its original's parameters, by name and default."""
     pytest.importorskip(package, exc_type=ImportError)
     for name, values in STAND_INS[package].MODULES.items():
         real = pytest.importorskip(name, exc_type=ImportError)

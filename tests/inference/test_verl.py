@@ -1,4 +1,4 @@
-"""verl's checkpoint engine: actors on ranks, a rollout worker, one sync after the other."""
+"""verl's checkpoint engine: actors on ranks, a rollout worker, consecutive syncs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BACKEND = "hybridcomp"
 
 @contextlib.contextmanager
 def verl_on_this_rank() -> Iterator[None]:
-    """The stand-in, and our module around it, on a rank that other tests use as well."""
+    """Install the stand-in and our module on a rank that other tests share."""
     known, before = patching.version, set(sys.modules)
 
     def put(modules: dict[str, Any], package: str, version: str) -> None:
@@ -48,13 +48,13 @@ def verl_on_this_rank() -> Iterator[None]:
 
 
 def engine_of(to: str, **settings: Any) -> Any:
-    """An engine as a worker of verl makes it."""
+    """Return an engine as a verl worker creates it."""
     registry = stand_in_for_verl.CheckpointEngineRegistry
     return registry.new(BACKEND, bucket_size=1 << 20, to=to, **settings)
 
 
 def send(to: str, first: int, last: int) -> list[dict[str, float]]:
-    """Sync versions from the ranks of a new actor; returns what verl logs."""
+    """Sync versions from the ranks of a new actor; return verl's log entries."""
     with verl_on_this_rank():
         engine = engine_of(to, is_master=dist.get_rank() == 0)
         engine.prepare()
@@ -67,7 +67,7 @@ def send(to: str, first: int, last: int) -> list[dict[str, float]]:
 
 
 def received(engine: Any) -> dict[str, list[int]]:
-    """The bits that a rollout worker hands to its inference engine."""
+    """Return the bits that a rollout worker passes to its inference engine."""
 
     async def take() -> dict[str, torch.Tensor]:
         return {name: one.clone() async for name, one in engine.receive_weights(global_steps=3)}
@@ -92,7 +92,7 @@ def test_a_rollout_gets_the_version_of_each_sync(
             assert received(rollout) == bits(values_of(version).items())
             ratio = told[0][version - first]["checkpoint_engine/changed_ratio"]
             assert (ratio == 1) == (version == first)  # a new actor begins with a full version
-            rollout._before = version  # as init_process_group, which saw the others already
+            rollout._before = version  # as after init_process_group
     with pytest.raises(PublishError, match=f"version {VERSIONS + 1} was not in .*weights after 0"):
         received(rollout)
     said: list[str] = []
@@ -105,7 +105,7 @@ def test_a_rollout_gets_the_version_of_each_sync(
 
 
 def another_export(to: str) -> str:
-    """A sync in which rank 1 exports another model; what this rank is told."""
+    """Sync with rank 1 exporting another model; return this rank's error."""
     with verl_on_this_rank():
         engine = engine_of(to)
         asyncio.run(engine.send_weights(sent(1)))
@@ -116,7 +116,7 @@ def another_export(to: str) -> str:
             asyncio.run(engine.send_weights(export))
         except PublishError as error:
             told = str(error)
-        assert asyncio.run(engine.send_weights(sent(3)))  # the next sync goes on
+        assert asyncio.run(engine.send_weights(sent(3)))  # the next sync continues
         return told
 
 
@@ -173,7 +173,7 @@ def test_another_version_of_verl_is_refused(
 
 
 def synced(folder: str) -> list[int]:
-    """Three syncs through verl's own registry and base; the versions that came back otherwise."""
+    """Run three syncs through verl's registry and base class; return versions that differ."""
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
     importlib.import_module("hybridcomp.inference.verl_engine")
@@ -186,7 +186,7 @@ def synced(folder: str) -> list[int]:
         actors, rollouts = type(actor).build_topology(2, 2, [{}] * 4)
         actor.init_process_group(**{key: row[0] for key, row in actors.items()})
         rollout.init_process_group(**{key: row[0] for key, row in rollouts.items()})
-        dist.barrier()  # verl sends once all workers are here
+        dist.barrier()  # verl sends once all workers are ready
         asyncio.run(actor.send_weights(sent(version), global_steps=version))
         if received(rollout) != bits(values_of(version).items()):
             wrong.append(version)

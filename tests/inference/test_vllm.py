@@ -1,4 +1,4 @@
-"""The weight-transfer engine of vLLM: two workers with packed, sharded weights, and a trainer."""
+"""vLLM's weight-transfer engine: two workers with packed, sharded weights, and a trainer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def factory(
     stand_in: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
-    """vLLM's factories with our engines: of the stand-in, and of vLLM where it is installed."""
+    """Return vLLM's factories with our engines: the stand-in's, and vLLM's if installed."""
     if request.param == "stand-in":
         stand_in(stand_in_for_vllm)
     else:
@@ -53,7 +53,7 @@ def factory(
 
 
 class Workers:
-    """Workers of vLLM, each with its shard: a client for the trainer's engine."""
+    """vLLM workers with their shards: a client for the trainer's engine."""
 
     def __init__(self, factory: Any, models: Sequence[Any], **config: Any) -> None:
         model_config = SimpleNamespace(**{"quantization": None, "dtype": torch.bfloat16, **config})
@@ -91,7 +91,7 @@ class Workers:
 
 @pytest.fixture
 def workers(factory: Any, monkeypatch: pytest.MonkeyPatch) -> Workers:
-    """Two workers; a reload of vLLM's, which knows layers of vLLM alone, is noted."""
+    """Return two workers that record vLLM's reloads, which support vLLM's layers only."""
     made = Workers(factory, [Packed(0), Packed(1)])
     worker = importlib.import_module("hybridcomp.inference.vllm_worker")
     for model in made.models:
@@ -108,10 +108,10 @@ def test_workers_hold_every_version_bit_by_bit(workers: Any, chain: Path) -> Non
     workers.load(1)
     assert workers.reloads == ["begin", "end"] * 2  # the first version is loaded as a whole
     for version in range(1, VERSIONS + 1):
-        workers.load(version)  # the folder has newer ones, which no worker may take before another
+        workers.load(version)  # never a newer version from the folder
         assert all(model.holds(version) for model in workers.models)
-    assert workers.reloads == ["begin", "end"] * 2  # the others in place, one of them with a NaN
-    assert len(workers.models[0].loaded) == 2 * len(SHAPES)  # learned, and loaded as a whole
+    assert workers.reloads == ["begin", "end"] * 2  # later versions in place, one with a NaN
+    assert len(workers.models[0].loaded) == 2 * len(SHAPES)  # learned, then loaded whole
 
 
 def test_a_loader_that_fails_is_followed_by_everything(workers: Any, chain: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_loader_that_fails_is_followed_by_everything(workers: Any, chain: Path
         workers.load(3)
     workers.load(3)
     assert all(model.holds(3) for model in workers.models)
-    assert len(workers.reloads) == 2 * 3  # two first versions, and the worker that had failed
+    assert len(workers.reloads) == 2 * 3  # two first versions, and the worker that failed
 
 
 def test_a_version_is_prepared_beside_requests_and_then_switched_to(
@@ -131,7 +131,7 @@ def test_a_version_is_prepared_beside_requests_and_then_switched_to(
     workers.init_weight_transfer_engine({"source": str(chain), "wait_s": 0})
     workers.load(1)
     workers.update_weights({"version": 3, "prepare": True})
-    workers.update_weights({"version": 4, "prepare": True})  # the trainer has thought better of it
+    workers.update_weights({"version": 4, "prepare": True})  # the trainer changed its mind
     for engine in workers.engines:
         engine._beside.end()
         assert engine._follower.version == 1 and engine._follower._receiver.version == 4
@@ -159,7 +159,7 @@ def test_a_source_that_is_told_again(workers: Any, chain: Path) -> None:
     first = [engine._follower for engine in workers.engines]
     workers.init_weight_transfer_engine({**said, "wait_s": 1.5, "fresh": False})
     assert [engine._follower for engine in workers.engines] == first and first[0].wait_s == 1.5
-    workers.init_weight_transfer_engine(said)  # by another trainer, whose chain may be another
+    workers.init_weight_transfer_engine(said)  # by another trainer, whose chain may differ
     assert all(engine._follower.version is None for engine in workers.engines)
     workers.load(3)
     assert all(model.holds(3) for model in workers.models)
@@ -203,7 +203,7 @@ def test_names_that_a_loader_does_not_take_are_refused_before_it_loads(
 
 
 def fail_to_write(engine: Any) -> None:
-    """Have the next write of changed values fail."""
+    """Make the next write of changed values fail."""
     weights = engine._follower._engine
     prepare = weights.prepare_changes
 
@@ -251,7 +251,7 @@ def raising(_: object) -> None:
 
 
 def worker_of(model: Packed) -> Any:
-    """The engine of a worker of the stand-in; each rank is one, of a server of two."""
+    """Return a stand-in worker's engine; each rank is a worker of a two-worker server."""
     for name in [one for one in sys.modules if one.startswith("hybridcomp.inference.vllm")]:
         del sys.modules[name]
     stand_in_for_vllm.install(lambda modules, *_: sys.modules.update(modules))
@@ -266,7 +266,7 @@ def worker_of(model: Packed) -> Any:
 
 
 def together(folder: Path, fails: str) -> list[Any]:
-    """Two workers of one engine, each a rank; version 3 fails on rank 0 alone. What each saw."""
+    """Run two workers as ranks; version 3 fails on rank 0 alone. Return each worker's view."""
     model = Packed(dist.get_rank())
     engine = worker_of(model)
     found: list[Any] = []
@@ -347,7 +347,7 @@ def test_names_that_no_engine_of_this_configuration_takes() -> None:
 
 
 class Experts(torch.nn.Module):
-    """A layer of which vLLM rearranges the weights."""
+    """A layer whose weights vLLM rearranges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,16 +368,16 @@ def test_layers_that_vllm_rearranges_are_loaded_whole(workers: Any, chain: Path)
     workers.load(1)
     before = len(workers.reloads)
     workers.load(2)
-    assert len(workers.reloads) == before + 2  # whole, though a patch would have been smaller
+    assert len(workers.reloads) == before + 2  # a full load, although a patch would be smaller
     assert all(model.holds(2) for model in workers.models)
     assert experts.quant_method.moe_kernel.fused_experts.packed == [experts] * 2
     empty = Packed()
     empty.norm = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
-    assert worker._is_rearranged(empty)  # vLLM computes with a packed copy of it
+    assert worker._is_rearranged(empty)  # vLLM computes with a packed copy
 
 
 class EightBits(torch.nn.Module):
-    """An engine's layer in blocks of FP8, as a checkpoint has it, and a norm."""
+    """A layer in FP8 blocks, as in a checkpoint, and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ def test_a_trainer_publishes_and_its_workers_load(
             step(weights, number)
         resets: list[int] = []
         workers.reset_prefix_cache = lambda: resets.append(1)
-        for one in workers.engines:  # as a server that was started again
+        for one in workers.engines:  # as after a server restart
             one._follower = None
         assert engine.send_weights().version == 4 and resets == [1]
         assert all(model.holds(4) for model in workers.models)
@@ -482,7 +482,7 @@ def test_a_trainer_publishes_and_its_workers_load(
         step(weights, 5)
         assert engine.prepare_weights().version == 6
         assert all(model.holds(4) for model in workers.models)
-        assert workers.weight_version == ""  # as vLLM has it behind a message without one
+        assert workers.weight_version == ""  # vLLM's value after a message without a version
         assert engine.send_weights().version == 6 and workers.weight_version == "6"
         assert all(bits(model.named_parameters()) for model in workers.models)
         engine.shutdown()
@@ -507,7 +507,7 @@ def test_a_server_drops_all_that_the_version_before_has_computed(
     client = trainer.ServerClient("http://here")
     client.reset_prefix_cache()
     everything = {"reset_running_requests": "true", "reset_external": "true"}
-    assert asked == [  # images before the keys and values that are computed from them
+    assert asked == [  # images before the keys and values computed from them
         ("http://here/reset_encoder_cache", {}), ("http://here/reset_prefix_cache", everything)
     ]  # fmt: skip
     with pytest.raises(PublishError, match="http://here answers busy"):
@@ -524,6 +524,6 @@ def test_another_version_of_vllm_is_refused(
     plugin = importlib.import_module("hybridcomp.inference.vllm_plugin")
     with pytest.raises(SeamError, match=r"needs vllm >= 0.32, found vllm 0.31.0; install a newer"):
         plugin.register()
-    plugin.plugin()  # a server that takes no weights from hybridcomp starts all the same
+    plugin.plugin()  # a server that takes no weights from hybridcomp still starts
     assert "vLLM will not know" in capsys.readouterr().err
     assert not stand_in_for_vllm.WeightTransferEngineFactory._registry

@@ -1,8 +1,8 @@
-"""vLLM itself on CPUs, offline and as a server: every version bit for bit, whatever went wrong.
+"""vLLM on CPUs, offline and as a server: every version is bit-exact, also after failures.
 
-The proof is that all weights are equal. Answers show besides that no cache keeps keys and values of
-the version before: offline the last answer is exactly that of a new engine; a server answers a
-repeated prompt exactly as one that it has not cached. Transformers computes about the same.
+Checksums show that all weights are equal. Answers also show that no cache keeps keys and values of
+an earlier version: offline the last answer equals a new engine's; a server answers a repeated
+prompt as an uncached one. Transformers' results are close.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tests.inference.vllm_runs import DAMAGED, OTHER
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
-#: vLLM computes in bf16 in another order than transformers, and weights grow with each version: up
-#: to 0.07 apart behind 20 of them, where answers of two versions are up to 0.3 apart
+#: vLLM's order of bf16 operations differs from transformers', and weights grow with each version:
+#: up to 0.07 apart after 20 versions, where answers of two versions are up to 0.3 apart
 NEAR = 0.15
-#: has vLLM compute with weights as they are, as on a GPU
+#: makes vLLM compute with unpacked weights, as on a GPU
 PLAIN = """
 import torch
 def plugin():
@@ -35,7 +35,7 @@ def plugin():
 
 
 def run(folder: Path, how: str, family: str, workers: int, versions: int, plain: bool) -> Any:
-    """Run ``vllm_runs`` in a process of its own; returns what it found."""
+    """Run ``vllm_runs`` in a separate process; return its results."""
     pytest.importorskip("vllm", reason="vLLM is not installed", exc_type=ImportError)
     plugins = {"hybridcomp": "hybridcomp.inference.vllm_plugin:plugin"}
     if plain:
@@ -57,11 +57,11 @@ def run(folder: Path, how: str, family: str, workers: int, versions: int, plain:
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (found,) = (line for line in done.stdout.splitlines() if line.startswith('{"'))
-    return json.loads(found)  # vLLM tells of its end behind it
+    return json.loads(found)  # vLLM prints after it when it ends
 
 
 def expect_answers(found: Any) -> None:
-    """Hold answers against the weights that they are to be of; later versions answer otherwise."""
+    """Compare answers with those of the expected weights; later versions answer differently."""
     assert max(found["off"]) < NEAR, found
     assert max(found["moved"][1:]) > NEAR, found
 

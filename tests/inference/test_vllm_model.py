@@ -1,4 +1,4 @@
-"""A Llama of vLLM itself, its weights on CPUs: reload and patches, exact on every worker."""
+"""vLLM's Llama on CPUs: reloads and patches are exact on every worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKED = {
 
 
 def trained() -> nn.Module:
-    """The model that is trained, the same on every rank."""
+    """Return the trained model, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def trained() -> nn.Module:
 
 
 def served(folder: Path, port: int) -> tuple[Any, nn.Module]:
-    """The configuration and the model of this worker, tensor parallel over all ranks."""
+    """Return configuration and model of this worker, tensor parallel over all ranks."""
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -64,7 +64,7 @@ def served(folder: Path, port: int) -> tuple[Any, nn.Module]:
 
 
 def expected(source: nn.Module, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """What this worker has to hold: rows of most matrices, columns of those that end a block."""
+    """Return this worker's weights: rows of most matrices, columns of a block's last ones."""
     rank, count = dist.get_rank(), dist.get_world_size()
     whole = dict(source.named_parameters())
     for name in names:
@@ -77,7 +77,7 @@ def expected(source: nn.Module, names: list[str]) -> Iterator[tuple[str, Tensor]
 
 
 def followed(folder: Path, port: int) -> list[str]:
-    """Publish six versions, load each; the parameters that are not as they should be."""
+    """Publish and load six versions; return the parameters that differ."""
     from hybridcomp.inference import vllm_plugin
 
     source = trained()

@@ -1,8 +1,8 @@
-"""Run vLLM itself, offline and as a server, with published versions; prints what it found as JSON.
+"""Run vLLM, offline and as a server, with published versions; print results as JSON.
 
-``python -m tests.inference.vllm_runs offline|served|paused FAMILY WORKERS VERSIONS FOLDER``.
-Engines say what they compute with: each worker multiplies every matrix with the identity, which is
-exact. ``paused`` loads versions of 1.1 billion weights, and says how long vLLM stood still.
+``python -m tests.inference.vllm_runs offline|served|paused FAMILY WORKERS VERSIONS FOLDER``. To
+read the weights in use, each worker multiplies every matrix by the identity, which is exact.
+``paused`` loads versions of 1.1 billion weights, and reports how long vLLM paused.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 PROMPT = [7 * one % 480 + 5 for one in range(200)]
-#: what is told of versions: damaged on the way, late, of another model, sent while requests run
+#: faults of versions: damaged in transit, late, of another model, sent while requests run
 DAMAGED, LATE, OTHER, RUNNING = 5, 9, 13, 17
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 WAIT_S = 6.0
 
 
 def digest(values: Tensor) -> str:
-    """Checksum of 16-bit values; the two zeros are one, as multiplying makes them."""
+    """Return a checksum of 16-bit values; both zeros are equal, as multiplication makes them."""
     return hashlib.sha256(
         (values.detach().float() + 0.0).contiguous().numpy().tobytes()
     ).hexdigest()
 
 
 class Probe:
-    """What a worker of vLLM has besides: ``--worker-extension-cls``."""
+    """Extension of a vLLM worker: ``--worker-extension-cls``."""
 
     def prepared(self) -> None:
-        """Wait until what goes on beside requests has ended."""
+        """Wait until background work has ended."""
         self.weight_transfer_engine._beside.end()  # type: ignore[attr-defined]
 
     def unknown(self) -> dict[str, str]:
-        """Weights that are not written in place, and why."""
+        """Return the weights that are not written in place, and the reasons."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         found: dict[str, str] = engine._follower._engine._layout.unknown
         return found
 
     def held(self) -> dict[str, str]:
-        """Checksums of the weights that this worker computes with, without experts."""
+        """Return checksums of the weights in use, without experts."""
         found: dict[str, str] = {}
         for name, module in self.get_model().named_modules():  # type: ignore[attr-defined]
             weights = dict(module.named_parameters(recurse=False))
@@ -74,7 +74,7 @@ LARGE: dict[str, Any] = {
 
 
 def made(family: str, vocabulary: int = 512) -> nn.Module:
-    """A small model of transformers with random weights, or a large one."""
+    """Create a transformers model with random weights, small or large."""
     import transformers
 
     torch.manual_seed(vocabulary)
@@ -96,14 +96,14 @@ def made(family: str, vocabulary: int = 512) -> nn.Module:
         sizes["num_local_experts"] = 4
     config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-    with torch.no_grad():  # so that answers tell one version from the next
+    with torch.no_grad():  # so that answers differ between versions
         for parameter in model.parameters():
             parameter.mul_(2 if parameter.ndim > 1 else 1)
     return model
 
 
 def exported(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model under the names of its checkpoints."""
+    """Return the model under its checkpoint names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = dict(model.named_parameters())
@@ -111,7 +111,7 @@ def exported(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Trained:
-    """A model in training, and a publisher of it."""
+    """A training model with a publisher."""
 
     def __init__(self, family: str, to: Path, vocabulary: int = 512) -> None:
         from hybridcomp.inference.shares import Shares
@@ -138,12 +138,12 @@ class Trained:
 
     @torch.no_grad()
     def answer(self) -> float:
-        """Logarithm of the probability of the likeliest token behind the prompt."""
+        """Return the log probability of the likeliest token after the prompt."""
         logits = self.model(torch.tensor([PROMPT])).logits[0, -1]
         return float(torch.log_softmax(logits.float(), 0).max())
 
     def held(self, names: list[str], rank: int, count: int) -> dict[str, str]:
-        """What worker ``rank`` has to hold: rows of most matrices, columns of those that end."""
+        """Return worker ``rank``'s weights: rows of most matrices, columns of a block's last."""
         whole = {name: one.detach() for name, one in exported(self.model)}
         if self.is_tied:
             whole["lm_head.weight"] = whole["model.embed_tokens.weight"]
@@ -163,7 +163,7 @@ class Trained:
 
 
 def differing(trained: Trained, told: list[dict[str, str]]) -> list[str]:
-    """Weights of workers that are others than the trained ones."""
+    """Return the workers' weights that differ from the trained ones."""
     assert all(len(one) > 10 for one in told)
     wanted = [trained.held(list(one), rank, len(told)) for rank, one in enumerate(told)]
     return [name for one, want in zip(told, wanted, strict=True) for name in one
@@ -171,7 +171,7 @@ def differing(trained: Trained, told: list[dict[str, str]]) -> list[str]:
 
 
 def engine_of(model: Path, workers: int) -> Any:
-    """``vllm.LLM`` of the model in a folder."""
+    """Create ``vllm.LLM`` for the model in a folder."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
@@ -184,7 +184,7 @@ def engine_of(model: Path, workers: int) -> Any:
 
 
 def paused(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
-    """Load prepared versions, of which 2 % of the weights change; the seconds of each pause."""
+    """Load prepared versions that change 2 % of the weights; return the seconds of each pause."""
     trained = Trained(family, folder / "weights")
     trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
     llm = engine_of(folder / "model", workers)
@@ -200,7 +200,7 @@ def paused(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
             llm.update_weights({"update_info": {"version": version, "prepare": prepare}})
             seconds = time.perf_counter() - begun
             llm.finish_weight_update()
-            if prepare:  # and requests would run meanwhile
+            if prepare:  # requests would run meanwhile
                 llm.collective_rpc("prepared")
         found["pause"].append(seconds)
         with torch.no_grad():
@@ -211,10 +211,9 @@ def paused(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
 
 
 def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
-    """Load versions into ``vllm.LLM``; before the third one that is not there.
+    """Load versions into ``vllm.LLM``, trying a missing version before the third.
 
-    The last answer is compared with that of a new engine, which loads the same weights from a
-    checkpoint.
+    Compares the last answer with that of a new engine, which loads the weights from a checkpoint.
     """
     trained = Trained(family, folder / "weights")
     trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
@@ -229,7 +228,7 @@ def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str,
             llm.update_weights({"update_info": message})
             llm.finish_weight_update()
         except Exception as error:
-            with contextlib.suppress(Exception):  # the workers that were not told are in it still
+            with contextlib.suppress(Exception):  # workers that were not notified still wait in it
                 llm.finish_weight_update()
             return str(error)
         llm.reset_prefix_cache()
@@ -261,7 +260,7 @@ def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str,
 
 
 def answer_of(llm: Any) -> float:
-    """As ``Trained.answer``, of vLLM."""
+    """Return vLLM's ``Trained.answer``."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
@@ -270,7 +269,7 @@ def answer_of(llm: Any) -> float:
 
 
 class Server:
-    """A server of vLLM in a process of its own, and requests to it."""
+    """A vLLM server in a separate process, and requests to it."""
 
     def __init__(self, folder: Path, workers: int, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -302,7 +301,7 @@ class Server:
         raise RuntimeError("the server has ended; see server.log")
 
     def ask(self, tokens: int, prompt: list[int], salt: str | None = None) -> dict[str, Any]:
-        """Answer a prompt, by its token ids; with a new ``salt`` without what is cached of it."""
+        """Answer a prompt of token ids; a new ``salt`` bypasses the cache."""
         import requests
 
         body: Any = {
@@ -318,12 +317,12 @@ class Server:
         return found
 
     def answer(self, salt: str | None = None) -> float:
-        """As ``Trained.answer``."""
+        """Return the server's ``Trained.answer``."""
         (first, *_) = self.ask(1, PROMPT, salt)["logprobs"]["content"]
         return float(first["logprob"])
 
     def held(self) -> list[dict[str, str]]:
-        """What its workers hold."""
+        """Return its workers' weights."""
         import requests
 
         body: Any = {"method": "held", "timeout": 120}
@@ -340,7 +339,7 @@ class Server:
 
 
 def damage(folder: Path, version: int) -> None:
-    """Turn a byte in the middle of a part of a version."""
+    """Flip a byte in the middle of a version's shard."""
     (part,) = (folder / "parts").glob(f"v{version:010d}.*.part")
     data = bytearray(part.read_bytes())
     data[len(data) // 3] ^= 255
@@ -348,10 +347,10 @@ def damage(folder: Path, version: int) -> None:
 
 
 def served(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
-    """Send versions to a server by the trainer's engine, with mishaps on the way.
+    """Send versions to a server through the trainer's engine, with faults on the way.
 
-    ``stale``: differences between the answer to a repeated prompt and one without cached keys and
-    values, behind each version; ``kept``: between such answers before and after each refusal.
+    ``stale``: after each version, differences between answers to a repeated prompt and to an
+    uncached one; ``kept``: differences between answers before and after each rejected version.
     """
     from hybridcomp.inference import vllm_plugin
 
@@ -417,7 +416,7 @@ def served(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
 
 
 def with_error(call: Any, found: dict[str, Any], number: int, kind: type[Exception]) -> bool:
-    """Call; note the error."""
+    """Call, and record the error."""
     try:
         call()
     except kind as error:
@@ -427,7 +426,7 @@ def with_error(call: Any, found: dict[str, Any], number: int, kind: type[Excepti
 
 
 def ask_long(server: Server, number: int, found: dict[str, Any]) -> None:
-    """Ask for many tokens; count an answer that does not come whole."""
+    """Request many tokens; count incomplete answers."""
     try:
         answer = server.ask(120, PROMPT[number:])
         found["lost"] += len(answer["token_ids"]) != 120
@@ -437,7 +436,7 @@ def ask_long(server: Server, number: int, found: dict[str, Any]) -> None:
 
 
 class Sending:
-    """A publisher whose versions meet with mishaps."""
+    """A publisher that injects faults into versions."""
 
     def __init__(self, trained: Trained) -> None:
         self.trained, self.number = trained, 0
@@ -445,11 +444,11 @@ class Sending:
         self._mishaps = {DAMAGED, LATE}
 
     def finish(self) -> Any:
-        """Take the version over that was begun beside the training."""
+        """Apply the version that was prepared in the background."""
         return self.trained.publisher.finish()
 
     def publish(self, wait: bool = True) -> Any:
-        """Publish; a damaged one is damaged once, a late one is there after a while."""
+        """Publish; a damaged version is damaged once, a late one appears after a while."""
         publisher = self.trained.publisher
         assert publisher is not None
         if self.number == LATE and LATE in self._mishaps:
@@ -468,7 +467,7 @@ class Sending:
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run as the command line says."""
     how, family, workers, versions, folder = sys.argv[1:6]
     place = Path(folder)
     dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)

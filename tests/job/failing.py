@@ -1,9 +1,9 @@
-"""Make the n-th step of an operation fail on one rank: any call by which it can fail.
+"""Make the n-th step of an operation fail on one rank: any call that can fail.
 
-Steps are found by Python's profiler while the operation runs, not by a list: calls from a function
-of hybridcomp into torch, files, the network or another library. Left out are the few in front of
-an operation and behind its last gate (``KEPT``), what carries the word of a failure (``SPARED``),
-and what DeepSpeed does between our operations, with messages of its own.
+Python's profiler counts the steps while the operation runs: calls from a hybridcomp function into
+torch, files, the network or another library. It skips the few before an operation and after its
+last gate (``KEPT``), the code that reports a failure (``SPARED``), and DeepSpeed's code between our
+operations, which sends messages too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hybridcomp.job.gates import here
 
 HERE = str(Path(hybridcomp.__file__).parent)
 PATCHES = str(Path(HERE).parent / "patches")
-#: what carries the word of a failure, what only words it, and what posts messages behind a gate:
-#: where the last fails a rank is lost
+#: functions that report a failure, format it, or post messages after a gate, whose failure loses a
+#: rank
 SPARED = tuple(
     f"/hybridcomp/{name}.py"
     for name in (
@@ -33,8 +33,8 @@ SPARED = tuple(
         "channels/comparisons", "inference/together",
     )
 )  # fmt: skip
-#: what stands in front of an operation, and looks at arguments that are alike on all ranks, and
-#: what stands behind its last gate, and only keeps what was made
+#: functions before an operation, which check arguments that are equal on all ranks, and after its
+#: last gate, which only store results
 KEPT = {
     ("__init__.py", "save_state"), ("__init__.py", "load_state"),
     ("__init__.py", "attach"), ("steps.py", "living"),
@@ -54,16 +54,16 @@ KEPT = {
     ("parameter_gathers.py", "_dist_allgather_fn"), ("scope.py", "get"),
     ("steps.py", "transfer"), ("steps.py", "steps"), ("handle.py", "_advance"),
 }  # fmt: skip
-#: what C functions belong to that fail for want of memory alone: containers, types
+#: owners of C functions that fail only for lack of memory: containers, types
 HARMLESS = (dict, list, set, tuple, str, bytes, frozenset, int, float, type, deque, Counter)
-#: and others that do: looks at objects and clocks
+#: other such functions: they inspect objects and clocks
 LOOKS = {
     "isinstance", "len", "getattr", "setattr", "hasattr", "callable", "id", "iter", "next", "min",
     "max", "repr", "issubclass", "hash", "perf_counter", "monotonic", "sorted", "any", "all",
     "sum", "vars", "object.__setattr__", "time", "sleep", "print", "lock.__enter__",
-    "lock.__exit__",  # which left out would hold the lock for ever
+    "lock.__exit__",  # skipping it would hold the lock forever
 }  # fmt: skip
-#: modules of Python's that are no more than syntax
+#: standard modules that are mere syntax
 SYNTAX = (
     "contextlib", "functools", "collections", "abc", "typing", "dataclasses", "enum", "weakref",
     "threading", "operator", "_weakrefset", "inspect",
@@ -71,16 +71,16 @@ SYNTAX = (
 
 
 class Injected(OSError, RuntimeError):
-    """The failure that was asked for: of a file, of the network or of torch."""
+    """The injected failure: of a file, the network or torch."""
 
 
 @dataclass
 class Steps:
-    """Counts the steps that can fail, and lets one fail.
+    """Counts the steps that can fail, and makes one fail.
 
     Attributes:
-        fails_at: the step; None: no one does.
-        found: steps so far.
+        fails_at: number of the failing step; None: no failure.
+        found: number of steps so far.
         where: the step that failed.
     """
 
@@ -111,7 +111,7 @@ class Steps:
 
 
 def _is_upstreams(frame: FrameType | None) -> bool:
-    """Return whether DeepSpeed runs, or is called."""
+    """Return whether DeepSpeed runs or is called."""
     while frame is not None:
         if "/site-packages/deepspeed/" in frame.f_code.co_filename:
             return True
@@ -133,7 +133,7 @@ def _counts(frame: FrameType) -> bool:
 
 @contextlib.contextmanager
 def steps(fails_at: int | None = None) -> Iterator[Steps]:
-    """Count the steps of the body, and let one fail."""
+    """Count the steps of the body, and make one fail."""
     counter = Steps(fails_at)
     sys.setprofile(counter)
     try:

@@ -1,4 +1,4 @@
-"""Copies of parameters that are renewed while a rank fails: of a node's and of frozen weights."""
+"""Renewal of parameter copies while a rank fails: secondary shards and frozen weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def channel_of(zero: dict[str, Any]) -> Channel:
 
 
 class Renewing:
-    """What several ranks renew together, again and again.
+    """State that several ranks renew together, repeatedly.
 
-    Between two tries all of it is gathered, and must be right: so no half state is left.
+    Between attempts all of it is gathered and checked, so that no partial state is left.
     """
 
     is_attached = True
@@ -46,24 +46,24 @@ class Renewing:
         return self.is_right and self.check()
 
     def renew(self) -> None:
-        """Renew it; fails somewhere."""
+        """Renew it; fails at some step."""
         raise NotImplementedError
 
     def held(self) -> Any:
-        """What a failure leaves as it is; a copy that was dropped is made anew, see ``check``."""
+        """Return the state that a failure must keep; a dropped copy is recreated, see ``check``."""
         return True
 
     def check(self) -> bool:
-        """Gather; whether that is what the ranks have."""
+        """Gather; return whether the result equals the ranks' values."""
         raise NotImplementedError
 
     def change(self) -> None:
-        """Change what is to be renewed."""
+        """Change the values to renew."""
         raise NotImplementedError
 
 
 class Copies(Renewing):
-    """The copies of FSDP2's groups in two nodes of two ranks."""
+    """Copies of FSDP2's groups in two nodes of two ranks."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)
@@ -86,7 +86,7 @@ class Copies(Renewing):
 
 
 class Frozen(Renewing):
-    """A group of FSDP2 with a trained and a frozen parameter."""
+    """An FSDP2 group with a trained and a frozen parameter."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)
@@ -117,13 +117,13 @@ class Frozen(Renewing):
         self.out = self.share.new_empty(4 * self.numel)
 
     def renew(self) -> None:
-        own = self.gathers  # what is left out stands behind the last message
+        own = self.gathers  # skipped calls follow the last message
         with patch.object(own, "_put", nothing), patch.object(own, "_take", nothing):
             self.gather(self.out)
 
 
 class Engine3(Renewing):
-    """A DeepSpeed engine at stage 3 over two nodes of two ranks, with frozen weights below it."""
+    """DeepSpeed engine at stage 3 on two nodes of two ranks, with frozen lower layers."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         from tests.training.test_frozen import Zero3
@@ -139,7 +139,7 @@ class Engine3(Renewing):
         return [layer.base.weight for layer in self.job.model]
 
     def check(self) -> bool:
-        loss = self.job.step(self.values)  # of a forward pass with what was renewed
+        loss = self.job.step(self.values)  # of a forward pass with the renewed copies
         whole = [self.job.whole(p) for p in self.job.model.parameters()]
         return self.right(loss) and all(bool(values.isfinite().all()) for values in whole)
 

@@ -1,4 +1,4 @@
-"""Start-up agreement: every rank gets the error, and it names the ranks and keys."""
+"""Start-up agreement: every rank gets the error, which names ranks and keys."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def differ() -> str:
 
 
 def restarted() -> list[dict[str, Any]]:
-    """What ranks say that torchrun has started again, with the store of the start before."""
+    """Return the ranks' messages after a restart by torchrun, with the first start's store."""
     agree({"compression.dp": "of the start before"})
     dist.barrier()
     agreement._rounds.clear()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if dist.get_rank() == 1:
-        time.sleep(0.5)  # rank 0 must not take what rank 1 said before it was restarted
+        time.sleep(0.5)  # rank 0 must not read rank 1's statement from before the restart
     agreement.agree({"compression.dp": "first"})
     return agreement.tell({"rank": dist.get_rank()}, what="rank")
 
@@ -74,22 +74,22 @@ def _raise() -> None:
 
 
 def silent(_: None) -> str:
-    """Rank 1 is there and states nothing; what the others are told, and how it ends."""
+    """Keep rank 1 silent; return the others' messages and the outcome."""
     vars(agreement)["NOTICE_S"] = waits.NOTICE_S = 0.2
     waits.REPEAT = 4
     agreement._timeout_s = lambda: 2.0
-    # the time that passes is the test's own: a machine with much to do would let more pass
+    # a fake clock: on a busy machine more time would pass
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: 0.02 * next(ticks), sleep=lambda seconds: None)
     said = io.StringIO()
     dist.barrier()
     if dist.get_rank() == 1:
-        dist.barrier()  # the others' store must not go before them
+        dist.barrier()  # the others' store must outlive them
         return ""
     state = StatementRound.state
 
     def stated(self: StatementRound, text: str) -> None:
-        """State, and begin to wait once both have."""
+        """State, and start waiting once both have."""
         state(self, text)
         while not (self.has_stated(0) and self.has_stated(2)):
             time.sleep(0.01)
@@ -114,11 +114,11 @@ def test_a_silent_rank_is_named_early_by_one_rank_and_ends_the_job() -> None:
 
 
 def killed(rank: int) -> str:
-    """``rank`` ends without a word in front of a checkpoint; what another one is told."""
+    """End ``rank`` silently before a checkpoint; return another rank's error."""
     peer_liveness.announce()
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    waits.NOTICE_S = 3600.0  # what is waited for is the process, not a time
+    waits.NOTICE_S = 3600.0  # waits for the process, not for a time
     with pytest.raises(PeerError) as caught:
         agreement.tell({"rank": dist.get_rank()}, what="checkpoint")
     return str(caught.value)
@@ -129,12 +129,12 @@ def test_a_rank_that_died_is_named_at_once(rank: int) -> None:
     with RankPool(3) as pool, pytest.raises(AssertionError) as ended:
         pool.run(killed, rank, grace=60.0)
     assert "exit code -9" in str(ended.value) and "still running" not in str(ended.value)
-    # the two that are left have met their PeerError and ended well: one failure is shown
+    # the remaining two got their PeerError and exited normally: one failure is shown
     assert str(ended.value).count("of 3:") == 1
 
 
 def counted(_: None) -> list[int]:
-    """Keys in the store after a few rounds of all ranks, and of a part."""
+    """Return the store's keys after a few rounds of all ranks, and of some."""
     store: Any = dist.distributed_c10d._get_default_store()
     found = []
     for _round in range(4):
@@ -153,7 +153,7 @@ def test_what_was_said_is_deleted_once_all_have_spoken_again() -> None:
 
 
 def limited(_: None) -> list[timedelta]:
-    """The time-out of the store that torch.distributed shares with everybody."""
+    """Return the timeout of torch.distributed's shared store."""
     store: Any = dist.distributed_c10d._get_default_store()
     before = store.timeout
     with contextlib.suppress(RuntimeError), agreement.waiting(store, 5.0):

@@ -1,4 +1,4 @@
-"""A thread of gloo that is late with its last message does not end the process."""
+"""A gloo thread that finishes its last message late does not crash the process at exit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
 
-#: two ranks in one process; rank 0's thread is still at work on what follows its message, and has
-#: to take Python's lock once more, when the script is over
+#: two ranks in a process; at the script's end rank 0's thread still works after its message, and
+#: needs Python's lock once more
 LATE = """
 import threading, zlib
 import torch, torch.distributed as dist

@@ -1,6 +1,6 @@
-"""Failures on one rank beside messages without gates, such as sums at the end of a step.
+"""Failures on one rank around messages without gates, such as sums at the end of a step.
 
-The rank closes its connections there, so each failure takes a new process group.
+The rank closes its connections, so each failure needs a new process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.job.failing import steps
 from tests.ranks import run_ranks
 from tests.sync.torch_job import Job
 
-#: seconds that nobody waits longer than, by night
+#: seconds that no rank may wait longer than, in nightly runs
 LIMIT_S = 10.0
 #: guard, report and residuals in every step
 BLOCK: dict[str, Any] = {
@@ -39,7 +39,7 @@ BLOCK: dict[str, Any] = {
 
 @dataclass
 class Found:
-    """What came of all failures; equal on all ranks."""
+    """Results of all failures; equal on all ranks."""
 
     tried: int = 0
     failed: int = 0
@@ -49,7 +49,7 @@ class Found:
 
 
 def step_end(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The end of a step under DDP, and what all ranks send behind it."""
+    """Run the end of a step under DDP, and the next message of all ranks."""
     job = Job(None).build()
     job.attached = hybridcomp.attach(job.model, BLOCK)
     assert job.attached is not None
@@ -58,7 +58,7 @@ def step_end(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def norm_of_rows(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The norm of rows' gradients, and what all ranks send behind it."""
+    """Compute the norm of rows' gradients, and send the next message of all ranks."""
     table = CachedEmbedding(64, 8, resident=32)
     optimizer = RowOptimizer([table], "sgd", lr=0.1)
 
@@ -74,7 +74,7 @@ KINDS = {"step_end": step_end, "norm_of_rows": norm_of_rows}
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """What a call raises, with what stands below the traceback where that is not ours."""
+    """Return a call's error, with the frames below if they are not ours."""
     try:
         call()
     except (HybridcompError, RuntimeError) as error:
@@ -83,7 +83,7 @@ def said_by(call: Callable[[], object]) -> str:
 
 
 def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
-    """``count`` failures, each in a process group of its own."""
+    """Inject ``count`` failures, each in a new process group."""
     agreement.LOOK_S = 0.05
     draw, found, me = random.Random(seed), Found(), dist.get_rank()
     world, number = dist.get_world_size(), 0
@@ -102,7 +102,7 @@ def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
         began = time.monotonic()
         with steps(step if me == rank else None) as counter:
             said = said_by(work)
-        said = said or said_by(behind)  # others may not have had to wait for that rank yet
+        said = said or said_by(behind)  # others may not yet have waited for that rank
         store.set(str(me), json.dumps([time.monotonic() - began, said, counter.where]))
         every = [json.loads(store.get(str(one))) for one in range(world)]
         note(found, f"{kind}: rank {rank}, step {step} of {number}", rank, every)
@@ -110,12 +110,12 @@ def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
 
 
 def note(found: Found, name: str, rank: int, every: list[Any]) -> None:
-    """Count a failure, and what is wrong with it."""
+    """Count a failure, and record what is wrong with it."""
     where = every[rank][2]
     found.tried += 1
     found.longest_s = max(found.longest_s, *(row[0] for row in every))
     if not where or not every[rank][1]:
-        return  # a step that did not come again, or an error that stops nobody
+        return  # a step that did not occur again, or an error that stops nobody
     found.failed += 1
     found.where[where.partition(":")[0]] += 1
     if not all(f"rank {rank}" in row[1] and "Injected" in row[1] for row in every):
@@ -134,5 +134,5 @@ def test_a_failure_beside_a_message_without_gates_ends_all_ranks(
     print(f"{kind}: {found.failed} of {found.tried}, at most {found.longest_s:.2f} s")
     assert not found.problems
     assert found.tried == count and found.failed > count // 2
-    if count > 10:  # by day a busy machine may take longer
+    if count > 10:  # by day a busy machine may need longer
         assert found.longest_s <= LIMIT_S

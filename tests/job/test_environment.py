@@ -1,4 +1,4 @@
-"""Variables with our prefix: those that nothing reads are told with the nearest one."""
+"""Unknown environment variables with our prefix are reported with the nearest known name."""
 
 from __future__ import annotations
 

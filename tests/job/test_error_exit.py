@@ -1,4 +1,4 @@
-"""A user's mistake ends every rank with one status, and is told once, without a traceback."""
+"""A user's mistake ends every rank with the same status and one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.job import error_exit
 from tests.ranks import run_ranks
 from tests.selection import by_day
 
-#: both ranks are there before either goes on: the one that told stays for a second only
+#: both ranks synchronize first: the reporting rank stays for a second only
 MEET = """
 import os, pathlib, time
 import hybridcomp, hybridcomp.config
@@ -49,7 +49,7 @@ raise AgreementError("compression block: rank(s) 1 differ from rank 0")
 
 
 def ranks(code: str, folder: Path, **more: str) -> list[tuple[int, str]]:
-    """Exit status and standard error of two ranks that run ``code``, started by one launcher."""
+    """Return exit status and stderr of two ranks that run ``code``, started by one launcher."""
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
     job = {"WORLD_SIZE": "2", **port, **more}
     (folder / "script.py").write_text(code)
@@ -109,7 +109,7 @@ def test_other_errors_and_other_hooks_stay(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_hook_in_front_of_ours_that_calls_it_is_called_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``install``, ``init_process_group``, which puts such a hook there, and ``attach``."""
+    """``install``, then ``init_process_group``, which installs such a hook, then ``attach``."""
     shown: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda *_: shown.append("python's"))
     first = sys.excepthook
@@ -137,7 +137,7 @@ def test_a_hook_in_front_of_ours_that_calls_it_is_called_once(
 
 
 def met() -> tuple[timedelta, timedelta]:
-    """The time-out of the shared store before and after a rank has told what it fails of."""
+    """Return the shared store's timeout before and after a rank reported its failure."""
     store: Any = dist.distributed_c10d._get_default_store()
     before = store.timeout
     meeting = error_exit._InStore(dist, "name")

@@ -1,4 +1,4 @@
-"""A job that has a block and was started without hybridcomp is told so, once."""
+"""A job with a block but without hybridcomp.run gets one warning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _step() -> None:
 
 
 def _trains(environment: dict[str, str], words: list[str], acting: bool) -> str:
-    """Take two steps; return what this rank has printed."""
+    """Run two steps; return this rank's output."""
     assert dist.get_world_size() == 2
     kept = {name: module for name, module in sys.modules.items() if missing_run.ACTING in name}
     printed = io.StringIO()
@@ -64,7 +64,7 @@ def test_torch_calls_it() -> None:
 
 
 def test_an_installation_without_its_files_is_on_the_page(tmp_path: Path) -> None:
-    """Of a checkout that has moved, metadata is left: torch then says what the page names."""
+    """A moved checkout leaves metadata behind: torch then prints what the page quotes."""
     distribution(tmp_path, "hybridcomp", "1.0")
     points = tmp_path / "hybridcomp-1.0.dist-info" / "entry_points.txt"
     points.write_text("[torch.backends]\nhybridcomp = hybridcomp_moved:watch\n")
@@ -81,7 +81,7 @@ def test_an_installation_without_its_files_is_on_the_page(tmp_path: Path) -> Non
 def test_an_interpreter_without_a_command_line_imports_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one inside another program; what is raised here would be raised by ``import torch``."""
+    """As in an embedded interpreter, where an error would break ``import torch``."""
     monkeypatch.delattr(sys, "argv")
     for name in ("HYBRIDCOMP_CONFIG", "HYBRIDCOMP_RECORD"):
         monkeypatch.delenv(name, raising=False)
@@ -125,7 +125,7 @@ def test_a_job_that_uses_hybridcomp_is_told_nothing(tmp_path: Path) -> None:
     assert "compressed" not in found
 
 
-#: what each launcher sets in the environment of a rank
+#: environment variables that each launcher sets for a rank
 LAUNCHERS = {
     "deepspeed": {"CROSS_RANK": "0"},
     "torchrun": {"TORCHELASTIC_RUN_ID": "none"},
@@ -146,7 +146,7 @@ LAUNCHERS = {
 def test_the_command_is_one_of_the_launcher_in_use(
     launcher: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``-m`` is unknown to deepspeed, and ``--module`` to all others."""
+    """deepspeed does not know ``-m``, and no other launcher knows ``--module``."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert start_command(LAUNCHERS[launcher]) == command
     monkeypatch.setattr(sys, "argv", ["-c"])

@@ -1,4 +1,4 @@
-"""Who is missing: processes that ended or were stopped, ranks that do not answer, last words."""
+"""Missing ranks: ended or stopped processes, unresponsive ranks, last messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def peer_of(pid: int, rank: int = 1) -> Peer:
 
 
 def until(process: subprocess.Popen[bytes], states: str) -> None:
-    """Wait for the kernel to have done what a signal asked for."""
+    """Wait until the kernel has acted on a signal."""
     for _ in range(500):
         stat = processes.stat(process.pid)
         if stat is not None and stat[0] in states:
@@ -69,7 +69,7 @@ def test_states_of_a_process(child: subprocess.Popen[bytes]) -> None:
     assert processes.state(peer) is None
     child.kill()
     until(child, "Z")
-    assert processes.state(peer) == "has ended"  # while nobody has asked for its status
+    assert processes.state(peer) == "has ended"  # before anyone has read its exit status
     child.wait()
     assert processes.state(peer) == "has ended"
 
@@ -105,7 +105,7 @@ def test_a_lost_message_names_the_rank_that_ended(
 def test_a_rank_whose_connection_broke_is_looked_at_until_it_has_ended(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel closes the sockets of a process that was killed before it shows it as ended."""
+    """The kernel closes a killed process's sockets before it shows it as ended."""
     monkeypatch.setattr(processes.Known, "peers", (peer_liveness._myself(), peer_of(child.pid)))
     monkeypatch.setattr(peer_liveness, "LOOK_S", 3600.0)
     looks: list[float] = []
@@ -120,7 +120,7 @@ def test_a_rank_whose_connection_broke_is_looked_at_until_it_has_ended(
         peer_liveness, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
     )
     assert f"rank 1 (process {child.pid} on host) has ended" in str(peer_liveness.lost(GLOO))
-    # when time is up, and no connection broke, there is nothing to come
+    # when time is up and no connection broke, nothing will come
     assert peer_liveness.lost(RuntimeError("Timed out waiting 5000ms for recv")) is not None
     assert len(looks) == 3
 
@@ -153,7 +153,7 @@ def far_peers() -> tuple[Peer, ...]:
 
 
 def test_who_says_nothing_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 have failed too and say so; rank 2 is silent."""
+    """Ranks 0 and 1 have failed too and report it; rank 2 is silent."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     names = distributed_c10d.PrefixStore(f"hybridcomp/failed/{start()}", store)
     names.set("0", "true")
@@ -164,7 +164,7 @@ def test_who_says_nothing_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch)
     text = str(peer_liveness.lost(GLOO))
     assert "rank 2 (process 7 on node2) does not answer" in text
     assert "node0" not in text and "node1" not in text
-    assert names.check(["1"])  # what the others will read
+    assert names.check(["1"])  # the others read this
 
 
 @pytest.mark.parametrize("answer", ["refuses", "never"])
@@ -174,7 +174,7 @@ def test_a_store_that_is_gone_names_its_host(answer: str, monkeypatch: pytest.Mo
             time.sleep(2.0)
         raise RuntimeError("Connection refused")
 
-    monkeypatch.setattr(peer_liveness, "ROLL_CALL_S", -0.5)  # and one second more
+    monkeypatch.setattr(peer_liveness, "ROLL_CALL_S", -0.5)  # and one more second
     monkeypatch.setattr(peer_liveness, "_store", store)
     monkeypatch.setattr(processes.Known, "peers", far_peers())
     assert "rank 0 (process 7 on node0) does not answer" in str(peer_liveness.lost(GLOO))
@@ -219,12 +219,12 @@ def test_a_rank_that_its_agent_ends_says_who_is_missing(
 
 
 def seconds(group: dist.ProcessGroup) -> float:
-    """How long a group waits."""
+    """Return a group's timeout."""
     return peer_liveness._waits(group).total_seconds()
 
 
 def limits() -> list[float]:
-    """Seconds that a group waits which upstream made later, and one whose maker said how long."""
+    """Return timeouts of a group that upstream created later, and of one with its own timeout."""
     later, told = dist.new_group([0]), dist.new_group([0], timeout=timedelta(hours=3))
     found = [seconds(later)]
     c10d, limit = dist.distributed_c10d, timedelta(seconds=7)
@@ -240,7 +240,7 @@ def test_groups_wait_no_longer_than_the_default_group() -> None:
 
 
 def limits_of_models() -> list[float]:
-    """What groups of the user wait after two models were attached, and one of hybridcomp's own."""
+    """Return timeouts of the user's groups after attaching two models, and of one of ours."""
     groups = [dist.new_group(), dist.new_group(timeout=timedelta(hours=3))]
     replicated = DistributedDataParallel(nn.Linear(8, 8), process_group=groups[0])
     hybridcomp.attach(replicated, {"dp": {"codec": "blockint"}})
@@ -289,7 +289,7 @@ def last_words(*words: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_rank_that_a_signal_ends_says_who_is_missing(name: str, said: str) -> None:
     found = last_words(name)
-    assert found.returncode == -getattr(signal, name)  # the signal acts as it would have
+    assert found.returncode == -getattr(signal, name)  # the signal has its default effect
     assert found.stderr == (
         f"[hybridcomp] rank 0 of 4 {said}: rank 1 has ended; rank 3 has ended\n"
     )

@@ -1,4 +1,4 @@
-"""``python -m hybridcomp.run``: the script sees what it would see without us."""
+"""``python -m hybridcomp.run``: the script sees the same environment as without it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_file_that_is_not_there_is_told_with_its_variable(folder: Path) -> Non
 
 
 def test_install_takes_a_config(tmp_path: Path) -> None:
-    """A mistake in it is an error where it is written, not later."""
+    """A mistake in it raises in the call to ``install``, not later."""
     code = (
         "import hybridcomp\n"
         "from hybridcomp.errors import ConfigError\n"

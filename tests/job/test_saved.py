@@ -1,4 +1,4 @@
-"""Files of a rank: whole or not at all, through no link, and no exception on one rank alone."""
+"""A rank's files: written whole or not at all, never through links or with one-rank errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_whatever_one_rank_raises_is_told(error: Exception) -> None:
 
 
 def headers_of(data: bytes) -> list[int]:
-    """Places of bytes that belong to no record."""
+    """Return the positions of bytes outside records."""
     inside: set[int] = set()
     for one in zipfile.ZipFile(io.BytesIO(data)).infolist():
         lengths = struct.unpack_from("<HH", data, one.header_offset + 26)

@@ -1,4 +1,4 @@
-"""Statements through a store: what a rank asks does not depend on the number of ranks."""
+"""Statements through a store: a rank's requests do not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.stand_ins.counted_store import CountedStore
 
 
 def exchange(store: Any, ranks: int, number: int, same: bool = False) -> list[CountedStore]:
-    """A round of pretended ranks, one after the other; what each of them asked."""
+    """Run a round of simulated ranks in turn; return each rank's requests."""
     asked = [CountedStore(store) for _ in range(ranks)]
     rounds = [
         StatementRound(one, f"round {number}", i, range(ranks)) for i, one in enumerate(asked)
@@ -43,7 +43,7 @@ def test_requests_do_not_grow_with_ranks(ranks: int) -> None:
         last = asked[-1].calls
         assert last["multi_get"] == -(-ranks // statements.AT_ONCE) and last["set"] == 3
         assert sum(last.values()) == 8 + last["multi_get"] + deleted
-    assert sum(second[0].calls.values()) == 11  # it deletes what was set for all
+    assert sum(second[0].calls.values()) == 11  # it deletes the shared keys
 
 
 def test_a_round_is_deleted_after_the_next() -> None:
@@ -83,7 +83,7 @@ def test_who_is_missing() -> None:
 
 
 def test_the_last_rank_ends_before_it_collects() -> None:
-    """Any other one can do it, and twice does no harm."""
+    """Any other rank can do it, and doing it twice is harmless."""
     store = HashStore()
     this = StatementRound(store, "x", 0, range(2))
     this.state('{"a": 1}')
@@ -96,7 +96,7 @@ def test_the_last_rank_ends_before_it_collects() -> None:
 
 
 def test_waiting_asks_again_and_never_lets_the_store_wait() -> None:
-    """torch writes a line at each time-out of such a wait, which would be two a second."""
+    """torch prints a line at each timeout of such a wait, which would be two per second."""
     store = CountedStore(HashStore())
     this = StatementRound(store, "x", 0, range(2))
     this.state("{}")

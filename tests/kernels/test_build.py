@@ -1,4 +1,4 @@
-"""What the extensions are built from: every file that is there, named nowhere."""
+"""The extensions are built from every source file present, without a list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.paths import ROOT
 
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    """The build class, loaded by its path as setuptools does."""
+    """Load the build class by path, as setuptools does."""
     pytest.importorskip("pybind11")
     pytest.importorskip("setuptools")
     path = ROOT / "hybridcomp" / "kernels" / "build.py"
@@ -53,7 +53,7 @@ def test_the_command_has_them(build: ModuleType) -> None:
 def test_objects_are_kept_for_the_next_build(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every extra that was installed later compiled all kernels again."""
+    """Otherwise installing an extra later would recompile all kernels."""
     monkeypatch.setattr(build, "HERE", tmp_path)
     source, header, made = (tmp_path / name for name in ("a.cpp", "a.h", "a.o"))
     for path in (source, header, made):

@@ -1,4 +1,4 @@
-"""The functions of every codec: both back ends have what the codec's Protocol says."""
+"""Every codec's functions: both back ends implement its Protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernels.cuda.emulated import EmulatedLauncher
 
 
 def kernel_sets() -> dict[str, Any]:
-    """The Protocol of every set of functions that a codec asks for, by the name of the set."""
+    """Return the Protocol of every function set that codecs request, by the set's name."""
     sets = [getattr(codec, "kernels", None) for codec in CODECS.built_in.values()]
     found: dict[str, Any] = {
         one.codec: one
@@ -33,7 +33,7 @@ def kernel_sets() -> dict[str, Any]:
 
 
 def launch_modules() -> Iterator[str]:
-    """The modules of the CUDA back end that launch one codec's kernels."""
+    """Return the modules of the CUDA back end that launch a single codec's kernels."""
     for path in sorted(Path(cuda_package.__file__).parent.glob("*.py")):
         name = f"{cuda_package.__name__}.{path.stem}"
         if path.stem == "__init__":
@@ -45,7 +45,7 @@ def launch_modules() -> Iterator[str]:
 
 
 def shape(function: Any) -> list[tuple[Any, Any, Any]]:
-    """Kind, default and annotation of every parameter but ``self``."""
+    """Return kind, default and annotation of every parameter but ``self``."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     return [(one.kind, one.default, one.annotation) for one in parameters]
 

@@ -1,4 +1,4 @@
-"""The loader of kernels: which back end, and what a user reads when there is none."""
+"""The kernel loader: choice of the back end, and the error if there is none."""
 
 from __future__ import annotations
 

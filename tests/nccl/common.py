@@ -1,4 +1,4 @@
-"""Trainings of the other tests over NCCL: which blocks, and each job only once."""
+"""The other tests' trainings over NCCL: their blocks, and each job run only once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from tests.nccl.pool import NcclPool
 from tests.stand_ins.cuda import begin
 
-#: of every training that is compared bit for bit
+#: steps of every training that is compared bit for bit
 STEPS = 20
-#: HYBRIDCOMP_NCCL_DEVICE runs these tests where there is no GPU: "cpu" over gloo, "stand-in" on
-#: devices and over an NCCL that stand in for those (``tests/stand_ins/cuda``)
+#: HYBRIDCOMP_NCCL_DEVICE runs these tests without a GPU: "cpu" over gloo, "stand-in" on fake
+#: devices and NCCL (``tests/stand_ins/cuda``)
 ASKED = os.environ.get(begin.ASKED, "cuda")
 DEVICE = "cuda" if ASKED == begin.STAND_IN else ASKED
-#: of every module here that trains
+#: marks of every module here that trains
 MARKS = [
-    pytest.mark.timeout(600),  # a fixture's ranks count for the test that comes first
+    pytest.mark.timeout(600),  # a fixture's ranks count toward its first test
     *([pytest.mark.gpu] if ASKED == "cuda" else []),
     pytest.mark.skipif(
         ASKED == "cuda" and not dist.is_nccl_available(), reason="this torch has no NCCL"
@@ -33,14 +33,14 @@ FEEDBACK: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": Tr
 
 
 def block(dimensions: str, codec: Any) -> dict[str, Any]:
-    """A block with ``codec`` on each of the ``dimensions``, for messages of any size."""
+    """Return a block with ``codec`` on each of the ``dimensions``, for messages of any size."""
     return {**dict.fromkeys(dimensions.split(), codec), "min_bytes": 0}
 
 
 class Trainings:
-    """Trains jobs on ranks that stay until one fails; a job that was trained is not trained again.
+    """Trains jobs on persistent ranks, replaced after a failure; caches each job's result.
 
-    ``run`` is the function of a trainer that takes a sequence of jobs.
+    ``run`` is a trainer's function that takes a sequence of jobs.
     """
 
     def __init__(self, run: Callable[..., Any], world_size: int, *, per_node: int = 1) -> None:
@@ -50,7 +50,7 @@ class Trainings:
         self._known: dict[str, list[Any] | BaseException] = {}
 
     def __call__(self, job: Any) -> list[Any]:
-        """What every rank saw. Raises AssertionError with the words of those that failed."""
+        """Return every rank's result. Raises AssertionError with the failing ranks' output."""
         key = repr(job)
         if key not in self._known:
             try:
@@ -70,11 +70,11 @@ class Trainings:
 
 
 def with_block(job: Any, found: dict[str, Any] | None) -> Any:
-    """``job`` with another block."""
+    """Return ``job`` with another block."""
     return replace(job, block=found)
 
 
 def tail(ranks: Sequence[Any]) -> float:
-    """Mean over ranks and the last five steps, of those that saw losses."""
+    """Return the mean loss over the last five steps and the ranks with losses."""
     seen = [one.losses[-5:] for one in ranks if one.losses]
     return sum(map(sum, seen)) / sum(map(len, seen))

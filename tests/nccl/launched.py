@@ -1,4 +1,4 @@
-"""Whole jobs under ``scripts/one_gpu.py``."""
+"""Start whole jobs under ``scripts/one_gpu.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import python_path
 def launch(
     *arguments: str, cwd: Path = ROOT, timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """The launcher, with what it printed."""
+    """Run the launcher; return it with its output."""
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts/one_gpu.py"), *arguments],
         cwd=cwd, env={**os.environ, "PYTHONPATH": python_path()},

@@ -1,9 +1,9 @@
-"""Ranks over NCCL that share one GPU, each with a host name of its own (``scripts/one_gpu.py``).
+"""Ranks over NCCL that share one GPU, each with its own host name (``scripts/one_gpu.py``).
 
-``tests.ranks`` forks its ranks from a process that has imported DeepSpeed for a CPU; these are
-processes of their own. Importing takes one of them about 10 s, so a few are kept that have done so
-and wait to be told who they are. On a CPU, and where asked for, they talk over gloo. Without a GPU
-they can have one that stands in for it (``tests/stand_ins/cuda``): HYBRIDCOMP_NCCL_DEVICE=stand-in.
+``tests.ranks`` forks its ranks from a process that imported DeepSpeed for a CPU; these are separate
+processes. Imports take about 10 s, so a few processes with finished imports wait for a rank to run.
+On a CPU, or on request, they use gloo. Without a GPU HYBRIDCOMP_NCCL_DEVICE=stand-in uses a fake
+one (``tests/stand_ins/cuda``).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import one_gpu
 
-#: processes that are kept ready for the next pool
+#: processes kept ready for the next pool
 AHEAD = {"cuda": 0 if begin.is_asked() else 4}
 #: seconds that ranks may take to start
 START_S = 300.0
-#: characters of what a failing rank printed last that are shown
+#: characters shown of a failing rank's last output
 TAIL = 3000
 
 
 class Process:
-    """A rank that has imported everything and waits for its name."""
+    """A process with finished imports that waits for its rank."""
 
     def __init__(self, device: str) -> None:
         self.pipe, theirs = Pipe()
@@ -47,7 +47,7 @@ class Process:
             **os.environ, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1",
             "PYTHONPATH": python_path(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1",
-            # else a rank that has lost another one sleeps for a minute, to write down what it did
+            # otherwise a rank that lost another sleeps for a minute to dump its log
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         }  # fmt: skip
         self._process = subprocess.Popen(
@@ -76,20 +76,20 @@ class Process:
         self._process.kill()
 
     def printed(self) -> str:
-        """The end of what it has printed."""
+        """Return the end of its output."""
         size = os.fstat(self._out.fileno()).st_size
         start = max(0, size - TAIL)
         return os.pread(self._out.fileno(), size - start, start).decode(errors="replace")
 
 
 class Reserve:
-    """Processes that nobody uses yet."""
+    """Processes without a rank yet."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Process]] = {}
 
     def take(self, device: str, count: int) -> list[Process]:
-        """``count`` of them; as many as are missing are started, and some for the next."""
+        """Take ``count`` of them; starts missing ones, and some for the next call."""
         waiting = [process for process in self._waiting.pop(device, []) if process.is_alive()]
         waiting += [Process(device) for _ in range(count + AHEAD.get(device, 0) - len(waiting))]
         self._waiting[device] = waiting[count:]
@@ -109,7 +109,7 @@ atexit.register(RESERVE.close)
 
 
 class NcclPool(RankPool):
-    """``RankPool`` over NCCL on one GPU; ``per_node`` consecutive ranks count as one node."""
+    """``RankPool`` over NCCL on one GPU; ``per_node`` consecutive ranks count as a node."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class NcclPool(RankPool):
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._ranks = RESERVE.take(self._device, self.world_size)
-        key = bytes(current_process().authkey)  # tensors of results are fetched with it
+        key = bytes(current_process().authkey)  # needed to fetch tensors of results
         for rank, process in enumerate(self._ranks):
             environment = one_gpu.environment(
                 rank, self.world_size, per_node=self._per_node, device=self._device
@@ -142,9 +142,9 @@ class NcclPool(RankPool):
         self._await_ranks(Path(self._folder.name))
 
     def _await_ranks(self, folder: Path) -> None:
-        """Return when all ranks have imported everything, or one has died, or after START_S.
+        """Wait until all ranks have finished their imports, one has died, or START_S is over.
 
-        What a test allows is for what it asks of them: beside other tests imports take minutes.
+        A test's timeout excludes this: beside other tests imports take minutes.
         """
         until = time.monotonic() + START_S
         missing = [folder / f"stack{rank}" for rank in range(self.world_size)]
@@ -164,13 +164,13 @@ class NcclPool(RankPool):
 
 
 def main() -> None:
-    """One rank: imports, learns who it is, then calls what it is told to."""
+    """Run a rank: import, receive the rank, then call functions from the pipe."""
     pipe: Connection = Connection(int(sys.argv[1]))
     device = os.environ["DS_ACCELERATOR"]
     if begin.is_asked() and device == "cuda":
         begin.begin()
     import torch
-    import torch._dynamo  # which the first optimizer would import
+    import torch._dynamo  # the first optimizer would import it
 
     if find_spec("deepspeed") is not None:
         import deepspeed  # noqa: F401
@@ -185,7 +185,7 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # upstream pads with uninitialized memory, which must not be filled with NaN
+        # upstream pads with uninitialized memory, which NaN must not fill
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     serve(pipe, *place)
 

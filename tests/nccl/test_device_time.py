@@ -1,4 +1,4 @@
-"""Time in the ledger over NCCL: the device's, and nothing waits for it on the way."""
+"""The ledger's device time over NCCL, measured without blocking."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BLOCK = {"dp": EIGHT, "zero": EIGHT, "min_bytes": 0, "hierarchy": "none",
 
 
 def give_it_time() -> None:
-    """Keep the device busy for some milliseconds, so that it has its work before it gets there."""
+    """Keep the device busy for some milliseconds, so that the work is queued before it starts."""
     cuda: Any = torch.cuda
     cuda._sleep(20_000_000)
 
 
 def messages(channels: Channels, values: torch.Tensor, out: torch.Tensor) -> None:
-    """A sum, and a gather on a stream of its own that is waited for later."""
+    """Send an all-reduce, and a gather on a side stream that is waited for later."""
     give_it_time()
     dp, zero = channels["dp"], channels["zero"]
     codec = dp.codec(values.numel(), values.dtype, None)
@@ -46,7 +46,7 @@ def messages(channels: Channels, values: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def coding_ms(channels: Channels, values: torch.Tensor) -> float:
-    """Of encoding and decoding all of ``values`` once, timed by themselves."""
+    """Return the milliseconds of encoding and decoding ``values`` alone."""
     codec = channels["dp"].codec(values.numel(), values.dtype, None)
     assert codec is not None
     payload = torch.empty(
@@ -66,7 +66,7 @@ def coding_ms(channels: Channels, values: torch.Tensor) -> float:
 
 
 def trained() -> tuple[dict[str, Any], float, int]:
-    """Rows of 12 steps, what coding takes by itself, and the messages whose events were left."""
+    """Return the rows of 12 steps, coding time alone, and the messages with pending events."""
     device = torch.device("cuda", torch.cuda.current_device())
     channels = Channels(CompressionConfig.parse(BLOCK))
     values = torch.randn(NUMEL, device=device)
@@ -105,5 +105,5 @@ def test_codec_is_what_coding_takes_and_wait_what_the_wire_does() -> None:
                 direct_ms,
                 row,
             )
-            # 12 messages of 16 MB and more, over sockets: a host that does not wait saw 0
+            # 12 messages of 16 MB and more, over sockets: a host that does not wait would see 0
             assert row["wait_ms"] / 12 > 1.0, row

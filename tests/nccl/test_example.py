@@ -1,4 +1,4 @@
-"""The example over NCCL in the ways that are no upstream's or torch's own; a measurement."""
+"""The example over NCCL with hybridcomp's own layers and torch's engines, and a measurement."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.training.example import CONFIG, losses, prepare
 
 pytestmark = MARKS
 
-#: torch's own engines report every ten steps
+#: torch's engines report every ten steps
 STEPS = 10
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: how many ranks, with which arguments, what is encoded."""
+    """A training: number of ranks, arguments, encoded dimensions."""
 
     ranks: int
     arguments: tuple[str, ...]
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, name: str, case: Case, block: dict[str, Any] | None) -> list[float]:
-    """The losses of a training in bf16."""
+    """Return the losses of a training in bf16."""
     config = {**CONFIG, "bf16": {"enabled": True}, **case.settings}
     if block is not None:
         config["compression"] = block
@@ -79,7 +79,7 @@ def test_eight_bits_follow_the_baseline(
     assert len(native) == STEPS and native[-1] < native[0]
     ledger = f"{name}/ledger.jsonl"
     block = {**dict.fromkeys(case.dimensions, EIGHT_BITS), "min_bytes": 0}
-    monkeypatch.setenv("HYBRIDCOMP_CONFIG", f"{name}.json")  # torch's engines know no such file
+    monkeypatch.setenv("HYBRIDCOMP_CONFIG", f"{name}.json")  # torch's engines read no such file
     found = trained(folder, name, case, {**block, "ledger": {"jsonl": ledger}})
     assert found == pytest.approx(native, rel=0.02) and found != native
     rows = json.loads((folder / ledger).read_text().splitlines()[-1])["dimensions"]
@@ -91,7 +91,7 @@ def test_eight_bits_follow_the_baseline(
 
 
 def test_a_measurement(folder: Path) -> None:
-    """``hybridcomp measure`` on two ranks; as short as it gets."""
+    """``hybridcomp measure`` on two ranks, as short as possible."""
     words = ["-m", "hybridcomp.tools.measure", "--seconds=4", "--out=cluster.json"]
     found = launch("--ranks=2", f"--device={DEVICE}", "--", *words, cwd=folder, timeout=500.0)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]

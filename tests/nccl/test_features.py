@@ -1,4 +1,4 @@
-"""ZeRO over NCCL with what other tests here leave out: deltas, residuals of few bits, islands."""
+"""ZeRO over NCCL with features that other tests here omit: deltas, low-bit residuals, islands."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train() -> Iterator[Trainings]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_exact_steps_are_identical(train: Trainings, stage: int) -> None:
-    """The gather of a step brings what changed, without loss, and in fewer bytes."""
+    """The gather of a step sends lossless deltas, in fewer bytes."""
     job = replace(BF16, stage=stage)
     base = train(job)
     found = train(replace(job, block={"zero": {"codec": "stepcode"}, "min_bytes": 0}))
@@ -72,7 +72,7 @@ def test_lossy_ones_are_close(train: Trainings, name: str) -> None:
 
 
 def test_auto_compares_steps_and_goes_on(train: Trainings) -> None:
-    """Trials, compared steps and a verdict, without loss, so that nobody sees any of it."""
+    """Trials, compared steps and a decision, all lossless and thus invisible."""
     job = replace(BF16, steps=24)
     auto = {"codec": "expcode", "when": "auto"}
     found = train(replace(job, block={"dp": auto, "zero": auto, "min_bytes": 0}))

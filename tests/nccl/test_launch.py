@@ -1,4 +1,4 @@
-"""The example over NCCL under ``scripts/one_gpu.py``: killed, resumed, started wrongly."""
+"""The example over NCCL under ``scripts/one_gpu.py``: killed, resumed, misconfigured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, SAVED = 12, 6
 
 
 def config(folder: Path, **more: Any) -> None:
-    """``job.json``: ZeRO 2 in bf16, gradients in 4 bits with error feedback."""
+    """Write ``job.json``: ZeRO 2 in bf16, gradients in 4 bits with error feedback."""
     found = {
         **CONFIG,
         "bf16": {"enabled": True},
@@ -39,7 +39,7 @@ def config(folder: Path, **more: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and a configuration."""
+    """Create data and a configuration."""
     folder = tmp_path_factory.mktemp("example")
     prepare(folder)
     config(folder)
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(name: str, *arguments: str) -> list[str]:
-    """The launcher's arguments for the example, which logs to ``name``."""
+    """Return the launcher's command for the example, which logs to ``name``."""
     return [
         f"--device={DEVICE}", "--", "-m", "hybridcomp.run", str(EXAMPLES / "train_gpt.py"),
         "--deepspeed_config=job.json", "--layers=2", "--width=32", "--heads=2", "--length=32",
@@ -56,7 +56,7 @@ def command(name: str, *arguments: str) -> list[str]:
 
 
 def test_killed_and_resumed_is_the_unbroken_run(folder: Path) -> None:
-    """All ranks are killed after a checkpoint; residuals come back from it."""
+    """All ranks are killed after a checkpoint, which restores the residuals."""
     whole = launch(*command("whole", f"--steps={STEPS}"), cwd=folder)
     assert whole.returncode == 0, whole.stdout[-3000:] + whole.stderr[-3000:]
     save = ("--save=checkpoint", f"--save-every={SAVED}", f"--steps={1000 * STEPS}")

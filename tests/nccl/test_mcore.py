@@ -68,7 +68,7 @@ def check_identity(base: list[Any], found: list[Any], dimensions: str) -> None:
 
 
 def lossless(job: Job, dimensions: str) -> Job:
-    """``job`` encoded without loss; upstream's pipelines take no size that varies over NCCL."""
+    """Return ``job`` with lossless codecs; upstream's pipelines take only fixed sizes over NCCL."""
     pipeline = "pp" in dimensions
     found: Job = with_block(job, block(dimensions, EIGHT_BITS if pipeline else "expcode"))
     return replace(found, raw=pipeline)
@@ -111,7 +111,7 @@ def test_a_restart_goes_on_as_if_nothing_had_happened(train: Trainings, tmp_path
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_three_dimensions_on_eight_ranks(eight: Trainings, codec: str) -> None:
-    """Every group has two ranks, so sums have one order here as well."""
+    """Every group has two ranks, so the order of sums is fixed here too."""
     dimensions = "dp zero tp pp"
     none = with_block(THREE, block(dimensions, "none"))
     found = eight(none if codec == "none" else lossless(THREE, dimensions))

@@ -1,4 +1,4 @@
-"""``scripts/one_gpu.py`` with a script that needs no GPU: who a rank is, how failures are told."""
+"""``scripts/one_gpu.py`` with a script that needs no GPU: rank identity, reports of failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import one_gpu
 from tests.nccl.launched import launch
 
-#: a rank says who it is; the second fails, or all wait for it
+#: a rank prints its identity; the second fails, or all wait for it
 SCRIPT = """
 import os, sys, time
 print("rank", os.environ["RANK"], os.environ["NCCL_HOSTID"], os.environ["CROSS_RANK"],
@@ -32,7 +32,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_rank_has_a_host_and_a_folder(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)  # else it is what the ranks have
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)  # otherwise the ranks inherit it
     found = launch("--ranks=4", "--per-node=2", "--", script, "fine")
     assert found.returncode == 0, found.stdout + found.stderr
     lines = sorted(line for line in found.stdout.splitlines() if "rank" in line)

@@ -48,7 +48,7 @@ def test_eight_bits_follow_the_baseline(train: Trainings, name: str) -> None:
     assert found[0].losses != base[0].losses
     assert tail(found) == pytest.approx(tail(base), rel=0.05)
     rows = [row for one in found for row in one.messages if row[0] == "pp" and row[3]]
-    least = 1.3 if job.dynamic else 1.6  # tiny messages, and a header each where shapes change
+    least = 1.3 if job.dynamic else 1.6  # tiny messages, plus a header each if shapes change
     assert rows and all(raw > least * wire for *_, raw, wire in rows)
 
 
@@ -63,7 +63,7 @@ def eight() -> Iterator[Trainings]:
 
 @pytest.mark.parametrize("codec", ["none", "expcode"])
 def test_three_dimensions_on_eight_ranks(eight: Trainings, codec: str) -> None:
-    """Every group has two ranks, so sums have one order here as well."""
+    """Every group has two ranks, so the order of sums is fixed here too."""
     job = tensor_trainer.Job(steps=STEPS, bf16=True)
     base, found = eight(job), eight(with_block(job, block("dp zero tp pp", codec)))
     for mine, theirs in zip(base, found, strict=True):

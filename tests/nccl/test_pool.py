@@ -1,4 +1,4 @@
-"""The pool over gloo on a CPU, so that what prepares ranks is not first met on a GPU."""
+"""The pool over gloo on a CPU, which tests the ranks' setup before it reaches a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_pool_runs_says_who_failed_and_starts_anew() -> None:
         assert pool.run(_where, timeout=240) == [(0, 2, "gloo", "0"), (1, 2, "gloo", "0")]
         with pytest.raises(AssertionError, match=r"rank 1 of 2:\n(.*\n)*ZeroDivisionError"):
             pool.run(_fails, timeout=240)
-        assert pool.run(_where, timeout=240)[1][0] == 1  # on new ones
+        assert pool.run(_where, timeout=240)[1][0] == 1  # on new ranks
 
 
 def _where() -> tuple[int, int, str, str]:

@@ -1,4 +1,4 @@
-"""Ranks over NCCL: what collectives bring, two levels, ranks that disagree, a rank that dies."""
+"""Ranks over NCCL: results of collectives, two levels, disagreeing ranks, a dying rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LEVELS = {"dp": FEEDBACK, "zero": EIGHT_BITS, "min_bytes": 0, "hierarchy": "auto
 
 
 def assert_as_on_a_cpu(ranks: int, calls: list[tuple[Any, ...]]) -> None:
-    """Functions with what follows the device give the same tensors on NCCL as on CPUs over gloo."""
+    """Check that functions give the same tensors on NCCL as on CPUs over gloo."""
     with NcclPool(ranks, device="cpu") as cpus, NcclPool(ranks, device=DEVICE) as shared:
         for function, *rest in calls:
             expected = cpus.run(function, "cpu", *rest, timeout=240)
@@ -49,7 +49,7 @@ def assert_as_on_a_cpu(ranks: int, calls: list[tuple[Any, ...]]) -> None:
 
 
 def test_sums_are_those_of_a_cpu() -> None:
-    """Error feedback, cuts and sizes that stay on the device included."""
+    """Includes error feedback, cuts and sizes that stay on the device."""
     codecs = make_codec("blockint", bits=4), make_codec("radix")
     assert_as_on_a_cpu(
         3, [(_reduced_on, dtype, codec) for codec in codecs for dtype in VALUE_DTYPES]
@@ -57,7 +57,7 @@ def test_sums_are_those_of_a_cpu() -> None:
 
 
 def test_moves_are_those_of_a_cpu() -> None:
-    """Gathers, exchanges and sends of a codec whose size varies."""
+    """Gathers, exchanges and sends of a variable-size codec."""
     assert_as_on_a_cpu(2, [(_gathered_on,)])
 
 
@@ -70,11 +70,11 @@ def nodes() -> Iterator[Trainings]:
 
 @pytest.mark.parametrize("name", LEVEL_JOBS)
 def test_two_nodes_of_two_ranks(nodes: Trainings, name: str) -> None:
-    """The launcher says which ranks share a node; half of the bytes of one level cross."""
+    """The launcher sets the node of each rank; half of the bytes of one level cross nodes."""
     job = replace(LEVEL_JOBS[name], dtype="bf16")
     settings = {k: v for k, v in LEVELS.items() if job.stage or k != "zero"}
     base, found = nodes(job), nodes(with_block(job, settings))
-    flat = nodes(with_block(job, {**settings, "hierarchy": 1}))  # every rank a node
+    flat = nodes(with_block(job, {**settings, "hierarchy": 1}))  # every rank is a node
     assert tail(found) == pytest.approx(tail(base), rel=0.05)
     assert all(one.digests == found[0].digests for one in found)
     for dimension in ("dp", "zero") if job.stage else ("dp",):
@@ -85,7 +85,7 @@ def test_two_nodes_of_two_ranks(nodes: Trainings, name: str) -> None:
 
 
 def _engine_of(blocks: list[dict[str, Any]]) -> str:
-    """The error of a rank whose block is another one than the others'."""
+    """Return the error of a rank whose block differs from the others'."""
     try:
         train(Job(1, "bf16", steps=2, block=blocks[dist.get_rank()]))
     except HybridcompError as error:
@@ -102,7 +102,7 @@ def test_ranks_with_different_blocks_are_named() -> None:
 
 
 def _until_killed(victim: int) -> None:
-    """Train; ``victim`` ends without a word in the middle of a step."""
+    """Train; ``victim`` exits silently in the middle of a step."""
     job = Job(1, "bf16", block={**block("dp", FEEDBACK), **block("zero", EIGHT_BITS)})
     engine = make_engine(job)
     for step in range(1000):
@@ -112,7 +112,7 @@ def _until_killed(victim: int) -> None:
 
 
 def test_the_others_notice_a_killed_rank() -> None:
-    """NCCL tells them, by itself and long before a timeout; the pool waits for all of them."""
+    """NCCL reports it by itself, long before a timeout; the pool waits for all of them."""
     began = time.monotonic()
     with NcclPool(2, device=DEVICE) as pool, pytest.raises(AssertionError) as caught:
         pool.run(_until_killed, 1, timeout=100, grace=60)

@@ -20,7 +20,7 @@ BLOCKS: tuple[Any, ...] = (None, "none", "expcode", {"codec": "blockint", "bits"
 
 
 def attend(device: str, dtype: torch.dtype) -> list[tuple[bool, float]]:
-    """By setting: whether the bits are the native ring's, and the largest error."""
+    """Return, by setting, whether the bits equal the native ring's, and the largest error."""
     case = Case(length=192, width=64, heads=4, kept=2, dtype=dtype)
     native, found = None, []
     for setting in BLOCKS:

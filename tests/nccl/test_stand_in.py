@@ -1,4 +1,4 @@
-"""The stand-in for CUDA and NCCL finds what goes wrong on a GPU, and the trainings pass on it."""
+"""The fake CUDA and NCCL detect GPU errors, and the trainings pass on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import python_path
 from tests.stand_ins.cuda import begin
 
 HERE = ROOT / "tests" / "nccl"
-#: files that train over NCCL; the others start whole jobs under a launcher, or time a device
+#: files that train over NCCL; the others start whole jobs with a launcher, or time a device
 FILES = ("test_features", "test_ring", "test_split", "test_torch", "test_zero")
 
 pytestmark = [
@@ -39,7 +39,7 @@ def pool() -> Iterator[NcclPool]:
 
 
 def said(call: Callable[[], Any]) -> str:
-    """The error that a call ends with."""
+    """Return a call's error."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""FSDP2, HSDP and DDP over NCCL: exact without loss, codecs, restarts, islands, versions."""
+"""FSDP2, HSDP and DDP over NCCL: exact if lossless, codecs, restarts, islands, versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JOBS: dict[str, Job] = {
     "DDP bf16": replace(DDP, bf16=True, micro_batches=2),
     "DDP unused": replace(DDP, unused=True),
 }
-#: codecs of gradients that no other test here has
+#: gradient codecs that no other test here covers
 GRADIENTS: dict[str, dict[str, Any]] = {
     "residuals of 4 bits": {"codec": "blockint", "bits": 4, "error_feedback": {"bits": 4}},
     "residuals of 8 bits": {"codec": "blockint", "bits": 4, "error_feedback": {"bits": 8}},
@@ -49,7 +49,7 @@ def train() -> Iterator[Trainings]:
 
 
 def with_codecs(job: Job, gradients: Any, gathers: Any) -> Job:
-    """``job`` with codecs on all that its engine sends, messages of any size."""
+    """Return ``job`` with codecs on all its messages of any size."""
     zero = {"zero": gathers} if job.engine == "fsdp2" else {}
     return replace(job, block={"dp": gradients, **zero, "min_bytes": 0})
 
@@ -83,7 +83,7 @@ def test_codecs_of_gradients_are_close(train: Trainings, name: str, codec: str) 
 
 
 def test_replicas_of_shards() -> None:
-    """Inside a shard group sums are native, between replicas encoded; each has two ranks."""
+    """Sums are native inside a shard group and encoded between replicas; each has two ranks."""
     job = replace(FSDP, replicas=2)
     trainings = Trainings(run_all, 4)
     try:
@@ -99,7 +99,7 @@ def test_replicas_of_shards() -> None:
 
 @pytest.mark.parametrize("name", ["FSDP2", "DDP"])
 def test_resumed_is_unbroken(name: str, tmp_path: Path) -> None:
-    """Residuals of few bits are saved with the engine's own checkpoint, and as files."""
+    """Low-bit residuals are saved with the engine's checkpoint, and as files."""
     job = test_state.FEW[name]
     with NcclPool(2, device=DEVICE) as pool:
         whole = pool.run(test_state.unbroken, job, tmp_path, timeout=240)
@@ -121,7 +121,7 @@ def test_islands_meet_late_and_leave_one_out_that_diverges() -> None:
 
 
 def sparse() -> None:
-    """Islands send few values and keep the others for the next meeting; all end alike."""
+    """Islands send few values and keep the rest for the next meeting; all end equal."""
     told = islands.block(
         preset="diloco", islands=1, every=2, codec="topk", density=0.25, error_feedback=True
     )

@@ -37,7 +37,7 @@ def dimensions(job: Job) -> str:
 @pytest.mark.parametrize("codec", ["none", "expcode", "mpc"])
 @pytest.mark.parametrize("name", JOBS)
 def test_identity(train: Trainings, name: str, codec: str) -> None:
-    """Two ranks: a sum has one order."""
+    """With two ranks the order of a sum is fixed."""
     job = JOBS[name]
     base, found = train(job), train(with_block(job, block(dimensions(job), codec)))
     assert len(base[0].losses) == STEPS and base[0].losses[-1] < base[0].losses[0]
@@ -46,7 +46,7 @@ def test_identity(train: Trainings, name: str, codec: str) -> None:
         assert theirs.digests == mine.digests
         for dimension in dimensions(job).split():
             messages, native, raw, wire = theirs.ledger[dimension]
-            # stage 3 keeps what is fetched for the first time exact
+            # stage 3 sends a parameter's first fetch exactly
             assert native == messages > 0 if codec == "none" else native < messages
             assert (wire == raw > 0) if codec == "none" else wire > 0
 
@@ -85,7 +85,7 @@ def test_bounds(train: Trainings) -> None:
 
 
 def test_deltas(train: Trainings) -> None:
-    """Parameters travel as what changed in them; the first gather is exact."""
+    """Parameters travel as deltas; the first gather is exact."""
     job = JOBS["zero1"]
     delta = {"zero": {"codec": "blockint", "bits": 4, "delta": True}, "min_bytes": 0}
     base, found = train(job), train(with_block(job, delta))
@@ -95,7 +95,7 @@ def test_deltas(train: Trainings) -> None:
 
 
 def test_a_nan_is_seen_where_natively(train: Trainings) -> None:
-    """A NaN on one rank: all of them skip the step, as they do without hybridcomp."""
+    """All ranks skip the step, as they do without hybridcomp."""
     job = Job(1, "bf16", steps=6, nan_step=2)
     settings = {**block("dp", FEEDBACK), **block("zero", EIGHT_BITS)}
     for mine, theirs in zip(train(job), train(with_block(job, settings)), strict=True):

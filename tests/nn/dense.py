@@ -1,4 +1,4 @@
-"""What all ranks can compute alone: attention of whole sequences, and its gradients."""
+"""Attention of whole sequences and its gradients, which every rank can compute alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hybridcomp.nn.context.layout import Layout
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes of one call: B samples, H heads of queries, K of keys, T tokens in all, D and E wide.
+    """Shapes: B samples, H query heads, K key heads, T tokens in all, widths D and E.
 
-    ``documents``: lengths of the documents of each sequence, what is left is padding.
+    ``documents``: lengths of each sequence's documents; the rest is padding.
     """
 
     batch: int = 2
@@ -29,7 +29,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
 
     def numbers(self) -> Tensor | None:
-        """Numbers of documents, (B or 1, T)."""
+        """Return document numbers, (B or 1, T)."""
         if self.documents is None:
             return None
         rows = []
@@ -44,7 +44,7 @@ class Case:
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Whole queries, keys, values and the gradient of the context."""
+    """Return whole queries, keys, values and the context's gradient."""
     generator = torch.Generator().manual_seed(7)
     value_width = case.value_width or case.width
 
@@ -59,7 +59,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def attention(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax of all scores at once."""
+    """Return attention by a softmax over all scores at once."""
     times = case.heads // case.kept
     k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     scores = (q @ k.transpose(-1, -2)) * case.width**-0.5
@@ -75,7 +75,7 @@ def attention(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def whole(case: Case) -> list[Tensor]:
-    """Context and gradients of queries, keys and values, of the dense model in fp64."""
+    """Return context and gradients of queries, keys and values, of the dense model in fp64."""
     q, k, v, grad = (values.double() for values in inputs(case))
     leaves = [values.requires_grad_() for values in (q, k, v)]
     out = attention(case, *leaves)

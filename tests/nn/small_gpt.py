@@ -1,4 +1,4 @@
-"""A tiny transformer, plain and on a mesh, for tests of layers that are cut."""
+"""A tiny transformer, plain and on a mesh, for tests of sharded layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.nn import tp2d
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS = 4, 6, 32, 4, 50
-#: width, heads and samples that a mesh of 3 x 3 divides; its vocabulary it fills up
+#: a mesh of 3 x 3 divides width, heads and samples; the vocabulary is padded
 OF_NINE = 36, 3, 3
 
 
@@ -32,7 +32,7 @@ class Plain(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 nn.init.uniform_(parameter, 0.5, 1.5)
-        nn.init.normal_(self.table.weight, std=0.1)  # logits of a tied one as models have them
+        nn.init.normal_(self.table.weight, std=0.1)  # gives tied logits a realistic spread
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.table(tokens)
@@ -55,7 +55,7 @@ class Plain(nn.Module):
 
 
 class Meshed(Plain):
-    """The same on a mesh, cut from a plain one."""
+    """The same on a mesh, sharded from a plain model."""
 
     def __init__(self, mesh: tp2d.Mesh, whole: Plain) -> None:
         nn.Module.__init__(self)
@@ -81,7 +81,7 @@ class Meshed(Plain):
 
 
 def batch(q: int = 2) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, one of which does not count."""
+    """Return tokens and labels, one of which is ignored."""
     generator = torch.Generator().manual_seed(7)
     samples = OF_NINE[2] if q == 3 else BATCH
     tokens = torch.randint(WORDS, (samples, LENGTH + 1), generator=generator)
@@ -91,14 +91,14 @@ def batch(q: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def channels_of(block: Mapping[str, Any] | None) -> Channels | None:
-    """Channels of a block, without an engine."""
+    """Return a block's channels, without an engine."""
     return None if block is None else Channels(CompressionConfig.parse(dict(block)))
 
 
 def pair(
     q: int, dtype: torch.dtype, block: Mapping[str, Any] | None, tied: bool = False
 ) -> tuple[Plain, Meshed]:
-    """The plain model and its form on a mesh, whose channels are those of ``block``."""
+    """Return the plain model and its mesh version, whose channels are those of ``block``."""
     torch.manual_seed(3)
     width, heads = OF_NINE[:2] if q == 3 else (WIDTH, HEADS)
     plain = Plain(tied, width, heads).to(dtype)
@@ -107,5 +107,5 @@ def pair(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By name of a parameter."""
+    """Return gradients by parameter name."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

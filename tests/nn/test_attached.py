@@ -1,4 +1,4 @@
-"""Ring attention where users are: example, DeepSpeed, megatron-core, transformers."""
+"""Ring attention in use: example, DeepSpeed, megatron-core, transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY, LENGTH = 61, 64
 
 
 def _example(cp: int) -> tuple[float, list[Tensor], int]:
-    """Loss and gradients of the example over ``cp`` ranks, and bytes kept for the backward pass."""
+    """Return the example's loss and gradients over ``cp`` ranks, and bytes saved for backward."""
     from gpt import context_parallel
     from gpt.data import Share
     from gpt.model import GPT, lm_loss
@@ -64,7 +64,7 @@ def _example(cp: int) -> tuple[float, list[Tensor], int]:
 
 
 def example() -> list[tuple[float, float, float]]:
-    """By block: errors of the loss and of the gradients, kept bytes as a part of the dense ones."""
+    """Return by block errors of loss and gradients, and saved bytes relative to dense."""
     loss, gradients, nbytes = _example(1)
     results = []
     for block in (None, EIGHT):
@@ -81,7 +81,7 @@ def example() -> list[tuple[float, float, float]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_example_trains_as_ever(on_ranks: RunRanks, ranks: int) -> None:
-    """Loss and gradients of whole sequences; activations of a rank shrink with their number."""
+    """Loss and gradients equal those of whole sequences; activations shrink with the ranks."""
     for native, encoded in on_ranks(ranks, example):
         assert native[0] <= 1e-6 and native[1] <= 1e-6
         assert encoded[0] <= 1e-4 and 1e-6 < encoded[1] <= 2e-2
@@ -92,7 +92,7 @@ def test_the_example_trains_as_ever(on_ranks: RunRanks, ranks: int) -> None:
 
 
 def two_dimensions() -> list[tuple[float, dict[str, float]]]:
-    """By block: the largest error of 2 x 2 ranks against the dense model, and messages."""
+    """Return by block the largest error of 2 x 2 ranks against the dense model, and messages."""
     from tests.training.pipe_trainer import start_deepspeed
 
     start_deepspeed()
@@ -111,7 +111,7 @@ def _two_dimensions(block: dict[str, Any] | None) -> tuple[float, dict[str, floa
     layer = DistributedAttention(ring, inside, scatter_idx=2, gather_idx=1)
 
     def cut(values: Tensor) -> Tensor:
-        """First for the ring, then for Ulysses, whose ranks then hold what follows each other."""
+        """Shard for the ring, then for Ulysses, whose ranks then hold consecutive tokens."""
         return shard(shard(values, around, dim=2), inside, dim=2, layout="contiguous")
 
     q, k, v, grad = (cut(values).transpose(1, 2).contiguous() for values in inputs(case))
@@ -143,7 +143,7 @@ def core_attentions() -> list[tuple[list[float], str, str]]:
 
 
 def core_attention(bits: int | None) -> tuple[list[float], str, str]:
-    """Errors of local core attention over all ranks; what it says without a block and of masks."""
+    """Return errors of local core attention over all ranks, and messages of rejected calls."""
     from tests.stand_ins import megatron_on_cpu
 
     megatron_on_cpu.install()
@@ -207,7 +207,7 @@ def test_core_attention_of_megatron() -> None:
 
 
 def language_model() -> tuple[float, float, float, list[str]]:
-    """Errors of the loss of a padded batch and of its gradients; and what is refused."""
+    """Return errors of a padded batch's loss and gradients; and the rejected options."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hybridcomp.nn.huggingface import register, shard_batch
@@ -272,7 +272,7 @@ def alone() -> float:
 
 
 def torch_ring() -> list[tuple[list[float], float, float]]:
-    """By setting: errors of torch's ring on this machine, messages of ``cp`` and native ones."""
+    """Return by setting errors of torch's ring, messages of ``cp`` and native ones."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
     from hybridcomp.patches.torch import context_parallel as torch_context
@@ -319,7 +319,7 @@ def test_the_rotation_of_torch(on_ranks: RunRanks) -> None:
     if Version(torch.__version__) < Version("2.13"):
         pytest.skip("its seam is that of torch 2.13")
     ranks = 3
-    messages = 2 * (ranks - 1) + ranks  # keys twice, sums of gradients to the end of the ring
+    messages = 2 * (ranks - 1) + ranks  # keys twice, gradient sums to the ring's end
     for native, none, lossless, lossy in on_ranks(ranks, torch_ring):
         assert max(native[0]) <= 1e-6
         assert none == (native[0], messages, messages)

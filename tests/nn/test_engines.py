@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training: in which engine, over how many ranks a sequence, with which ``cp``."""
+    """A training: its engine, ranks per sequence, and ``cp`` settings."""
 
     engine: str
     cp: int = 2
@@ -30,7 +30,7 @@ class Run:
 
 
 def _engine(run: Run, model: Any) -> tuple[Any, Any, Any]:
-    """A trainer, the channels that its messages go through, and what ends it."""
+    """Return a trainer, its channels, and a function that ends it."""
     import deepspeed
     from gpt.loop import PlainTrainer
     from gpt.model import lm_loss
@@ -59,7 +59,7 @@ def _engine(run: Run, model: Any) -> tuple[Any, Any, Any]:
 
 
 def train(run: Run) -> tuple[list[float], dict[str, tuple[float, float]]]:
-    """Losses, and messages of ``cp`` with those that stayed native, by direction."""
+    """Return losses, and by direction the messages of ``cp`` with the native ones."""
     from gpt import context_parallel
     from gpt.data import Share
     from gpt.model import GPT
@@ -72,7 +72,7 @@ def train(run: Run) -> tuple[list[float], dict[str, tuple[float, float]]]:
     torch.manual_seed(0)
     model = GPT(ModelConfig(vocabulary=VOCABULARY, layers=2, width=32, heads=2, cp=run.cp))
     trainer, channels, end = _engine(run, model)
-    share = Share(rank=0, world_size=1, micro_batch=2, micro_batches=1)  # all take the same
+    share = Share(rank=0, world_size=1, micro_batch=2, micro_batches=1)  # all take the same samples
     if run.cp > 1:
         share = context_parallel.share(trainer.share)
     losses = []
@@ -86,7 +86,7 @@ def train(run: Run) -> tuple[list[float], dict[str, tuple[float, float]]]:
         losses.append(trainer.step(iter([(cut(tokens[:, :-1]), cut(tokens[:, 1:]))])))
     counted = {}
     if channels is not None:
-        lent = process.current()  # the engine lends its session
+        lent = process.current()  # the engine shares its session
         assert lent is not None and lent is channels
         for way in ("forward", "backward"):
             entry = lent.ledger.interval["cp", way]
@@ -110,7 +110,7 @@ def trainings(runs: list[Run]) -> list[tuple[list[float], dict[str, tuple[float,
 
 
 def refused() -> str:
-    """What a block with ``cp`` says of a model that cuts no sequence."""
+    """Return the error of a block with ``cp`` for a model that shards no sequence."""
     import hybridcomp
     from hybridcomp.errors import ConfigError
 

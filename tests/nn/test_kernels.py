@@ -1,4 +1,4 @@
-"""Blocks by torch's kernels on a GPU against plain torch in fp64, and which kernel takes what."""
+"""Attention blocks by torch's GPU kernels against plain torch in fp64, and the kernel chosen."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) ->
 def test_kernels_are_plain_torch(
     dtype: torch.dtype, kind: kernels.Kind, heads: int, kept: int, width: int, causal: bool
 ) -> None:
-    """Two blocks put together, and their gradients by the logarithms of both.
+    """Merges two blocks, and computes gradients from both logsumexps.
 
-    The efficient kernel in 16 bits too, which GPUs before Ampere and wide heads take.
+    The efficient kernel also runs in 16 bits, for GPUs before Ampere and wide heads.
     """
     length, scale, device = 70, width**-0.5, "cuda"
     q = drawn((2, heads, length, width), dtype, device, 0)
@@ -78,7 +78,7 @@ def test_kernels_are_plain_torch(
 def test_which_kernel_a_gpu_has(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], width: int, kind: str
 ) -> None:
-    """As torch itself chooses for training (``can_use_flash_attention``)."""
+    """The choice is torch's for training (``can_use_flash_attention``)."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     q = SimpleNamespace(
         is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 4, width), device=torch.device("cuda")
@@ -96,8 +96,9 @@ def test_a_cpu_computes_plainly() -> None:
 def test_the_efficient_kernel_gets_the_heads_of_a_token_side_by_side(
     monkeypatch: pytest.MonkeyPatch, width: int, by_tokens: bool
 ) -> None:
-    """It computes where a row of the context lies, and takes no stride: a stretch of the rows too,
-    and one whose heads were filled up.
+    """It derives the position of a context row and takes no stride.
+
+    Also for slices of rows, and for padded heads.
     """
     seen: list[Tensor] = []
 
@@ -124,7 +125,7 @@ def test_the_efficient_kernel_gets_the_heads_of_a_token_side_by_side(
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """As many scores at once as there is room for: the same context and gradients."""
+    """For any number of scores that fit the memory: the same context and gradients."""
     q, k = (drawn((2, heads, 33, 12), torch.float64, "cpu", heads) for heads in (4, 2))
     mask = Mask(causal=True)
 

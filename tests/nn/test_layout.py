@@ -1,4 +1,4 @@
-"""Who holds which part of a sequence."""
+"""Assignment of sequence shards to ranks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_parts_are_what_a_causal_mask_shows(ranks: int, layout: Layout) -> None:
             if what is not None:
                 block = found[what.queries, what.keys]
                 block |= torch.ones_like(block).tril() if what.causal else torch.ones_like(block)
-                assert what.keys.start == 0  # a stretch from the first key on travels
+                assert what.keys.start == 0  # a slice from the first key on travels
             assert torch.equal(seen, found)
 
 
 def test_zigzag_is_balanced() -> None:
-    """Every rank computes as many scores as any other, at every step."""
+    """Every rank computes equally many scores at every step."""
     ranks, length = 4, 8
     for step in range(1, ranks):
         found = set()
@@ -91,7 +91,7 @@ def test_documents() -> None:
 
 
 def packed() -> None:
-    """Positions that begin anew are documents of a batch without a mask."""
+    """Positions that restart mark documents of a batch without a mask."""
     tokens = torch.arange(16).view(2, 8)
     one = torch.arange(8).expand(2, 8)
     two = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 0]])

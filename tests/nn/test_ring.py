@@ -34,7 +34,7 @@ QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1000, "sample_every
 
 
 def ours(case: Case, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Context and gradients of whole sequences, computed by the ring."""
+    """Return context and gradients of whole sequences, computed by the ring."""
     q, k, v, grad = (shard(t, group, dim=2, layout=case.layout) for t in inputs(case))
     leaves = q, k, v = tuple(values.requires_grad_() for values in (q, k, v))
     out = ring_attention(
@@ -46,13 +46,13 @@ def ours(case: Case, group: dist.ProcessGroup | None = None) -> list[Tensor]:
 
 
 def errors(case: Case, found: list[Tensor]) -> list[float]:
-    """Relative L2 errors against the dense model."""
+    """Return relative L2 errors against the dense model."""
     pairs = zip(found, whole(case), strict=True)
     return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
 
 
 def with_block(block: dict[str, Any] | None) -> Channels | None:
-    """The channels of ``block``, used by this process from now on."""
+    """Use the channels of ``block`` in this process from now on."""
     channels = None
     if block is not None:
         channels = Channels(CompressionConfig.parse({**QUIET, **block}))
@@ -74,7 +74,7 @@ def test_results_are_the_dense_models(on_ranks: RunRanks, ranks: int) -> None:
 
 
 def same_bits(dtype: torch.dtype) -> list[bool]:
-    """Whether ``none`` and lossless codecs give the bits of the native ring."""
+    """Return whether ``none`` and lossless codecs give the native ring's bits."""
     case, found = Case(dtype=dtype, length=96, width=32), []
     with_block(None)
     native = ours(case)
@@ -98,7 +98,7 @@ WIDE = Case(batch=1, heads=4, kept=2, length=512, width=64, dtype=torch.bfloat16
 
 
 def eight_bits(causal: bool) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Errors natively and encoded against the native run, and the ledger's entries."""
+    """Return native and encoded errors against the native run, and the ledger's entries."""
     case = Case(**{**vars(WIDE), "causal": causal})
     with_block(None)
     native = ours(case)
@@ -116,11 +116,11 @@ def eight_bits(causal: bool) -> tuple[list[float], list[float], dict[str, Any]]:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_eight_bits_are_as_close_as_the_study(on_ranks: RunRanks, causal: bool) -> None:
-    """A relative error of 8.1e-3 of the attention at 0.516 of the bytes, within 1.2 times."""
+    """Attention has a relative error of 8.1e-3 at 0.516 of the bytes, within 1.2 times."""
     ranks = 4
     codec = make_codec("blockint", bits=8)
     results = on_ranks(ranks, eight_bits, causal)
-    local = WIDE.length // ranks * WIDE.kept * WIDE.width  # keys of a rank, and as many values
+    local = WIDE.length // ranks * WIDE.kept * WIDE.width  # a rank's keys, and as many values
     for rank, (_, (context, *gradients), entries) in enumerate(results):
         assert 1e-3 < context <= 1.2 * 8.1e-3
         assert max(gradients) <= 3e-2
@@ -133,7 +133,7 @@ def test_eight_bits_are_as_close_as_the_study(on_ranks: RunRanks, causal: bool) 
         assert sent["raw_nbytes"] == 2 * (ranks - 1) * 2 * local * 2
         assert sent["wire_nbytes"] / sent["raw_nbytes"] == pytest.approx(0.516, rel=0.02)
         assert 0 < (sent["error_sq"] / sent["value_sq"]) ** 0.5 < 1e-2
-        # gradients: to each owner, of those before this rank only the half that is not zero
+        # gradients: to each owner; of those before this rank only the nonzero half
         halves = [causal and owner < rank for owner in range(ranks) if owner != rank]
         numels = [local // 2 if half else local for half in halves]
         back = entries["backward"]
@@ -144,7 +144,7 @@ def test_eight_bits_are_as_close_as_the_study(on_ranks: RunRanks, causal: bool) 
 
 
 def directions() -> list[list[float]]:
-    """Errors where only keys, or only gradients, are encoded; and with a bound."""
+    """Return errors with only keys, or only gradients, encoded; and with a bound."""
     case, found = Case(length=96, width=32, batch=1), []
     coarse = {"codec": "blockint", "bits": 4}
     for block in (
@@ -161,13 +161,13 @@ def directions() -> list[list[float]]:
 def test_each_direction_has_its_setting(on_ranks: RunRanks) -> None:
     for forward, backward, bounded in on_ranks(3, directions):
         assert min(forward) > 1e-3
-        # the context and the gradient of queries do not travel
+        # the context and the queries' gradient do not travel
         assert max(backward[:2]) <= 1e-6 < 1e-3 < min(backward[2:]) <= max(backward[2:]) < 0.2
         assert 1e-4 < max(bounded) < 5e-2
 
 
 def bounded_gradients() -> float:
-    """The largest error of a gradient of keys and values, in units of its bound."""
+    """Return the largest gradient error of keys and values, relative to its bound."""
     case, bound = Case(length=96, width=32, batch=1), 1e-2
     block = {"cp": {"forward": "none", "backward": {"error_bound": bound, "segment": 4096}}}
     with_block(None)
@@ -177,7 +177,7 @@ def bounded_gradients() -> float:
     with_block(None)
     worst = 0.0
     for exact, left in zip(native[2:], found[2:], strict=True):
-        # every part is at most as far off as the bound says, of the largest value of all parts
+        # every part's error is within the bound, relative to the largest value of all parts
         limit = 2 * bound * (dist.get_world_size() - 1) * float(exact.abs().max())
         worst = max(worst, float((exact - left).abs().max()) / limit)
     return worst
@@ -189,7 +189,7 @@ def test_gradients_keep_their_bound(on_ranks: RunRanks) -> None:
 
 
 def module() -> float:
-    """Layout of Megatron, inside of recomputation, against the dense model."""
+    """Check Megatron's layout, inside recomputation, against the dense model."""
     from torch.utils.checkpoint import checkpoint
 
     case = Case()
@@ -211,7 +211,7 @@ def test_module_and_recomputation(on_ranks: RunRanks) -> None:
 
 
 def nothing() -> None:
-    """Nothing goes in, and nothing of the same shapes comes out, forward and backward."""
+    """Pass empty tensors: the results are empty with the same shapes, forward and backward."""
     for batch, length in ((0, 8), (2, 0)):
         q = torch.zeros(batch, 4, length, 6, requires_grad=True)
         k = torch.zeros(batch, 2, length, 6, requires_grad=True)
@@ -229,7 +229,7 @@ def test_a_batch_of_nothing(on_ranks: RunRanks, ranks: int) -> None:
 
 
 def subgroups() -> float:
-    """Two rings side by side."""
+    """Run two rings at once."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     return max(errors(Case(), ours(Case(), pairs[dist.get_rank() % 2])))
 
@@ -249,7 +249,7 @@ def unequal() -> str:
 
 
 def test_neighbours_with_other_values_are_told(on_ranks: RunRanks) -> None:
-    """As many bytes, but other ones: nobody computes with rubbish."""
+    """Equal sizes but different values raise an error instead of garbage."""
     first, second = on_ranks(2, unequal)
     assert "rank 1 sent 64 torch.float32 elements" in first and "rank 0 expects 128" in first
     assert "rank 0 sent 128 torch.float16 elements" in second and "rank 1 expects 64" in second
@@ -274,7 +274,7 @@ def test_the_dense_model_is_torchs() -> None:
 
 
 def posted() -> tuple[list[str], list[str]]:
-    """What each pass posts, in order: receives and sends, each for itself over gloo."""
+    """Return the posts of each pass in order: separate receives and sends over gloo."""
     calls: list[str] = []
     post = transport._between_two
 
@@ -295,6 +295,6 @@ def test_receives_are_posted_ahead_and_what_came_goes_on_at_once(on_ranks: RunRa
     start, hop, last = ["receive", "receive", "send"], ["send", "receive"], ["send"]
     for forward, backward in on_ranks(4, posted):
         assert forward == start + hop + last
-        # of gradients: the receive of the first before all, that of the next behind each send,
-        # and each behind the keys that go on a step later
+        # gradients: the first receive before all posts, the next after each send, and each after
+        # the keys that move on a step later
         assert backward == ["receive"] + start + hop + last + hop + hop + last

@@ -1,4 +1,4 @@
-"""Attention around a ring and layers on a mesh on a GPU that keeps account."""
+"""Ring attention and mesh layers on a fake GPU that checks stream order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = QUIET
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["flash", "efficient"])
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 def test_attention_around_a_ring(gpu: Gpu, cp: Any, dtype: torch.dtype, documents: bool) -> None:
-    """Both passes on the stream that is current, beside the messages; the host never waits."""
+    """Both passes run on the current stream while messages travel; the host never waits."""
     traffic = RingTraffic(channels(cp=cp), fake_group(RANKS, RANK), RANK, RANKS)
     held = [values_of(32, torch.int64).view(1, 32) for _ in range(RANKS)] if documents else None
     call = RingCall(traffic, True, 0.25, "zigzag", held)
@@ -43,7 +43,7 @@ def test_attention_around_a_ring(gpu: Gpu, cp: Any, dtype: torch.dtype, document
     "tp2d", ["none", {"codec": "blockint", "bits": 8}], ids=["native", "8 bits"]
 )
 def test_layers_on_a_mesh(gpu: Gpu, tp2d: Any) -> None:
-    """Products and a look-up, both passes: blocks travel beside products, the host never waits."""
+    """Products and a look-up, both passes: blocks travel during products, the host never waits."""
     state, mesh = channels(tp2d=tp2d), Mesh.__new__(Mesh)
     mesh.q, mesh.row, mesh.column, mesh._known = 2, 1, 1, {}
     mesh._channels = lambda: state

@@ -1,4 +1,4 @@
-"""Layers on a mesh against the plain ones: values, gradients, bits, bytes, memory, weights."""
+"""Mesh layers against plain ones: values, gradients, bits, bytes, memory, weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ EIGHT = {"tp2d": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """L2 error over the L2 norm of what is expected."""
+    """Return the L2 error relative to the expected L2 norm."""
     return float((found - expected).norm() / expected.norm())
 
 
 def compared(
     dtype: torch.dtype, block: Any, tied: bool, q: int = 2
 ) -> tuple[dict[str, float], bool]:
-    """Errors of the loss and of all gradients against the plain model; how equal ranks are."""
+    """Return errors of loss and gradients against the plain model, and rank differences."""
     plain, meshed = pair(q, dtype, block, tied)
     tokens, labels = batch(q)
     expected, found = plain.loss(tokens, labels), meshed.loss(tokens, labels)
@@ -61,7 +61,7 @@ def test_equals_the_plain_model(
 
 
 def nine() -> list[tuple[dict[str, float], bool]]:
-    """What three ranks a side say: native and with 8 bits, tied and not, lossless by the bit."""
+    """Run meshes of 3 x 3: native and with 8 bits, tied or not, lossless compared by bits."""
     native = bits_of(None, torch.float32, 3)
     encoded = bits_of({"tp2d": "mpc", "preset": "none", "min_bytes": 0}, torch.float32, 3)
     assert all(map(torch.equal, encoded, native))
@@ -73,7 +73,7 @@ def nine() -> list[tuple[dict[str, float], bool]]:
 
 
 def test_a_mesh_of_nine_ranks() -> None:
-    """Sums have two addends that travel and blocks two receivers; 50 words are filled up to 51."""
+    """Sums have two addends from others and blocks two receivers; 50 words are padded to 51."""
     for plain, tied, eight in run_ranks(9, nine):
         assert plain[1] and max(plain[0].values()) <= 1e-6, plain[0]
         assert tied[1] and max(tied[0].values()) <= 1e-12, tied[0]
@@ -87,7 +87,7 @@ def test_eight_bits_are_close(on_ranks: RunRanks) -> None:
 
 
 def bits_of(block: Any, dtype: torch.dtype, q: int) -> list[Tensor]:
-    """Loss and gradients of this rank."""
+    """Return this rank's loss and gradients."""
     _, meshed = pair(q, dtype, block)
     loss = meshed.loss(*batch(q))
     loss.backward()  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ def test_lossless_codecs_are_native_to_the_bit(on_ranks: RunRanks, dtype: torch.
 
 
 def one_product(rows: int, inputs: int, outputs: int, block: Mapping[str, Any]) -> dict[str, Any]:
-    """A linear layer forward and backward: its error, and what the ledger says of this rank."""
+    """Run a linear layer forward and backward: return its error, and this rank's ledger."""
     channels = channels_of(block)
     assert channels is not None
     mesh = tp2d.Mesh(2, lambda: channels)
@@ -147,7 +147,7 @@ def test_one_product_by_the_ledger(on_ranks: RunRanks) -> None:
         "weights": inputs * outputs // q**2,
     }
     # of each kind q^2 blocks go to q - 1 others, forward and backward; each of the q^2 products of
-    # the two backward forms has q - 1 addends that travel
+    # both backward forms has q - 1 addends from others
     for kind, numel in numels.items():
         once = q**2 * (q - 1) * codec.wire_nbytes(numel, torch.float32)
         assert sum(f["forward"][kind] for f in found) == once
@@ -175,7 +175,7 @@ def test_kinds_have_settings_of_their_own(on_ranks: RunRanks) -> None:
 
 
 def saved_nbytes(q: int) -> int:
-    """Bytes that autograd keeps between the passes, parameters left out."""
+    """Return the bytes that autograd saves, without parameters."""
     plain, meshed = pair(max(q, 1), torch.float32, None)
     model = meshed if q else plain
     held = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -184,7 +184,7 @@ def saved_nbytes(q: int) -> int:
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in held:
-            # the storage of a view counts once, and whole
+            # a view counts its whole storage, once
             storages[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
@@ -204,7 +204,7 @@ def test_activations_take_a_share_of_the_memory(on_ranks: RunRanks) -> None:
 
 
 def converted() -> None:
-    """Plain to mesh, mesh to plain, also without the other ranks; wrong ones are told."""
+    """Convert plain to mesh and back, also without other ranks; wrong weights raise errors."""
     plain, meshed = pair(2, torch.float32, None)
     mesh = meshed.mesh
     states: list[Any] = [None] * 4

@@ -1,4 +1,4 @@
-"""Layers on a mesh where settings of the plain ones matter: autocast, padding, odd tokens."""
+"""Mesh layers under the plain layers' settings: autocast, padding, unusual tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.ranks import RunRanks
 
 
 def joined(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors ``own`` of this rank, by name of a parameter, with those of all others."""
+    """Gather the tensors ``own`` of this rank from all ranks, by parameter name."""
     states: list[Any] = [None] * 4
     dist.all_gather_object(states, own)
     return tp2d.join_states(states, tp2d.layouts_of(model), 2)
 
 
 def under_autocast(tied: bool, inside: bool) -> tuple[float, float]:
-    """Largest relative error of a gradient: of the mesh, and of the plain model, to that in fp64.
+    """Return the largest relative gradient error of mesh and plain model against fp64.
 
-    Both run under autocast to bf16; ``inside``: the backward pass as well.
+    Both run under autocast to bf16; ``inside``: also the backward pass.
     """
     exact, _ = pair(2, torch.float64, None, tied)
     exact.loss(*batch()).backward()  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ def test_autocast_is_as_good_as_of_the_plain_model(
 
 
 def embedded(settings: dict[str, Any]) -> float:
-    """Largest error of the gradient of a table of 10 words to that of ``nn.Embedding``."""
+    """Return the gradient's largest error for a table of 10 words against ``nn.Embedding``."""
     torch.manual_seed(1)
     whole = nn.Embedding(10, 8, **settings, dtype=torch.float64)
     layer = tp2d.Embedding(tp2d.Mesh(2), whole)
@@ -91,7 +91,7 @@ def refused() -> None:
         with pytest.raises(ConfigError, match=rf"found {norm.__name__}.\[4, 8\].; only the last"):
             cut(mesh, norm((4, 8), elementwise_affine=False))
     layer = tp2d.Embedding(mesh, nn.Embedding(9, 8))
-    for token in (9, 50, -1):  # 9: in the row that fills the table up
+    for token in (9, 50, -1):  # 9: in the padded row
         tokens = torch.zeros(4, 3, dtype=torch.int64)
         tokens[0, 1] = token  # a sample of the first row alone
         with pytest.raises(IndexError, match="vocabulary of 9 words"):
@@ -103,7 +103,7 @@ def test_what_an_embedding_cannot_do_is_told_on_all_ranks(on_ranks: RunRanks) ->
 
 
 def odd_labels() -> None:
-    """A vocabulary of 9 words, of which the ranks of a row hold 5 each, one of them padding."""
+    """Use a vocabulary of 9 words; the ranks of a row hold 5 each, one of them padding."""
     mesh = tp2d.Mesh(2)
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     wide = nn.functional.pad(logits, (0, 1))

@@ -1,6 +1,6 @@
-"""What upstream's releases bind to the names of the seams, by ``upstream.json``; stand-ins of it.
+"""Signatures of upstream releases for the seams, from ``upstream.json``, and stand-ins from them.
 
-``scripts/read_upstream.py`` writes the file from the archives that upstream has published.
+``scripts/read_upstream.py`` writes the file from upstream's published archives.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ RECORDED: dict[str, Any] = json.loads(FILE.read_text())
 
 
 def versions(name: str) -> list[str]:
-    """The versions of an upstream that the file has."""
+    """Return the recorded versions of an upstream."""
     return list(RECORDED[name]["archives"])
 
 
 def bound(name: str, version: str) -> dict[str, str]:
-    """By ``module:qualified.name`` what a version binds to it."""
+    """Return a version's bindings by ``module:qualified.name``."""
     return {
         symbol: next(text for text, having in ways.items() if version in having)
         for symbol, ways in RECORDED[name]["symbols"].items()
@@ -32,14 +32,14 @@ def bound(name: str, version: str) -> dict[str, str]:
 
 
 def parameters(text: str) -> tuple[str, ...] | None:
-    """The names of the parameters of what is bound; None where it is no function."""
+    """Return the parameter names of a binding; None if it is not a function."""
     if not text.removeprefix("static ").startswith("def "):
         return None
     return tuple(inspect.signature(_function("it", text)).parameters)
 
 
 def stand_in(symbol: str, text: str) -> None:
-    """Put what is bound to a name into modules of ``sys.modules``, which are made where missing."""
+    """Bind names in modules of ``sys.modules``, creating missing modules."""
     module, _, qualname = symbol.partition(":")
     parts = module.split(".")
     for end in range(1, len(parts) + 1):
@@ -70,7 +70,7 @@ def _made(name: str, text: str) -> Any:
 
 
 def _function(name: str, text: str) -> Callable[..., str]:
-    """A function with the parameters that are written in ``text``."""
+    """Return a function with the parameters written in ``text``."""
     scope: dict[str, Any] = {}
     exec(f"def {name}{text.removeprefix('static ').removeprefix('def ')}: return 'original'", scope)
     found: Callable[..., str] = scope[name]

@@ -1,9 +1,9 @@
-"""Arguments of upstreams about communication: what becomes of each is written down.
+"""Communication arguments of upstreams: a file records how each is handled.
 
-``arguments.json`` has every field and parameter of the classes and functions in
+``arguments.json`` lists every field and parameter of the classes and functions in
 ``read_upstream.ARGUMENTS``: it ``acts``, is ``refused`` or ``said`` by a rule or a check, acts only
-``under`` one that is, or is ``harmless``: it sends nothing. Whatever an installed release has
-beyond them fails here, until somebody has looked at it.
+``under`` such an argument, or is ``harmless`` since it sends nothing. New arguments of an installed
+release fail here until they are recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLACES = [f"{module}:{name}" for module, names in read_upstream.ARGUMENTS.items(
 MARKS = {"acts", "refused", "said", "under", "harmless"}
 #: a folder with newer releases, as ``pip install --no-deps --target`` leaves them
 NEWEST = os.environ.get("HYBRIDCOMP_UPSTREAM_NEWEST")
-#: what refuses and says: rules, and the checks of seams
+#: modules that reject or report: rules, and checks of seams
 RULES = "".join(
     path.read_text()
     for folder in ("patches/rules", "patches/trainers", "patches/mcore", "patches/torch")
@@ -43,7 +43,7 @@ def names(place: str, *marks: str) -> list[str]:
 
 
 def source(module: str) -> str | None:
-    """The text of a module, newest or installed, which is not run; None where there is none."""
+    """Return a module's source, newest or installed, without running it; None if missing."""
     top, _, rest = module.partition(".")
     found = importlib.util.find_spec(top)
     homes = [] if found is None else list(found.submodule_search_locations or ())

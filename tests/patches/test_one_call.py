@@ -1,4 +1,4 @@
-"""A seam hands a message to its channel: it chooses no codec and counts no bytes of a message."""
+"""Seams pass messages to their channel: they choose no codec and count no bytes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.paths import ROOT
 
-#: methods of a channel that are the parts of ``run``
+#: methods of a channel that ``run`` is made of
 PARTS = {"codec", "handling", "record", "recorded"}
-#: copies between device and host are no messages of a group (``channels.host_copies`` says why)
+#: copies between device and host are not messages of a group (see ``channels.host_copies``)
 COPIES = {"offload12.py", "offload3.py", "offload_sums.py", "offload_accumulation.py"}
 
 
@@ -28,8 +28,8 @@ def test_no_seam_does_what_the_channel_does() -> None:
         for path in (ROOT / "patches").rglob("*.py")
         if _calls(path) & PARTS
     }
-    found.pop("tied_weights.py", None)  # records upstream's broadcast, which is no message of ours
-    found.pop("ignored_tables.py", None)  # sums that torch leaves out: nothing to fall back to
+    found.pop("tied_weights.py", None)  # records upstream's broadcast, which is not ours
+    found.pop("ignored_tables.py", None)  # sums that torch leaves out: there is no native call
     for frozen in ("frozen.py", "fsdp2_frozen.py"):  # record a gather that sent nothing
         found.pop(frozen, None)
     assert not found
@@ -43,7 +43,7 @@ def test_only_copies_to_the_host_are_given_their_native_bytes() -> None:
 
 
 def test_no_other_seam_copies_by_the_engines_host_moves() -> None:
-    """And those that do hand every copy to them: none encodes by itself."""
+    """Those that do pass every copy to them and do not encode."""
     parts = {"to_host", "to_device", "pack", "unpack", "kept", "copy_codec"}
     found = {
         path.name

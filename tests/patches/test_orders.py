@@ -1,7 +1,7 @@
 """Every patch of every installed upstream, applied and reverted in many orders.
 
-Generated from ``PATCHES``: a new seam is covered without a line here. All ordered pairs cover every
-interaction between two patches; the shuffles cover longer chains.
+Generated from ``PATCHES``, so new seams are covered. All ordered pairs cover interactions of two
+patches; shuffles cover longer chains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridcomp.seams.patching import Patch, apply_all
 
 
 def installed(package: str) -> bool:
-    """Whether ``package``, dotted or not, can be imported."""
+    """Return whether ``package``, dotted or not, can be imported."""
     parent = package.rpartition(".")[0]
     return (not parent or installed(parent)) and find_spec(package) is not None
 
@@ -37,7 +37,7 @@ def package(request: pytest.FixtureRequest) -> str:
 
 
 def state(package: str) -> dict[str, Any]:
-    """The raw attribute behind every seam."""
+    """Return the raw attribute of every seam."""
     found = {}
     for patch in patches.patches_of(package):
         owner, name = patch.seam.owner_and_name()

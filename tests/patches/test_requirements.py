@@ -1,4 +1,4 @@
-"""The requirement of an upstream stands in one module, and everything else follows it."""
+"""Each upstream's requirement is in one module, from which everything else derives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:
 
 
 def spelled() -> dict[str, list[str]]:
-    """By package, the modules with a string that is a requirement of it, with a version."""
+    """Return, by package, modules with a string that requires a version of it."""
     found: dict[str, list[str]] = {}
     folders = (ROOT / "hybridcomp", ROOT / "patches")
     for path in (path for folder in folders for path in folder.rglob("*.py")):
@@ -40,7 +40,7 @@ def spelled() -> dict[str, list[str]]:
 
 def test_each_upstream_has_its_requirement_in_one_place() -> None:
     found = spelled()
-    del found["toytrain"]  # of the template, which is there to be copied
+    del found["toytrain"]  # of the template, which users copy
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
     known = {
         "deepspeed": ["patches/ds/requirement.py"],

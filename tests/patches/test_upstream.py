@@ -1,4 +1,4 @@
-"""Every seam, held against what upstream's releases bind to its name."""
+"""Every seam matches the recorded signatures of upstream's releases."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hybridcomp.seams.patching import Seam
 from tests.patches.recorded import FILE, RECORDED, bound, parameters, versions
 from tests.paths import ROOT
 
-#: releases of the windows that the file has at least
+#: releases that the file must have
 RELEASES = {
     "deepspeed": {"0.19.0", "0.19.8"},
     "megatron-core": {"0.13.1", "0.16.1", "0.19.2"},
 }
-#: a folder with the archives, for the comparison with them (.ci/upstream fetches them)
+#: folder with the archives, for comparison (.ci/upstream fetches them)
 ARCHIVES = os.environ.get("HYBRIDCOMP_UPSTREAM_ARCHIVES")
 
 
@@ -32,7 +32,7 @@ def seams(name: str) -> list[Seam]:
 
 
 def fits(seam: Seam, version: str) -> bool:
-    """Whether a version lies in the window of a seam; a checkout always does."""
+    """Return whether a version is in a seam's window; a checkout always is."""
     try:
         return Requirement(seam.requirement).specifier.contains(version)
     except InvalidRequirement:
@@ -57,7 +57,7 @@ def test_every_release_has_the_parameters_that_its_seams_expect(name: str) -> No
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_seam_is_there_in_some_release(name: str) -> None:
-    """But for calls of a layer, which are torch's own."""
+    """Except for calls of a layer, which belong to torch."""
     ways = RECORDED[name]["symbols"]
     gone = [s for s in map(str, seams(name)) if set(ways[s]) == {"absent"}]
     assert [symbol for symbol in gone if not symbol.endswith(".__call__")] == []

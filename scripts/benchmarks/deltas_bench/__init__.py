@@ -1,1 +1,1 @@
-"""Parts of bench_deltas.py: traces of weights, how many bits they need, and what others send."""
+"""Parts of bench_deltas.py: weight traces, their entropy, and other delta formats."""

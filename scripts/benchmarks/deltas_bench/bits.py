@@ -1,4 +1,4 @@
-"""Count the bits that the steps of a trace need, and those that each way to send them takes."""
+"""Count the bits that the deltas of a trace need, and the bits of each encoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _patterns(values: Tensor) -> Numbers:
 
 
 def steps(reference: Tensor, values: Tensor) -> tuple[Numbers, Numbers]:
-    """Return exponents of the bf16 ``reference``, and steps between the ordered integers."""
+    """Return exponents of the bf16 ``reference``, and deltas between the ordered integers."""
     old, new = _patterns(reference), _patterns(values)
 
     def ordered(bits: Numbers) -> Numbers:
@@ -35,18 +35,18 @@ def steps(reference: Tensor, values: Tensor) -> tuple[Numbers, Numbers]:
 
 
 def counts_of(exponents: Numbers, moved: Numbers) -> Iterator[Numbers]:
-    """Yield, for each exponent, how often each step occurs."""
+    """Yield, for each exponent, how often each delta occurs."""
     for exponent in np.unique(exponents):
         yield np.unique(moved[exponents == exponent], return_counts=True)[1]
 
 
 def entropy_bits(exponents: Numbers, moved: Numbers) -> float:
-    """Return bits of all steps, each with its frequency given the exponent."""
+    """Return the entropy of all deltas in bits, given the exponents."""
     return float(sum(-(n * np.log2(n / n.sum())).sum() for n in counts_of(exponents, moved)))
 
 
 def short_code_bits(exponents: Numbers, moved: Numbers) -> int:
-    """Return bits with Huffman's code for each exponent, the tables not counted."""
+    """Return bits of a Huffman code for each exponent, tables not counted."""
     return sum(_huffman_bits(counts) for counts in counts_of(exponents, moved))
 
 
@@ -64,9 +64,9 @@ def _huffman_bits(counts: Numbers) -> int:
 
 
 def static_bits(exponents: Numbers, moved: Numbers) -> float:
-    """Return bits with a model that is not learned: Laplace steps, one scale for the message.
+    """Return bits under a fixed model: Laplace deltas with one scale for the message.
 
-    A step in units of the last place has the scale s * 2^-exponent; the best s of a fine grid.
+    A delta in units of the last place has the scale s * 2^-exponent; s is the best of a fine grid.
     """
     keys, counts = np.unique(np.stack([exponents, moved]), axis=1, return_counts=True)
     finest = 2.0 ** (keys[0].astype(np.float64) - keys[0].max())
@@ -88,7 +88,7 @@ def _laplace_bits(moved: Numbers, scale: NDArray[np.float64]) -> NDArray[np.floa
 
 
 def payload_bits(codec: Codec, values: Tensor) -> int:
-    """Return bits of one of the codecs without a reference."""
+    """Return bits of a codec that uses no reference."""
     room = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
     return 8 * codec.encode(values, room)
 
@@ -101,14 +101,14 @@ def step_code_bits(reference: Tensor, values: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Compressor:
-    """A general compressor, both ways."""
+    """General-purpose compressor: compress and decompress."""
 
     compress: Callable[[bytes], bytes]
     decompress: Callable[[bytes], bytes]
 
 
 def compressors() -> dict[str, Compressor]:
-    """Return zstd at levels 1 and 3: of the package zstandard, or of Python 3.14; else zlib."""
+    """Return zstd at levels 1 and 3, from the package zstandard or Python 3.14; otherwise zlib."""
     if find_spec("zstandard") is not None:
         zstandard = import_module("zstandard")
         decompress = zstandard.ZstdDecompressor().decompress
@@ -127,9 +127,9 @@ def compressors() -> dict[str, Compressor]:
 
 
 def gaps_and_values(reference: Tensor, values: Tensor) -> bytes:
-    """Return the gaps between changed values, as bytes where they fit, then the new values.
+    """Return the gaps between changed values, one byte each where they fit, then the new values.
 
-    A gap of 255 and more is a byte of 255 and four bytes, as published delta formats have it.
+    A gap of 255 or more takes a byte of 255 plus four bytes, as in published delta formats.
     """
     old, new = _patterns(reference), _patterns(values)
     places = np.flatnonzero(old != new)
@@ -144,7 +144,7 @@ def _halves(bits: Numbers) -> bytes:
 
 
 def sent(reference: Tensor, values: Tensor) -> dict[str, float]:
-    """Return bits a value of every way, by name."""
+    """Return bits per value of every encoding, by name."""
     exponents, moved = steps(reference, values)
     differs = _patterns(reference) ^ _patterns(values)
     changed = int((differs != 0).sum())

@@ -1,8 +1,8 @@
-"""Send changed weights as others do, both ways, so that their speeds can stand beside stepcode's.
+"""Delta formats of other projects, encoding and decoding, to compare speeds with stepcode.
 
-`int32 + bf16`: positions and new values, as vLLM's `sparse_nccl` has them. `gaps`: bytes between
-changed values, then the new values, through zstd. `xor`: all bit patterns xor the old ones, through
-zstd. Each is as fast as a few calls of numpy and torch make it.
+`int32 + bf16`: positions and new values, as in vLLM's `sparse_nccl`. `gaps`: distances between
+changed values as bytes, then the new values, through zstd. `xor`: all bit patterns xor the old
+ones, through zstd. All are a few calls of numpy and torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from benchmarks.deltas_bench.bits import Compressor, compressors, gaps_and_value
 
 
 class Other(Protocol):
-    """A way to send ``values``, bf16, to somebody who has ``reference``."""
+    """Encoding of ``values`` (bf16) for a receiver that has ``reference``."""
 
     def encode(self, reference: Tensor, values: Tensor) -> bytes:
-        """Return what is sent."""
+        """Return the payload."""
 
     def decode(self, sent: bytes, reference: Tensor) -> Tensor:
         """Return the values."""

@@ -1,4 +1,4 @@
-"""Weights before and after a step of Adam: a small byte-level GPT on the text of this checkout."""
+"""Record weights before and after an Adam step of a small byte-level GPT on this checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of the model and of a batch."""
+    """Model shape and batch size."""
 
     width: int
     layers: int
@@ -33,7 +33,7 @@ class Trace:
 
     @property
     def label(self) -> str:
-        """Return what a table calls the trace."""
+        """Return the trace's label in tables."""
         return f"{self.rate:g}"
 
 
@@ -66,7 +66,7 @@ class SmallGpt(nn.Module):
 
 
 def text() -> Tensor:
-    """Return the bytes of the pages and of the package, int64."""
+    """Return the bytes of the pages and of the package's sources, int64."""
     paths = sorted((*ROOT.glob("docs/*.md"), *ROOT.glob("hybridcomp/**/*.py")))
     return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
 

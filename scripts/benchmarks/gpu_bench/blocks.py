@@ -9,7 +9,7 @@ BLOCK = 32
 
 
 def encode(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Encode 1-D ``values``, a multiple of 32, to ``(levels, scales)``: int8, or two a byte."""
+    """Encode 1-D ``values``, a multiple of 32, to ``(levels, scales)``: int8, or two per byte."""
     blocks = values.view(-1, BLOCK).float()
     top = 2 ** (bits - 1) - 1
     scales = blocks.abs().amax(dim=1, keepdim=True) / top

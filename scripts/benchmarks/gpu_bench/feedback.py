@@ -1,4 +1,4 @@
-"""Kernels of error feedback, of several tensors and of stretches, which ``ours`` has no rows of."""
+"""Time error-feedback kernels that ``ours`` does not cover: several tensors, tensor slices."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from hybridcomp.kernels import KernelSet
 from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
 from hybridcomp.kernels.stretches import PlannedStretch
 
-#: the name of these rows' source
+#: source name of these rows
 NAME = "feedback"
-#: whose sums are encoded, and bits of its residuals
+#: codec whose sums are encoded, and the bits of its residuals
 SUBJECT, BITS = "blockint 4", (8, 4, 16, 32)
-#: of a payload of a stretch
+#: bytes of one slice's payload
 ALIGN = 16
 
 
 def works(values: Tensor) -> Iterator[Work]:
-    """Every kernel with a residual, by its bits, then those beside payloads of variable size."""
+    """Yield all kernels with a residual, by bits, then kernels around variable-size payloads."""
     codec = make_codec("blockint", bits=4)
     fused = codec.fused(values.device)
     for bits in BITS:
         if fused is not None:
             message = AllReduce(SUBJECT, codec, fused, values, bits)
             yield from _sum(message, fused, bits)
-            if bits < 32:  # ours has the others
+            if bits < 32:  # ours covers fp32
                 yield from message.launches()
         yield from _several(codec, values, bits)
         if values.dtype == torch.float32 and bits < 32:
@@ -45,12 +45,12 @@ def works(values: Tensor) -> Iterator[Work]:
 
 
 def named(bits: int) -> str:
-    """Return the end of the name of a phase: fp32 residuals have no number."""
+    """Return the phase name's suffix; fp32 residuals have no number."""
     return "feedback" if bits == 32 else f"feedback {bits}"
 
 
 def _sum(message: AllReduce, fused: CollectiveKernel, bits: int) -> Iterator[Work]:
-    """Sum what a reduce-scatter brings, with the residual of this rank's part."""
+    """Sum the received chunks of a reduce-scatter with the residual of this rank's chunk."""
     message.encode()
     out = torch.empty(message.own.numel(), device=message.own.device)
     left = residual_of(bits, out.numel(), out.device)
@@ -61,7 +61,7 @@ def _sum(message: AllReduce, fused: CollectiveKernel, bits: int) -> Iterator[Wor
 
 
 def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
-    """Encode a message of TENSORS tensors, or as many stretches of one, and sum those of ranks."""
+    """Encode a message of TENSORS tensors, or as many slices of one; sum the ranks' payloads."""
     each, planned = codec.each(values.device), codec.planned(values.device)
     length = values.numel() // TENSORS // 32 * 32
     if each is None or planned is None or not length:
@@ -88,7 +88,7 @@ def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
     left = 2 * residual.nbytes
     add_left = partial(add, residual)
     yield Work(SUBJECT, f"sum stretches {named(bits)}", moved + left, add_left, wide, note)
-    if isinstance(residual, Tensor):  # what needs none, or an fp32 one, once
+    if isinstance(residual, Tensor):  # those without a residual, or with fp32, once
         yield Work(SUBJECT, "sum stretches", moved, add, wide, note)
         if values.dtype == torch.float32:
             held = partial(planned.encode, table, None, mine, residual)
@@ -99,7 +99,7 @@ def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
 
 
 def _alone(values: Tensor, bits: int) -> Iterator[Work]:
-    """Bring a residual to fp32 and back, where nothing is encoded."""
+    """Convert a residual to fp32 and back, without encoding."""
     residual, out = QuantizedResidual(bits, values.numel(), values.device), torch.empty_like(values)
     nbytes = residual.nbytes + values.nbytes
     yield Work("residual", f"store {bits}", nbytes, partial(residual.pack, values), bits)
@@ -107,14 +107,14 @@ def _alone(values: Tensor, bits: int) -> Iterator[Work]:
 
 
 def _pieces(values: Tensor) -> Iterator[Work]:
-    """Yield what stands beside payloads of variable size: add values, settle a residual, fill."""
+    """Yield the kernels around variable-size payloads: add values, store a residual, fill."""
     length = values.numel() // TENSORS
     functions: Any = KernelSet[PieceFunctions]("expcode").on(values.device)
     if not hasattr(functions, "on_values") or not length:
         return
     numel, note = length * TENSORS, f"{TENSORS} tensors"
     total, other = torch.zeros(2, numel, device=values.device)
-    # kernels know addresses, and a piece keeps no tensor: the works do
+    # kernels hold addresses only; the Work objects keep the tensors alive
     kept = (total, other, values)
 
     def run(kernel: str, source: Tensor) -> partial[None]:
@@ -133,5 +133,5 @@ def _pieces(values: Tensor) -> Iterator[Work]:
 
 
 def _run(functions: Any, kernel: str, rows: list[PayloadPiece], kept: object) -> None:
-    """Launch ``kernel``; ``kept`` lives as long as the call."""
+    """Launch ``kernel``; keeps ``kept`` alive during the call."""
     functions.on_values(kernel, rows)

@@ -1,7 +1,7 @@
-"""Messages whose host time may grow with the group: unequal parts, cuts, two levels, agreements.
+"""Messages whose host time may grow with the group: unequal shards, two levels, agreements.
 
-As in ``messages``: only this rank is there, and messages arrive at once. Each is so short that the
-copies and sums which the CPU makes here in place of a GPU take little beside the host's work.
+As in ``messages``, only this rank exists and messages arrive at once. Messages are so short that
+the copies and sums, which run on the CPU here, cost little beside the host's work.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire.group import resolved
 from hybridcomp.config import CompressionConfig
 
-#: ranks of a node, parameters of a gather and their elements, side of a matrix
+#: ranks per node, parameters of a coalesced gather and their elements, side of a matrix
 WIDTH, CUTS, PIECE, SIDE = 4, 64, 40, 64
-#: elements of all shards in two levels, as many in every group: the CPU copies them here
+#: elements of all shards in two levels, the same for every group size: the CPU copies them here
 WHOLE = 1 << 12
-#: lists of lengths that an exchange with new lengths takes in turn
+#: split sizes that an exchange with new lengths cycles through
 LISTS = 64
 NATIVE = {"min_bytes": 0, "ledger": {"sample_every": 0}}
 GUARDED = {"guard": {"error": 0.5}}
 
 
 class _Placed(Nodes):
-    """Nodes of WIDTH ranks each, whose levels were made without subgroups."""
+    """Nodes of WIDTH ranks each, with levels but no process groups."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__([rank // WIDTH for rank in range(ranks)], "bench")
@@ -65,17 +65,17 @@ def _channel(dimension: Any, block: Mapping[str, Any], nodes: Nodes | None = Non
 
 
 class _Cut(AllGather):
-    """Gather of CUTS parameters at once."""
+    """Coalesced gather of CUTS parameters."""
 
     def cuts(self, codec: Codec) -> list[int]:
-        """Return where each parameter but the first begins."""
+        """Return the offset of each parameter but the first."""
         return list(range(PIECE, CUTS * PIECE, PIECE))
 
 
 class GroupMessages:
-    """A message of every such kind with ``codec``, of ``dtype``, in a group of ``ranks``.
+    """All of these messages with ``codec`` and ``dtype``, in a group of ``ranks``.
 
-    Only inside of ``group_without_wire``.
+    Create it inside ``group_without_wire``.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, ranks: int = RANKS) -> None:
@@ -108,9 +108,9 @@ class GroupMessages:
         return {"numel": values.numel(), "dtype": values.dtype, "group": None}
 
     def new_splits(self) -> None:
-        """Send tokens to experts whose numbers were never met before, all-to-all."""
+        """Send tokens to experts, all-to-all, with split sizes that have not occurred before."""
         lengths, total = next(self.lengths)
-        splits, values = list(lengths), self.tokens[:total]  # a list of its own, as upstream's
+        splits, values = list(lengths), self.tokens[:total]  # a new list, as upstream passes
         message = AllToAll(
             values=values, in_splits=splits, out_splits=splits, **self._fields(values)
         )

@@ -1,4 +1,4 @@
-"""Facts of the machine that is measured on, and versions of its libraries."""
+"""Describe the benchmarked machine and the versions of its libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu_bench.measure import cuda
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Return facts of the machine and versions of its libraries, for the document."""
+    """Return facts of the machine and versions of its libraries, for the report."""
     if device.type == "cuda":
         properties = cuda.get_device_properties(0)
         named = {
@@ -41,7 +41,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def _versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of installed packages; the wheel of ``cupy`` has one of several names."""
+    """Return versions of installed packages; the wheel of ``cupy`` has several possible names."""
     found = {}
     for name in names:
         for package in (name, f"{name}-cuda13x", f"{name}-cuda12x"):

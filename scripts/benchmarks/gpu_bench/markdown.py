@@ -1,4 +1,4 @@
-"""The results as a document: shares of a copy, and what small messages cost."""
+"""Write the results as Markdown: shares of a copy, and the cost of small messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time on a GPU, as a share of what a copy of the same bytes reaches in the same run."""
+"""Time GPU work as a share of a copy of the same bytes in the same run."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Protocol
 
 import torch
 
-cuda: Any = torch.cuda  # parts of it are untyped
-#: larger than the second-level cache of any GPU of today (B200: 126 MB)
+cuda: Any = torch.cuda  # partly untyped
+#: exceeds the L2 cache of every current GPU (B200: 126 MB)
 FLUSH_NBYTES = 256 << 20
 MOST_FLUSHES = 16
-#: the queue of a stream takes 1024 launches before it makes the host wait
+#: launches that a stream's queue holds before it blocks the host
 HOST_ROUNDS, HOST_CALLS = 7, 20
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something to time. ``nbytes``: what it has to read and to write, at least."""
+    """Work to time. ``nbytes``: the minimum that it has to read and write."""
 
     subject: str
     phase: str
     nbytes: int
     run: Callable[[], object]
-    bits: float = 0.0  # of a value in the payload
+    bits: float = 0.0  # per value in the payload
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: seconds, GB/s read and written, and these over those of a copy."""
+    """One measurement: seconds, GB/s read and written, and that rate over the copy's."""
 
     subject: str
     phase: str
@@ -43,11 +43,11 @@ class Point:
     share: float
     bits: float
     note: str
-    host_us: float = 0.0  # to submit it, without waiting
+    host_us: float = 0.0  # time to submit the work, without waiting for it
 
 
 class Stopwatch(Protocol):
-    """Knows how long something takes."""
+    """Times a call."""
 
     def host_seconds(self, run: Callable[[], object]) -> float:
         """Return the host's seconds for one call of ``run``, without waiting for the device."""
@@ -59,14 +59,14 @@ class Stopwatch(Protocol):
 class DeviceStopwatch:
     """Times with events on the current stream, with cold caches.
 
-    The flushes before each repeat keep the GPU busy while the host queues what is timed, so that
-    the figure is the device's unless ``run`` waits for the device.
+    Cache flushes before each repeat keep the GPU busy while the host queues the timed call, so that
+    the result is device time unless ``run`` itself waits for the device.
     """
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
         self._flush = torch.empty(FLUSH_NBYTES, dtype=torch.uint8, device="cuda")
-        # the least of some: clocks of a GPU that was idle have to rise first
+        # take the minimum of several: an idle GPU raises its clocks first
         self._flush_s = min(self._once(self._flush.zero_, 1) for _ in range(20))
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -80,7 +80,7 @@ class DeviceStopwatch:
         return statistics.median(self._once(run, count) for _ in range(self._repeats))
 
     def _once(self, run: Callable[[], object], count: int) -> float:
-        """Return seconds of the device for ``run`` behind ``count`` flushes."""
+        """Return device seconds of ``run`` behind ``count`` flushes."""
         for _ in range(count):
             self._flush.zero_()
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -91,7 +91,7 @@ class DeviceStopwatch:
         return float(start.elapsed_time(end)) / 1e3
 
     def host_seconds(self, run: Callable[[], object]) -> float:
-        """Return the median of rounds of calls in a row, few enough for the device's queue."""
+        """Return the median over rounds of consecutive calls, few enough for the device's queue."""
         found: list[float] = []
         for _ in range(HOST_ROUNDS):
             cuda.synchronize()
@@ -104,13 +104,13 @@ class DeviceStopwatch:
 
 
 class HostStopwatch:
-    """Times on the host, which runs what is timed itself: of no use but to try a bench."""
+    """Times work that runs on the host; only for trying out a benchmark without a GPU."""
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median of the repeats, after one that is not counted."""
+        """Return the median of the repeats, after a warm-up call."""
         run()
         return statistics.median(self._once(run) for _ in range(self._repeats))
 
@@ -123,15 +123,15 @@ class HostStopwatch:
 
 
 def flushes(host_s: float, flush_s: float) -> int:
-    """Return how many flushes last ``host_s``, in which the host queues the timed call.
+    """Return how many flushes take ``host_s``, the time that the host needs to queue the call.
 
-    One at least, for cold caches, and not without end for what waits for the device.
+    At least one, for cold caches; bounded, since calls that wait for the device take longer.
     """
     return min(MOST_FLUSHES, 1 + int(1.5 * host_s / flush_s))
 
 
 class Bench:
-    """Makes points of works; ``device`` holds the copies that they are compared with."""
+    """Measures works into points; ``device`` holds the reference copies."""
 
     def __init__(self, stopwatch: Stopwatch, device: torch.device) -> None:
         self._stopwatch = stopwatch
@@ -143,7 +143,7 @@ class Bench:
         return self._stopwatch.seconds(run)
 
     def copy_seconds(self, nbytes: int) -> float:
-        """Return the seconds in which ``Tensor.copy_`` reads and writes ``nbytes`` in all."""
+        """Return the seconds of a ``Tensor.copy_`` that reads and writes ``nbytes`` in all."""
         half = max(nbytes // 2, 1)
         if half not in self._copies:
             source = torch.empty(half, dtype=torch.uint8, device=self._device)
@@ -152,7 +152,7 @@ class Bench:
         return self._copies[half]
 
     def measure(self, work: Work, dtype: str, message_nbytes: int) -> Point:
-        """Measure ``work`` and, for its share, a copy of as many bytes."""
+        """Measure ``work``, and a copy of as many bytes for its share."""
         took = self._stopwatch.seconds(work.run)
         return Point(
             work.subject, work.phase, dtype, message_nbytes, took, work.nbytes / took / 1e9,

@@ -1,7 +1,7 @@
-"""Messages as the patches send them: a codec is chosen, values are encoded, the ledger is written.
+"""Send messages as the patches do: choose a codec, encode, write the ledger.
 
-In a group of RANKS, or as many as are asked for, of which only this rank is there, whose messages
-arrive at once: what is left is the work of this rank, on a GPU the host's to submit it.
+Only this rank of the group exists and messages arrive at once, which leaves this rank's work: on a
+GPU, the host's time to submit it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hybridcomp.codecs import Codec
 from hybridcomp.collectives.wire import OwnedRange, chunk_ranges, transport
 from hybridcomp.config import CompressionConfig
 
-#: ranks of the group; this one is in their middle
+#: ranks of the group by default; this rank is in the middle
 RANKS, ME = 8, 3
 #: parameters of a bucket
 PIECES = 64
-#: dp keeps what it leaves out, tp does not; nothing is sampled, as in most steps
+#: dp has error feedback, tp has none; no errors are sampled, as in most steps
 BLOCK = {
     "tp": {"codec": "blockint"},
     "dp": {"codec": "blockint", "error_feedback": True},
@@ -46,7 +46,7 @@ BLOCK = {
 
 
 class _Done(dist.Work):
-    """A message that has arrived."""
+    """Handle of a message that has arrived."""
 
     def wait(self, timeout: object = None) -> bool:
         """Return at once."""
@@ -55,9 +55,9 @@ class _Done(dist.Work):
 
 @contextmanager
 def group_without_wire(ranks: int = RANKS) -> Iterator[None]:
-    """Yield a default group of ``ranks``, and calls of torch.distributed that do nothing.
+    """Yield a default group of ``ranks`` in which calls of torch.distributed do nothing.
 
-    The group is torch's stand-in for tests, which would copy what is gathered.
+    The group is torch's fake process group, whose all-gather would copy.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -66,7 +66,7 @@ def group_without_wire(ranks: int = RANKS) -> Iterator[None]:
     def done(*_: object, **__: object) -> dist.Work:
         return work
 
-    # torch puts "[rank3]: " before every line of an error, once for each group that was ever made
+    # torch prefixes every line of an error with "[rank3]: ", once per group ever created
     before = sys.excepthook
     dist.init_process_group("fake", rank=min(ME, ranks - 1), world_size=ranks, store=FakeStore())
     sys.excepthook = before
@@ -81,10 +81,10 @@ def group_without_wire(ranks: int = RANKS) -> Iterator[None]:
 
 
 class Messages:
-    """A message of every kind with ``codec``; ``values`` (1-D) is what this rank holds.
+    """Messages of all kinds with ``codec``; ``values``: this rank's tensor (1-D).
 
-    Only inside of ``group_without_wire`` of as many ``ranks``. Buffers hold what was there before,
-    which decodes as fast.
+    Create it inside ``group_without_wire`` of as many ``ranks``. Received buffers keep their
+    previous bytes, which decode as fast.
     """
 
     def __init__(self, codec: Codec, values: Tensor, ranks: int = RANKS) -> None:
@@ -110,7 +110,7 @@ class Messages:
         )
 
     def _run(self, channel: Channel, message: Message[Any]) -> None:
-        """Send ``message`` with the one codec that all messages use, after the policy was asked."""
+        """Send ``message`` with the codec under test, after asking the policy."""
         channel.codec(message.numel, message.dtype, None)
         sent = message.send(channel, self.codec)
         if not isinstance(sent, list):
@@ -128,19 +128,19 @@ class Messages:
         self._run(self.dp, AllReduce(values=self.out, parameters=self.pieces, **self._fields()))
 
     def all_gather(self) -> None:
-        """All-gather a sequence that was cut."""
+        """All-gather a sequence shard."""
         self._run(self.tp, AllGather(shard=self.shard, out=self.out, **self._fields()))
 
     def reduce_scatter(self) -> None:
-        """Reduce-scatter an activation whose sequence is cut behind it."""
+        """Reduce-scatter an activation along its sequence."""
         self._run(self.tp, ReduceScatter(shards=self.shards, **self._fields()))
 
     def all_to_all(self) -> None:
-        """Exchange heads against tokens, all-to-all."""
+        """Exchange heads for tokens, all-to-all."""
         self._run(self.tp, AllToAll(values=self.values, out=self.out, **self._fields()))
 
     def experts(self) -> None:
-        """Send tokens to experts, a different number to each rank, all-to-all."""
+        """Send tokens to experts, all-to-all, with a different number for each rank."""
         message = AllToAll(
             values=self.values, out=self.out, in_splits=self.splits, out_splits=self.splits,
             **self._fields(),
@@ -166,7 +166,7 @@ class Messages:
         }
 
     def buckets(self) -> dict[str, Callable[[], None]]:
-        """Return buckets whose PIECES have owners, and one of which all ranks own a part."""
+        """Return buckets with PIECES owners, and a bucket of which every rank owns a part."""
         return {
             "to owners": lambda: self.to_owners(self.tp, self.owners),
             "to owners feedback": lambda: self.to_owners(self.dp, self.owners),

@@ -1,4 +1,4 @@
-"""Our codecs, as work to time."""
+"""hybridcomp's codecs as works to time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.stepcode import STEP_DTYPES
 
-#: tensors in a message of the parameters of a group
+#: tensors in a coalesced message of parameters
 TENSORS = 64
-#: the row of exact steps
+#: row name of stepcode
 STEPS = "stepcode"
 
 
@@ -46,7 +46,7 @@ def codecs() -> dict[str, Codec]:
 
 
 def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
-    """Encode, decode and decode-add; for blockint the kernels of an all_reduce as well."""
+    """Yield encode, decode and decode-add; for blockint also the kernels of an all_reduce."""
     raw, numel = values.nbytes, values.numel()
     room = values.new_empty(codec.wire_nbytes(numel, values.dtype), dtype=torch.uint8)
     used = codec.encode(values, room)
@@ -71,7 +71,7 @@ def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
 
 
 def steps(values: Tensor) -> Iterator[Work]:
-    """stepcode of 16-bit values after a typical step, against those before it."""
+    """Yield stepcode of 16-bit values after a typical step, relative to the values before it."""
     if values.dtype not in STEP_DTYPES:
         return
     codec, numel, moved = StepCode(), values.numel(), typical_steps(values)
@@ -86,7 +86,7 @@ def steps(values: Tensor) -> Iterator[Work]:
 
 
 def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
-    """The message as TENSORS tensors with a payload each: all at once, and a launch for each."""
+    """Yield a message of TENSORS tensors, a payload each, in one launch and in one launch each."""
     length = values.numel() // TENSORS
     each: Any = codec.each(values.device) or codec.pieces(values.device)
     if each is None or not length:
@@ -120,7 +120,7 @@ def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:
-    """Return an encode call as of collectives: sizes stay on the GPU, the host does not wait."""
+    """Return an encode call of collectives: sizes stay on the GPU and the host does not wait."""
     if codec.fixed_size:
         return lambda: codec.encode(values, room)
     size = torch.zeros(1, dtype=torch.int64, device=values.device)
@@ -128,17 +128,17 @@ def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]
 
 
 def residual_of(bits: int, numel: int, device: torch.device) -> Tensor | QuantizedResidual:
-    """Return zeros as error feedback keeps them, in ``bits`` a value."""
+    """Return a zero residual of error feedback with ``bits`` per value."""
     if bits < 32:
         return QuantizedResidual(bits, numel, device)
     return torch.zeros(numel, device=device)
 
 
 class AllReduce:
-    """The three launches of an all_reduce of ``values`` over RANKS ranks, without the messages.
+    """The three launches of an all_reduce of ``values`` over RANKS ranks, without sending.
 
-    What would arrive is what this rank would send: equally many bytes. ``bits``: of a value of the
-    residuals of error feedback, 32 for fp32, 0 without.
+    This rank's payloads stand in for received ones of the same size. ``bits``: of an error-feedback
+    residual per value, 32 for fp32, 0 for no feedback.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class AllReduce:
         self.feedback = f" feedback{few}" if bits else ""
 
     def encode(self) -> None:
-        """Encode every chunk but this rank's."""
+        """Encode all chunks but this rank's."""
         self.fused.encode(self.values, self.chunk, self.slot, ME, self.sent, self.residual)
 
     def reduce(self) -> None:
-        """Decode, sum, encode: what the target calls decode-sum-encode."""
+        """Decode, sum and encode: the target "decode-sum-encode"."""
         mine = slice(ME * self.chunk, ME * self.chunk + self.own.numel())
         left = None if self.residual is None else self.residual[mine]
         self.fused.reduce(self.sent, self.own, RANKS, ME, self.payload, left, self.owner_residual)
@@ -181,7 +181,7 @@ class AllReduce:
         self.decode()
 
     def works(self) -> Iterator[Work]:
-        """Each launch, all of them, also as a replayed CUDA graph, and whole paths."""
+        """Yield each launch, all together (also as a CUDA graph), and whole collectives."""
         encode, reduce, decode = yield from self.launches()
         everything = encode + reduce + decode
         bits, note = 8 * self.slot / self.chunk, f"{RANKS} ranks"
@@ -197,7 +197,7 @@ class AllReduce:
         yield from self._paths(encode, reduce, decode, bits)
 
     def launches(self) -> Generator[Work, None, tuple[int, int, int]]:
-        """Encoding and sum; returns the bytes that encoding, sum and decoding read and write."""
+        """Yield encoding and sum; return the bytes moved by encoding, sum and decoding."""
         self.all()
         self.gathered.view(RANKS, self.slot)[:] = self.payload
         share = self.own.nbytes
@@ -207,14 +207,14 @@ class AllReduce:
         if self.residual is not None and self.owner_residual is not None:
             kept = self.owner_residual.nbytes
             encode += 2 * (self.residual.nbytes - kept)
-            reduce += 4 * kept  # the own part of the first residual is read and zeroed
+            reduce += 4 * kept  # the first residual's chunk of this rank is read and zeroed
         bits, note = 8 * self.slot / self.chunk, f"{RANKS} ranks"
         yield Work(self.name, f"chunks encode{self.feedback}", encode, self.encode, bits, note)
         yield Work(self.name, f"sum_encode{self.feedback}", reduce, self.reduce, bits, note)
         return encode, reduce, decode
 
     def _paths(self, encode: int, reduce: int, decode: int, bits: float) -> Iterator[Work]:
-        """Whole messages as channels send them; bytes of each launch are given."""
+        """Yield whole collectives as channels send them, with the bytes of each launch."""
         share, note = self.own.nbytes, f"{RANKS} ranks"
         moved = {
             "all_gather": share + self.slot + decode,

@@ -1,7 +1,6 @@
-"""Other people's quantizers and compressors, in the same run. Each is left out where it is missing.
+"""Quantizers and compressors of other projects; those that are not installed are skipped.
 
-A peer is a function of the values that yields its works; what it cannot do it raises, and the table
-then has a line that says why.
+A peer is a function of the values that yields its works. If it raises, the table shows the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Peer = Callable[[Tensor], Iterator[Work]]
 
 
 def fp8_cast(values: Tensor) -> Iterator[Work]:
-    """``Tensor.copy_`` to float8_e4m3fn and back, without a scale."""
+    """Yield casts to float8_e4m3fn and back by ``Tensor.copy_``, without a scale."""
     payload, out = torch.empty_like(values, dtype=torch.float8_e4m3fn), torch.empty_like(values)
     nbytes = values.nbytes + payload.nbytes
     yield Work("torch fp8 cast", "encode", nbytes, lambda: payload.copy_(values), 8.0)
@@ -37,8 +36,10 @@ def fp8_cast(values: Tensor) -> Iterator[Work]:
 
 @cache
 def _compiled() -> tuple[Any, Any]:
-    """blocks.py through ``torch.compile`` as it comes: the first size of a dtype is compiled for
-    itself, the next one for all others. Its limit would leave out what comes after eight."""
+    """Compile blocks.py with default settings: torch specializes the first size of a dtype only.
+
+    Its recompile limit of eight would skip later subjects, so it is raised.
+    """
     config: Any = importlib.import_module("torch._dynamo.config")
     for name in ("recompile_limit", "cache_size_limit"):  # torch 2.6 renamed it
         if hasattr(config, name):
@@ -48,7 +49,7 @@ def _compiled() -> tuple[Any, Any]:
 
 
 def compiled(bits: int, values: Tensor) -> Iterator[Work]:
-    """blocks.py through ``torch.compile``."""
+    """Yield blocks.py under ``torch.compile``."""
     name = f"torch.compile int{bits}"
     encode, decode = _compiled()
     levels, scales = encode(values, bits)
@@ -59,7 +60,7 @@ def compiled(bits: int, values: Tensor) -> Iterator[Work]:
 
 
 def triton(bits: int, values: Tensor) -> Iterator[Work]:
-    """triton_blocks.py."""
+    """Yield triton_blocks.py."""
     kernels: Any = importlib.import_module("benchmarks.gpu_bench.triton_blocks")
     name, out = f"Triton int{bits}", torch.empty_like(values)
     levels, scales = kernels.buffers(values, bits)
@@ -71,7 +72,7 @@ def triton(bits: int, values: Tensor) -> Iterator[Work]:
 
 
 def bitsandbytes_8bit(values: Tensor) -> Iterator[Work]:
-    """``quantize_blockwise``: 8-bit dynamic map, blocks of 256."""
+    """Yield ``quantize_blockwise``: 8-bit dynamic map, blocks of 256."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     levels, state = functional.quantize_blockwise(values, blocksize=256)
     nbytes = values.nbytes + levels.nbytes + state.absmax.nbytes
@@ -87,7 +88,7 @@ def bitsandbytes_8bit(values: Tensor) -> Iterator[Work]:
 
 
 def bitsandbytes_nf4(values: Tensor) -> Iterator[Work]:
-    """``quantize_4bit`` to NF4, blocks of 64."""
+    """Yield ``quantize_4bit`` to NF4, blocks of 64."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     encode = partial(functional.quantize_4bit, values, blocksize=64, quant_type="nf4")
     levels, state = encode()
@@ -98,23 +99,22 @@ def bitsandbytes_nf4(values: Tensor) -> Iterator[Work]:
     yield Work("bitsandbytes nf4", "decode", nbytes, decode, rate, "blocks of 64")
 
 
-#: values of a group of DeepSpeed's kernels, as qgZ and qwZ would take for large tensors
+#: group size of DeepSpeed's kernels, as qgZ and qwZ choose for large tensors
 DEEPSPEED_GROUP = 4096
 DEEPSPEED_RANKS = 8
 
 
 @cache
 def _deepspeed_built() -> Any:
-    """``deepspeed_kernels``, or why there are none: a build that failed would fail at every message
-    again, after a minute each."""
+    """Build ``deepspeed_kernels`` once; keep the failure, since each retry would take a minute."""
     try:
         return _build_deepspeed()
-    except Exception as error:  # a compiler, a header, a lock: each fails in its own way
+    except Exception as error:  # compiler, header, lock: failures have no common type
         return error
 
 
 def deepspeed_kernels() -> Any:
-    """DeepSpeed's extension, built for this GPU where it is not there yet (about a minute)."""
+    """Return DeepSpeed's extension, built for this GPU if needed (about a minute)."""
     found = _deepspeed_built()
     if isinstance(found, Exception):
         raise found
@@ -123,17 +123,17 @@ def deepspeed_kernels() -> Any:
 
 def _build_deepspeed() -> Any:
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-    # its builder cannot read 9.0a, which images of NVIDIA have in their list
+    # its builder cannot parse 9.0a, which NVIDIA's images list
     one = "{}.{}".format(*cuda.get_device_capability())
     with mock.patch.dict(os.environ, TORCH_CUDA_ARCH_LIST=one):
         return builders.QuantizerBuilder().load()
 
 
 def deepspeed(values: Tensor) -> Iterator[Work]:
-    """qwZ's 8-bit quantizer and qgZ's 4-bit one with its fused reduction.
+    """Yield qwZ's 8-bit quantizer and qgZ's 4-bit quantizer with its fused reduction.
 
-    The kernels take fp16 only: what is not fp16 is converted first, as DeepSpeed's own callers do,
-    and that counts.
+    The kernels take fp16 only; the time includes the conversion of other dtypes, as in DeepSpeed's
+    callers.
     """
     kernels = deepspeed_kernels()
     symmetric, half = kernels.Symmetric, torch.float16
@@ -172,7 +172,7 @@ def deepspeed(values: Tensor) -> Iterator[Work]:
 
 @cache
 def nvcomp_library() -> Any:
-    """nvCOMP's module; some packages keep its library where no loader looks: beside the module."""
+    """Import nvCOMP; some packages put its library beside the module, outside the loader's path."""
     try:
         return importlib.import_module("nvidia.nvcomp")
     except ImportError:
@@ -186,10 +186,10 @@ def nvcomp_library() -> Any:
 
 
 def nvcomp(algorithm: str, values: Tensor) -> Iterator[Work]:
-    """nvCOMP's Python codecs on the current stream, with the integer type of the values' width.
+    """Yield nvCOMP's codecs on the current stream, with integers as wide as the values.
 
-    ANS takes bytes: its 16-bit type is fp16 and does not keep bf16. The array that is encoded lives
-    as long as the works do.
+    ANS runs on bytes: its 16-bit type is fp16 and corrupts bf16. The works keep the encoded array
+    alive.
     """
     library = nvcomp_library()
     word = "|u1" if algorithm == "ANS" else f"<u{values.itemsize}"
@@ -225,7 +225,7 @@ PEERS: dict[str, Peer] = {
 
 @contextmanager
 def prepared(chosen: Collection[str]) -> Iterator[None]:
-    """Build what takes long, beside the body of the ``with``; failures are told when it is used."""
+    """Build slow peers in the background during the ``with`` body; failures show at first use."""
     thread = threading.Thread(target=_build, args=(chosen,))
     thread.start()
     try:
@@ -236,5 +236,5 @@ def prepared(chosen: Collection[str]) -> Iterator[None]:
 
 def _build(chosen: Collection[str]) -> None:
     if "DeepSpeed" in chosen:
-        with suppress(Exception):  # the row says why
+        with suppress(Exception):  # the peer's row shows the error
             deepspeed_kernels()

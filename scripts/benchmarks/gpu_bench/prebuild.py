@@ -1,4 +1,4 @@
-"""Compile all that a run needs at once, on all cores, instead of one image at its first use."""
+"""Compile all CUDA images of a run at once on all cores, instead of each at its first use."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hybridcomp.kernels.cuda.launcher import Words
 from hybridcomp.kernels.cuda.pieces import IMAGE
 
 Image = tuple[str, tuple[str, ...]]
-NUMEL = 1 << 15  # of the messages that find out what is launched
+NUMEL = 1 << 15  # of the messages that discover the launches
 
 
 class Recorder:
-    """A launcher that remembers which images it would need, and launches nothing."""
+    """Launcher that records the images it would need and launches nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.needed: dict[Image, None] = {}
@@ -53,9 +53,9 @@ def needed(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> list[Image]:
-    """Return the images of the works of ``sources`` on ``device``.
+    """Return the images that the works of ``sources`` need on ``device``.
 
-    On a CPU's tensors they are the same: nothing is launched.
+    CPU tensors give the same images, since nothing is launched.
     """
     recorder = Recorder(device)
     recording: Any = CudaKernels(recorder)
@@ -65,7 +65,7 @@ def needed(
     with patched:
         for source in sources:
             for dtype in dtypes:
-                # encoders that did not run return no size, of which nothing can be decoded
+                # the skipped encoders return no size, so there is nothing to decode
                 with suppress(Exception):
                     for work in source(torch.zeros(NUMEL, dtype=dtype, device=device)):
                         work.run()
@@ -73,10 +73,10 @@ def needed(
 
 
 def compile_here(architecture: int, version: str = "") -> None:
-    """Compile, without a GPU, what the benches launch on one of ``architecture``.
+    """Compile, without a GPU, the images that benchmarks launch on ``architecture``.
 
-    Kernels for all pieces of a message are there too, which no bench names before it has sizes.
-    Raises RuntimeError where NVRTC is not of ``version``.
+    Includes the kernels of all pieces of a message, which depend on sizes. Raises RuntimeError if
+    NVRTC is not of ``version``.
     """
     loaded = ".".join(map(str, images.compiler()[0]))
     if version and not f"{version}.".startswith(f"{loaded}."):
@@ -91,7 +91,7 @@ def compile_here(architecture: int, version: str = "") -> None:
 
 
 def compile_all(wanted: Sequence[Image], architecture: int) -> None:
-    """Compile into the folder where images are kept, and say how long it took."""
+    """Compile into the image cache and print how long it took."""
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     cores = len(os.sched_getaffinity(0))

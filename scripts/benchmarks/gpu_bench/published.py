@@ -1,4 +1,4 @@
-"""Figures of compressors that are not run here, as their authors published them."""
+"""Published speeds of compressors that are not run here."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ PUBLISHED = (
 
 
 def cuzfp_share(phase: str, rate: float = 8.0) -> float:
-    """cuZFP's bytes read and written over what a copy reaches, as if measured at ``rate`` bits.
+    """Return cuZFP's bytes per second over those of a copy, as if measured at ``rate`` bits.
 
-    A copy reaches about nine tenths of a data sheet's peak. Counting 8 bits a value as written,
-    where the thread may have had fewer, is in cuZFP's favour.
+    A copy reaches about 90 % of the data sheet's bandwidth. Counting 8 bits written per value,
+    where cuZFP may have written fewer, favours cuZFP.
     """
     found = PUBLISHED[0]
     gbps = found.encode_gbps if phase == "encode" else found.decode_gbps

@@ -1,4 +1,4 @@
-"""The table, the JSON and the picture."""
+"""Write the table, the JSON and the picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER = (
 
 
 def table(points: Sequence[Point]) -> str:
-    """Return one block of lines for each message."""
+    """Return a block of lines for each message."""
     lines: list[str] = []
     for message in dict.fromkeys((p.message_nbytes, p.dtype) for p in points):
         lines += ["", f"{size_name(message[0])} of {message[1]}", HEADER, "-" * len(HEADER)]
@@ -29,7 +29,7 @@ def table(points: Sequence[Point]) -> str:
 
 
 def published() -> list[str]:
-    """Return lines with speeds that others published and nobody measured here."""
+    """Return lines of published speeds that are not measured here."""
     found = ["published, not measured here (GB/s of values, on the authors' card)"]
     return found + [
         f"{p.subject:22} encode {p.encode_gbps:.0f}, decode {p.decode_gbps:.0f} on {p.gpu} "
@@ -51,7 +51,7 @@ def _line(point: Point) -> str:
 
 
 def size_name(nbytes: int) -> str:
-    """64 KB, 256 MB, 1 GB."""
+    """Format a size: 64 KB, 256 MB, 1 GB."""
     for unit, name in ((2**30, "GB"), (2**20, "MB"), (2**10, "KB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"
@@ -59,20 +59,20 @@ def size_name(nbytes: int) -> str:
 
 
 def write_json(path: Path, points: Sequence[Point], facts: dict[str, Any]) -> None:
-    """Write ``facts`` (device, versions, what was left out, checks) and all points."""
+    """Write ``facts`` (device, versions, skipped subjects, checks) and all points."""
     rows = [{**asdict(point), "target": target_of(point)} for point in points]
     found = {**facts, "published": [asdict(p) for p in PUBLISHED], "points": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-#: phases with a picture of their own
+#: phases that get a separate picture
 PANELS = ("encode", "decode", "sum_encode")
 
 
 def draw(path: Path, points: Sequence[Point], title: str) -> None:
     """Draw GB/s read and written over the message's size, below the roof of copies.
 
-    Not to a logarithmic scale: what counts is how far below the roof long messages stay.
+    The scale is linear, to show how far below the roof long messages stay.
     """
     import matplotlib
 

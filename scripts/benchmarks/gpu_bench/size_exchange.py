@@ -1,11 +1,11 @@
-"""Weigh what an exchange of sizes costs against the bytes that a variable-size codec saves.
+"""Weigh the cost of a size exchange against the bytes that a variable-size codec saves.
 
 ``auto`` takes blockint for fp16 messages of fewer than SMALL_NUMEL values and radix for longer ones
-(codecs/cheapest.py). Radix has to make up for an exchange of sizes and for slower kernels:
+(codecs/cheapest.py). Radix has to recover the size exchange and its slower kernels:
 
     n * saved bytes / link = cost of an exchange + n * (seconds of radix - seconds of blockint)
 
-n are the values that a rank sends in one exchange; an all_reduce has two.
+n: values that a rank sends per exchange; an all_reduce has two exchanges.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from hybridcomp.codecs import Bounded, Codec
 from hybridcomp.codecs.cheapest import SMALL_NUMEL
 from hybridcomp.collectives.wire import Group, Meter, payload_sizes, transport
 
-#: slots of the exchange
+#: ranks' entries in the size exchange
 RANKS = 8
 BOUNDS = (0.2, 0.1, 0.05, 0.02, 0.01)
 #: GB/s: NDR InfiniBand, 100 and 10 Gbit/s
 LINKS = (50.0, 12.5, 1.25)
-#: long enough that launches do not count
+#: values, enough to make launch overhead negligible
 NUMEL = 1 << 26
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Host seconds of one exchange of sizes; the device is idle otherwise."""
+    """Host seconds of one size exchange, during which the device is idle."""
 
-    wait_s: float  # words of the device to pinned memory, and the wait for their event
-    exchange_s: float | None  # with the message in front, in a group of this process alone
-    left_out: str = ""  # why there is no ``exchange_s``
+    wait_s: float  # copy of the device's words to pinned memory, and the wait for its event
+    exchange_s: float | None  # behind the message, in a group of this process alone
+    left_out: str = ""  # reason for a missing ``exchange_s``
 
     @property
     def seconds(self) -> float:
-        """The best that is known."""
+        """Return the best known figure."""
         return self.wait_s if self.exchange_s is None else self.exchange_s
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Codecs of ``auto`` for one bound; bits that radix saves and seconds it adds are per value."""
+    """Both codecs of ``auto`` for a bound; bits saved and seconds added by radix are per value."""
 
     bound: float
     fixed: str
@@ -61,20 +61,20 @@ class Choice:
     slower_s: float
 
     def break_even(self, cost_s: float, gbps: float) -> float | None:
-        """Values from which on the variable size is faster over ``gbps`` GB/s; None: never."""
+        """Return the number of values above which variable size wins at ``gbps`` GB/s, or None."""
         gain = self.saved_bits / 8 / (gbps * 1e9) - self.slower_s
         return cost_s / gain if gain > 0 else None
 
 
 def cost(device: torch.device, repeats: int = 50) -> Cost:
-    """Measure on ``device``; leaves no process group behind."""
+    """Measure on ``device``; destroys the process group that it creates."""
     words = torch.zeros(2 * RANKS, dtype=torch.int64, device=device)
     wait_s = _median(lambda: payload_sizes.SIZES.copied(words).wait(), repeats)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         with _alone(backend):
             return Cost(wait_s, _median(lambda: _exchange(words), repeats))
-    except Exception as error:  # whatever a backend that does not start may raise
+    except Exception as error:  # a failing backend may raise anything
         reason = " ".join(str(error).split())[:200]
         return Cost(wait_s, None, f"{backend}: {type(error).__name__}: {reason}")
 
@@ -89,7 +89,7 @@ def _exchange(words: Tensor) -> None:
 
 @contextmanager
 def _alone(backend: str) -> Iterator[None]:
-    """Yield a default group of this process."""
+    """Yield a default group of this process alone."""
     with tempfile.TemporaryDirectory() as folder:
         method = f"file://{folder}/store"
         dist.init_process_group(backend, init_method=method, rank=0, world_size=1)
@@ -109,7 +109,7 @@ def _median(run: Callable[[], object], repeats: int) -> float:
 
 
 def candidates() -> Iterator[tuple[float, Codec, Codec]]:
-    """``(bound, fixed size, variable size)`` where ``auto`` has both for fp16."""
+    """Return ``(bound, fixed size, variable size)`` where ``auto`` has both for fp16."""
     for bound in BOUNDS:
         codec = Bounded(bound)
         small, large = (
@@ -130,7 +130,7 @@ def choices(bench: Bench, device: torch.device, numel: int = NUMEL) -> list[Choi
     for bound, fixed, variable in candidates():
         fixed_s, fixed_nbytes = _times(bench, fixed, values)
         variable_s, nbytes = _times(bench, variable, values)
-        variable_s += bench.copy_seconds(2 * nbytes)  # payloads are brought together
+        variable_s += bench.copy_seconds(2 * nbytes)  # payloads are compacted
         found.append(
             Choice(
                 bound, fixed.spec, variable.spec, 8 * (fixed_nbytes - nbytes) / numel,
@@ -141,7 +141,7 @@ def choices(bench: Bench, device: torch.device, numel: int = NUMEL) -> list[Choi
 
 
 def _times(bench: Bench, codec: Codec, values: Tensor) -> tuple[float, int]:
-    """``(seconds to encode and decode, bytes)``."""
+    """Return ``(seconds to encode and decode, bytes)``."""
     room = values.new_empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
     size = torch.zeros(1, dtype=torch.int64, device=values.device)
     out = torch.empty_like(values)
@@ -150,7 +150,7 @@ def _times(bench: Bench, codec: Codec, values: Tensor) -> tuple[float, int]:
 
 
 def lines(known: Cost, found: Sequence[Choice]) -> list[str]:
-    """Yield lines for people."""
+    """Yield lines of text."""
     said = [
         f"sizes on their way to the host take {known.wait_s * 1e6:.0f} us, "
         + (

@@ -1,4 +1,4 @@
-"""Targets of the kernels: shares of a device copy, and no peer of the same kind ahead."""
+"""Targets of the kernels: a share of a device copy, and no comparable peer ahead."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from benchmarks.gpu_bench.measure import Point
 from benchmarks.gpu_bench.published import cuzfp_share
 
 MB = 1 << 20
-#: the message of most targets
+#: message size of most targets
 MESSAGE_NBYTES = 256 * MB
-#: a shorter one, which may stay behind by SLACK
+#: a shorter message, whose share may be lower by SLACK
 SHORTER_NBYTES, SLACK = 64 * MB, 0.1
-#: our share over the published one of cuZFP
+#: our share over cuZFP's published share
 TIMES_CUZFP = 5.0
-#: a share that differs by less from another one is as good: medians of two runs differ by as much
+#: differences below this count as noise: medians of two runs differ by as much
 NOISE = 0.02
 ALL = ("fp32", "bf16", "fp16")
-#: of a message of 1 MB: microseconds of the host, and our launches over a graph of them
+#: for a message of 1 MB: host microseconds, and our launches' time over that of their CUDA graph
 HOST_US, OF_GRAPH = 60.0, 0.5
 PATH = "all_reduce path"
 
 
 @dataclass(frozen=True)
 class Target:
-    """At least this share in this phase; ``subject``: a name of ours.codecs, or its first word."""
+    """Minimum share in a phase; ``subject``: a name of ours.codecs, or its first word."""
 
     subject: str
     phase: str
@@ -86,7 +86,7 @@ TARGETS = (
     *(Target("mpc", phase, 0.40, ("fp32",)) for phase in ("encode", "decode")),
 )
 
-#: whose rows ours of the same phase must not be behind of
+#: peers that our rows of the same phase must match
 PEERS = {
     "blockint 8": (
         "Triton int8", "torch.compile int8", "bitsandbytes 8 bit", "DeepSpeed qwZ 8 bit",
@@ -100,7 +100,7 @@ PEERS = {
 
 
 def target_of(point: Point) -> float | None:
-    """Return the share that ``point`` has to reach, None where nothing is asked of it."""
+    """Return the share that ``point`` has to reach, or None."""
     found = [t for t in TARGETS if _speaks_of(point, t)]
     exact = [t for t in found if t.message_nbytes == point.message_nbytes]
     if exact:
@@ -109,7 +109,7 @@ def target_of(point: Point) -> float | None:
 
 
 def below(point: Point) -> bool:
-    """Return whether ``point`` misses its target, to the digits that are printed."""
+    """Return whether ``point`` misses its target, at printed precision."""
     wanted = target_of(point)
     return wanted is not None and round(point.share, 2) < round(wanted, 2)
 
@@ -127,7 +127,7 @@ def _speaks_of(point: Point, target: Target) -> bool:
 
 
 def missed(points: Sequence[Point], *, all_of_them: bool = True) -> list[str]:
-    """Return a line for each target that was missed, or that no point of its message speaks of."""
+    """Return a line for each target that was missed or not measured for its message."""
     lines = []
     for point in points:
         if below(point):
@@ -148,7 +148,7 @@ def missed(points: Sequence[Point], *, all_of_them: bool = True) -> list[str]:
 
 
 def behind(points: Sequence[Point]) -> list[str]:
-    """A line for each peer of the same kind that is ahead of ours in the message of the targets."""
+    """Yield a line for each comparable peer ahead of ours at the targets' message size."""
     found = {(p.subject, p.phase, p.dtype): p for p in points if p.message_nbytes == MESSAGE_NBYTES}
     lines = []
     for (subject, phase, dtype), mine in found.items():
@@ -160,7 +160,7 @@ def behind(points: Sequence[Point]) -> list[str]:
 
 
 def small(points: Sequence[Point]) -> list[str]:
-    """Return a line for each all_reduce of 1 MB that the host holds up."""
+    """Return a line for each all_reduce of 1 MB that the host limits."""
     found = {(p.subject, p.dtype, p.phase): p for p in points if p.message_nbytes == MB}
     lines = []
     for (subject, dtype, phase), point in found.items():

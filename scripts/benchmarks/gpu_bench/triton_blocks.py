@@ -1,8 +1,8 @@
-"""The block quantizer of blocks.py as Triton kernels. Importing this needs Triton.
+"""The block quantizer of blocks.py as Triton kernels. Importing it requires Triton.
 
-A program takes ``BLOCKS`` blocks of 32 values; at 4 bits the first half of a block is in the low
-nibbles. Levels are rounded half up, not half to even. Arguments of kernels have no annotation:
-Triton reads these as types of its own.
+A program processes ``BLOCKS`` blocks of 32 values; at 4 bits the low nibbles hold the first half of
+a block. Levels are rounded half up, not half to even. Kernel arguments have no annotations, since
+Triton interprets them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 32
-#: blocks of a program: 8192 values
+#: blocks per program: 8192 values
 BLOCKS = 256
 
 
@@ -68,7 +68,7 @@ _DECODE = {8: triton.jit(_decode8), 4: triton.jit(_decode4)}
 
 
 def buffers(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """``(levels, scales)`` for 1-D ``values``, a multiple of 32."""
+    """Allocate ``(levels, scales)`` for 1-D ``values``, a multiple of 32."""
     levels = values.new_empty(
         values.numel() * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8
     )

@@ -1,4 +1,4 @@
-"""A gradient's message and the end of a step, by what `"when": "auto"` has decided."""
+"""Time a gradient's message and the end of a step in each state of `"when": "auto"`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs import Codec
 from hybridcomp.config import CompressionConfig
 
-#: a step long after the first
+#: a step well past the first comparisons
 STEP = 100
-#: first step of a comparison that is over, and of one that is under way
+#: first step of a finished comparison, and of a running one
 OVER, UNDER_WAY = 3, STEP - 3
 CPU = torch.device("cpu")
 
 
 def _channels(setting: object, pays: bool | None = None, first: int = OVER) -> Channels:
-    """Make channels at a late step; ``pays``: what was decided, None: nothing was measured."""
+    """Make channels at a late step; ``pays``: the decision, None if nothing was measured."""
     block = {"dp": setting, "min_bytes": 0, "ledger": {"sample_every": 0}}
     made = Channels(CompressionConfig.parse(block))
     made.step = STEP
@@ -37,7 +37,7 @@ def _channels(setting: object, pays: bool | None = None, first: int = OVER) -> C
 
 
 def _send(channels: Channels, values: Tensor, pieces: tuple[Piece, ...]) -> None:
-    """Send a gradient as a seam does; natively nothing happens."""
+    """Send a gradient as a seam does; does nothing if the dimension is native."""
     message = AllReduce(
         values=values, parameters=pieces, numel=values.numel(), dtype=values.dtype, group=None
     )
@@ -45,7 +45,7 @@ def _send(channels: Channels, values: Tensor, pieces: tuple[Piece, ...]) -> None
 
 
 def kinds(codec: Codec, values: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the calls by name; only inside of ``as_on_a_gpu``."""
+    """Return the calls by name; call inside ``as_on_a_gpu``."""
     setting = {"codec": codec.name, "bits": 4, "error_feedback": True}
     always, auto = {**setting, "when": "always"}, {**setting, "when": "auto"}
     every = {
@@ -59,6 +59,6 @@ def kinds(codec: Codec, values: Tensor) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {}
     for name, one in every.items():
         found[f"message: {name}"] = partial(_send, one, values, pieces)
-        if name != "auto, comparing":  # its end of a step is counted once
+        if name != "auto, comparing":  # its end of step is counted once
             found[f"end of step: {name}"] = partial(one.close_step, False, CPU)
     return found

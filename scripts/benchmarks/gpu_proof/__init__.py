@@ -1,1 +1,1 @@
-"""Parts of prove_on_gpu.py: its steps, how they are run, and what is carried from call to call."""
+"""Parts of prove_on_gpu.py: its steps, their runner, and files carried between calls."""

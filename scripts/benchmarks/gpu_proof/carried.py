@@ -1,8 +1,8 @@
-"""Carry results from machine to machine, and what was prepared to one without a network.
+"""Carry results between machines, and prepared files to a machine without a network.
 
-A machine with a GPU may be lent for minutes, bare, and give back a few small files. ``pack`` writes
-what a call found into one file, of which the next call makes its folder again (``unpack``).
-``prepared`` is the folder that prepare_gpu.py writes where there is a network, but no GPU.
+A GPU machine may be lent bare for minutes and return only a few small files. ``pack`` writes a
+call's results into one file, from which the next call restores its folder (``unpack``).
+prepare_gpu.py writes the folder ``prepared`` on a machine with a network but no GPU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-#: folders of OUT that another call makes again, or that only this machine can use
+#: folders of OUT that another call recreates or that only this machine can use
 LEFT_OUT = {"data", "site", "kernels", "extensions", "traces"}
-#: most bytes of a log that travel: its end
+#: maximum bytes of a log to pack, from its end
 LOG_NBYTES = 200_000
 
 
 def pack(out: Path, file: Path, most: int) -> list[str]:
     """Write the results in ``out`` to ``file``, a .tar.gz of at most ``most`` bytes.
 
-    Of logs their ends; where that is too much, the largest files stay behind. Returns a line for
-    each file that does. ``file`` appears whole or not at all.
+    Packs only the end of each log; if the archive is still too large, drops the largest files and
+    returns a line for each. Writes ``file`` atomically.
     """
     contents = {path: _content(path) for path in _files(out)}
     left: list[str] = []
@@ -42,9 +42,9 @@ def pack(out: Path, file: Path, most: int) -> list[str]:
 
 
 def unpack(file: Path, out: Path) -> None:
-    """Fill ``out`` with what ``pack`` wrote; files that are there stay.
+    """Extract an archive of ``pack`` into ``out``; keeps existing files.
 
-    Raises ValueError for a file that is no such archive. Nothing is written outside of ``out``.
+    Raises ValueError for any other file. Writes nothing outside ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -65,7 +65,7 @@ def _files(out: Path) -> Iterator[Path]:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content; of a log its end."""
+    """Return the file's bytes; of a log only its end."""
     content = path.read_bytes()
     if path.suffix == ".log" and len(content) > LOG_NBYTES:
         return b"...\n" + content[-LOG_NBYTES:]
@@ -83,13 +83,11 @@ def _packed(out: Path, contents: dict[Path, bytes]) -> bytes:
 
 
 def install(prepared: Path, out: Path, root: Path) -> dict[str, str]:
-    """Make what prepare_gpu.py wrote usable here; returns variables for the environment of steps.
+    """Install the files of prepare_gpu.py; return environment variables for the steps.
 
-    Wheels are installed into ``out/site``, kernels and data copied into ``out``, the native
-    libraries into the checkout ``root``, which is found by its path, its metadata beside the
-    wheels. What is there stays.
-    Raises ValueError for a folder that prepare_gpu.py did not write, and where pip cannot install a
-    wheel.
+    Installs wheels into ``out/site``, copies kernels and data into ``out`` and the native libraries
+    into the checkout ``root``, whose metadata goes beside the wheels. Keeps existing files. Raises
+    ValueError if prepare_gpu.py did not write the folder or pip fails.
     """
     if not any((prepared / name).is_dir() for name in ("wheels", "native", "kernels", "data")):
         raise ValueError(f"{prepared}: expected what prepare_gpu.py wrote")
@@ -129,7 +127,7 @@ def _pip(wheels: list[Path], site: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy the files that are not there; ``.gz`` of data are unpacked."""
+    """Copy missing files; decompresses ``.gz`` data."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(p for p in source.iterdir() if p.is_file()):
         packed = path.suffix == ".gz"

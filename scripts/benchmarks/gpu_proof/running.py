@@ -1,4 +1,4 @@
-"""Run steps, one after the other or side by side, within the time of a call."""
+"""Run steps one after the other or in parallel, within the time of a call."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from typing import Any
 from benchmarks.gpu_proof.steps import Step
 
 ROOT = Path(__file__).resolve().parents[3]
-#: lines of a failed step that are shown, and what marks those of a good one that are
+#: lines shown of a failed step, and the marks of lines shown of a successful one
 TAIL, MARKS = 12, ("FAILED", "MISSED")
-#: exit status of a step that stopped in time and has more to do, as the benches have it
+#: exit status of a step that stopped in time with work left, as in the benchmarks
 TIME_IS_UP = 75
-#: seconds that one has to say what it saw whose time is over
+#: seconds in which a step whose time is up can print its results
 FAREWELL_S = 8.0
-#: name of the file with how steps ended
+#: name of the file that records how steps ended
 RECORD = "proof.json"
 
 
 class Record:
-    """File of the steps that were run, how they ended and how long they took."""
+    """File that records which steps ran, how they ended and how long they took."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -42,14 +42,14 @@ class Record:
         )
 
     def is_done(self, step: Step) -> bool:
-        """Return whether the same command has succeeded before, or what it makes is there."""
+        """Return whether the same command has succeeded before or its output exists."""
         if step.makes is not None:
             return step.makes.is_file()
         found = self.found.get(step.name, {})
         return found.get("done") is True and found.get("command") == list(step.command)
 
     def put(self, step: Step, status: int, seconds: float) -> None:
-        """Write down how a step ended."""
+        """Record how a step ended."""
         with self._lock:
             self.found[step.name] = {
                 "done": status == 0, "status": status, "seconds": round(seconds, 1),
@@ -61,7 +61,7 @@ class Record:
 
 
 class Running:
-    """Runs the steps of a call: ``deadline`` is its end on the clock of ``time.monotonic``."""
+    """Runs the steps of a call until ``deadline`` (``time.monotonic``)."""
 
     def __init__(self, out: Path, record: Record, deadline: float) -> None:
         self._out, self._record, self._deadline = out, record, deadline
@@ -70,12 +70,12 @@ class Running:
         self.later: list[str] = []
 
     def run(self, todo: Sequence[Step]) -> None:
-        """Run what has time left, in order; ``failed`` and ``later`` say what is not done."""
+        """Run in order the steps that fit the time left; sets ``failed`` and ``later``."""
         number, begun = 0, False
         try:
             for beside in _groups(todo):
                 left = self._deadline - time.monotonic()
-                # what takes longer than a whole call is tried all the same, at the start of one
+                # a step longer than any call still runs if the call has just begun
                 fits = [step for step in beside if step.begins(left) or not begun]
                 self.later += [step.name for step in beside if step not in fits]
                 if fits:
@@ -95,11 +95,11 @@ class Running:
               f"{steps[0].shows}", flush=True)  # fmt: skip
 
     def _beside(self, steps: Sequence[Step], left: float) -> None:
-        """Run ``steps`` at the same time and wait for all."""
+        """Run ``steps`` in parallel and wait for all."""
         with ThreadPoolExecutor(len(steps)) as pool:
             try:
                 list(pool.map(lambda step: self._one(step, left), steps))
-            except BaseException:  # a signal: what runs is ended before the pool waits for it
+            except BaseException:  # on a signal, end running steps before the pool waits for them
                 for process in list(self._processes):
                     end(process)
                 raise
@@ -122,10 +122,10 @@ class Running:
         sys.stdout.flush()
 
     def _command(self, step: Step, log: Path, left: float) -> tuple[int, list[str]]:
-        """Run it for at most ``left`` seconds, keep what it prints; its status, lines to show."""
+        """Run it for at most ``left`` seconds, log its output; return status and lines to show."""
         last, marked = deque[str](maxlen=TAIL), deque[str](maxlen=TAIL)
         words = step.words(left)
-        with log.open("a") as kept:  # of a step that goes on, all calls
+        with log.open("a") as kept:  # all calls append to the log of a resumed step
             kept.write(f"$ {shlex.join(words)}\n")
             process = subprocess.Popen(
                 words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -153,17 +153,17 @@ class Running:
 
 
 def _groups(todo: Sequence[Step]) -> Iterator[list[Step]]:
-    """Yield steps that run at the same time, and each of the others alone."""
+    """Yield groups of parallel steps; every other step is a group of one."""
     for beside, steps in groupby(todo, lambda step: step.beside):
         found = list(steps)
         yield from [found] if beside else ([step] for step in found)
 
 
 def end(process: subprocess.Popen[str], late: str = "") -> None:
-    """End the process, unless it has ended, and what it started; ``late``: the step's name."""
+    """End the process and its children unless it has ended; ``late``: the step's name."""
     if late:
         print(f"    {late} still runs, and its time is over", flush=True)
-        process.send_signal(signal.SIGINT)  # pytest tells what it has seen
+        process.send_signal(signal.SIGINT)  # pytest prints its results so far
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(FAREWELL_S)
     with contextlib.suppress(ProcessLookupError):
@@ -172,5 +172,5 @@ def end(process: subprocess.Popen[str], late: str = "") -> None:
 
 
 def deadline_of(minutes: float) -> float:
-    """Return the end of a call that begins now, of ``time.monotonic``."""
+    """Return the end of a call that begins now, in ``time.monotonic``."""
     return math.inf if math.isinf(minutes) else time.monotonic() + 60 * minutes

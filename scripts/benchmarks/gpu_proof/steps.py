@@ -1,4 +1,4 @@
-"""List the steps of prove_on_gpu.py, in their order: what is short and tells most comes first."""
+"""List the steps of prove_on_gpu.py in order: short and informative ones first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from benchmarks.training_bench.gpu_cells import MEASURED
 
-#: layouts that are measured first, with these arms only
+#: layouts measured first, with these arms only
 BRIEF = ("zero1", "zero2", "tp2", "pp2", "fsdp2", "ddp")
 ARMS = ("recommended", "recommended when auto")
-#: files and folders with tests for a GPU: a step for each, and those for all run side by side
+#: files and folders of GPU tests; each key is a step, and all run in parallel
 TESTS: dict[str, tuple[str, ...]] = {
     "kernels": (
         "tests/kernels/cuda", "tests/tools/measure", "tests/nn",
@@ -29,12 +29,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch": ("tests/nccl/test_torch.py",),
     "features": ("tests/nccl/test_features.py",),
 }  # fmt: skip
-#: all that tests/nccl has beside these
+#: the rest of tests/nccl
 TESTS["nccl"] = (
     "tests/nccl",
     *(f"--ignore={file}" for places in TESTS.values() for file in places if "tests/nccl/" in file),
 )
-#: of each of these steps, tests that a CPU passes within a minute, over gloo
+#: for each of these steps, tests that a CPU passes within a minute over gloo
 ON_CPU = {
     "kernels": "tests/kernels/cuda/test_emulated.py",
     "devices": "tests/training/test_devices.py",
@@ -46,11 +46,11 @@ ON_CPU = {
     "features": "tests/nccl/test_features.py -k auto",
     "nccl": "tests/nccl/test_split.py",
 }
-#: seconds that a step that stops in time may need to do so; fewest that are worth a start, and
-#: fewest in which a layout of the speed begins (bench_gpu_training.START_S)
+#: seconds that a step needs to stop in time, that are worth a start, and that a speed layout needs
+#: to begin (bench_gpu_training.START_S)
 STOPPING_S, LEAST_S, SPEED_S = 45.0, 60.0, 105.0
 BOUND = "of what its bytes allow at least 0.90, auto of the better at least 0.97"
-#: sizes of the models of the speed: options, minutes of the first layouts and of each of all
+#: model sizes of the speed benchmark: options, minutes of the first layouts and of each full layout
 SIZES: dict[str, tuple[tuple[str, ...], float, float]] = {
     "85M": (("--together", "3"), 4.0, 15.0),
     "350M": (("--beside", "4"), 6.0, 20.0),
@@ -59,7 +59,7 @@ SIZES: dict[str, tuple[tuple[str, ...], float, float]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One command; ``shows``: which figures come from it; ``minutes``: about how long it takes.
+    """One command; ``shows``: the figures it yields; ``minutes``: its estimated duration.
 
     Attributes:
         budget: its option for the seconds after which it stops, where it goes on in another call;
@@ -83,11 +83,11 @@ class Step:
     makes: Path | None = None
 
     def begins(self, left: float) -> bool:
-        """Return whether ``left`` seconds are enough to begin the step."""
+        """Return whether the step may start with ``left`` seconds."""
         return left >= (self.least + STOPPING_S if self.budget else 60 * self.minutes)
 
     def words(self, left: float) -> tuple[str, ...]:
-        """Return the command, for ``left`` seconds."""
+        """Return the command line for ``left`` seconds."""
         if not self.budget or math.isinf(left):
             return self.command
         seconds = min(60 * self.minutes, max(left - STOPPING_S, left / 2))
@@ -96,7 +96,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Lister:
-    """Makes the steps. ``out``: their folder; ``cpu``: on a small scale, without a GPU."""
+    """Makes the steps. ``out``: output folder; ``cpu``: small scale, without a GPU."""
 
     out: Path
     cpu: bool = False
@@ -149,7 +149,7 @@ class Lister:
                     budget="--seconds")  # fmt: skip
 
     def _speed(self, size: str, *words: str) -> tuple[str, ...]:
-        """Return the command of a bench of training, whose records all go to one file of a size."""
+        """Return a training benchmark's command; all its records go to one file per model size."""
         small = ("--cpu", "--size", "tiny", "--rounds", "2", "--timed", "1", "--settling", "6")
         return self._bench(
             "bench_gpu_training", *(small if self.cpu else ("--size", size)), *SIZES[size][0],
@@ -184,7 +184,7 @@ class Lister:
         yield Step("losses", "gap at most 0.1 % for recommended", 6, losses, "--budget")
 
     def _waits(self) -> Step:
-        """Record what the first layouts wait for, each in a minute."""
+        """Return the step that profiles waits of the first layouts, a minute each."""
         small = ("--cpu", "--size", "tiny", "--steps", "1", "--warm", "1") if self.cpu else ()
         command = self._bench(
             "bench_gpu_waits", "--layouts", *BRIEF, "--data", self.out / "data" / "text", "--out",
@@ -200,7 +200,7 @@ class Lister:
 
 
 def loss_data() -> tuple[str, ...]:
-    """Return the options of the losses' data: Python source in a byte-level BPE trained on it.
+    """Return options for the loss study's data: Python source, byte-level BPE trained on it.
 
     The sources are the standard library's, torch's and DeepSpeed's.
     """

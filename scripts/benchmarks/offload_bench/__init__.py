@@ -1,4 +1,4 @@
-"""The figures of ``bench_offload.py``: made of what was measured, and printed."""
+"""Compute and print the figures of ``bench_offload.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: kinds of steps: native, and encoded with sums of micro-batches on the device or on the host
+#: variants: native, and encoded with micro-batches accumulated on the device or on the host
 VARIANTS = ("native", "device", "host")
 
 
@@ -21,7 +21,7 @@ def say(text: str) -> None:
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """95% bootstrap interval of the median."""
+    """Return the 95% bootstrap interval of the median."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
     return medians[50], medians[-51]
@@ -65,7 +65,8 @@ def summary(
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
         "native_ms": native * 1e3, "variants": variants, "turns": len(seconds["native"]),
         "bus_GBps": {"to_device": to_device, "to_host": to_host},
-        # sums of micro-batches travel both ways natively; all of it is counted at the slower speed
+        # with host accumulation micro-batches travel both ways natively; count all at the slower
+        # speed
         "bus_share_of_native": (up / to_device + down / min(bus)) / 1e3 / native,
         "load": os.getloadavg()[0], "threads": torch.get_num_threads(),
     }  # fmt: skip

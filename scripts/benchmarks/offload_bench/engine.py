@@ -1,4 +1,4 @@
-"""The engine that ``bench_offload.py`` measures: a model, an optimizer of the host, the block."""
+"""Build the engine of ``bench_offload.py``: model, host optimizer, compression block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load(verb
 
 
 class Block(nn.Module):
-    """8 x width^2 parameters."""
+    """MLP block with 8 x width^2 parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,15 +31,15 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(tokens, width) to (tokens, width)."""
+        """Map (tokens, width) to (tokens, width)."""
         result: Tensor = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
         return result
 
 
 def builds_cpu_adam(limit: float) -> bool:
-    """Build DeepSpeed's optimizer of the host, once, in a process that can be given up.
+    """Build DeepSpeed's CPUAdam once, in a process that can be killed.
 
-    In a folder of its own: one that is given up leaves a lock, at which all others wait for good.
+    It builds in a separate folder: a killed build leaves a lock that blocks all later ones.
     """
     folder = private_folder(f"hybridcomp-bench-{os.environ[DEVICE]}")
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
@@ -50,7 +50,7 @@ def builds_cpu_adam(limit: float) -> bool:
     try:
         _, errors = done.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        os.killpg(done.pid, signal.SIGKILL)  # compilers that it started, too
+        os.killpg(done.pid, signal.SIGKILL)  # also kills the compilers that it started
         done.communicate()
         shutil.rmtree(folder, ignore_errors=True)
         say(f"CPUAdam was not built within {limit:.0f} s: torch's AdamW steps")
@@ -64,7 +64,7 @@ def builds_cpu_adam(limit: float) -> bool:
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that runs on the host."""
+    """Return the optimizer, which runs on the host."""
     if name == "cpuadam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -76,7 +76,7 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 
 
 def build(arguments: argparse.Namespace, **more: Any) -> Any:
-    """Return an engine with its optimizer on the host; ``more``: keys of the offload dimension."""
+    """Return an engine with a host optimizer; ``more``: keys of the offload dimension."""
     import deepspeed
     import deepspeed.ops
 

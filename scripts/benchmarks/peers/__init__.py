@@ -1,5 +1,5 @@
-"""Other ways to compress the gradients of data parallelism, for the same example and table.
+"""Other gradient compression methods of data parallelism, for the same model and table.
 
-torch's own DDP hooks, and clean-room reimplementations from the papers, marked as such: nothing of
-their authors' code is in here. None of this is part of the hybridcomp package.
+torch's DDP hooks, and clean-room reimplementations from the papers without their authors' code,
+marked as such. Not part of the hybridcomp package.
 """

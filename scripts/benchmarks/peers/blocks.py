@@ -1,7 +1,7 @@
-"""Symmetric integers with a scale for each group, and the rotation in front of them.
+"""Quantize to symmetric integers with a scale per group, optionally after a rotation.
 
-The quantizer that qgZ, qwZ, LoCo and SDP4Bit share, in eager torch. Rows are messages: row d of an
-encoding is what goes to member d of a group.
+qgZ, qwZ, LoCo and SDP4Bit share this quantizer, here in eager torch. Rows are messages: row d of an
+encoding goes to member d of the group.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SIDE = 32
 
 @dataclass(frozen=True)
 class Blocks:
-    """``bits`` (4 or 8) integers, one fp32 scale for ``group`` values, rounded to nearest.
+    """``bits``-bit integers (4 or 8), one fp32 scale per ``group`` values, rounded to nearest.
 
-    Zero is a level; the largest magnitude of a group is level ``2 ** (bits - 1) - 1``.
-    ``rotate``: groups are multiplied by a Hadamard matrix first, which spreads outliers.
+    Zero is a level; the largest magnitude of a group is level ``2 ** (bits - 1) - 1``. ``rotate``:
+    multiply groups by a Hadamard matrix first, which spreads outliers.
     """
 
     bits: int
@@ -39,7 +39,7 @@ class Blocks:
         return int(2 ** (self.bits - 1)) - 1
 
     def row_nbytes(self, count: int) -> int:
-        """Return bytes of a row of ``count`` values: codes, then scales."""
+        """Return the bytes of a row of ``count`` values: codes, then scales."""
         groups = -(-count // self.group)
         return groups * self.group * self.bits // 8 + 4 * groups
 
@@ -77,7 +77,7 @@ class Blocks:
 
 @functools.lru_cache(maxsize=2)
 def hadamard(device: torch.device) -> Tensor:
-    """Return the matrix (SIDE, SIDE), orthogonal and symmetric, so that it inverts itself."""
+    """Return the orthogonal, symmetric and thus self-inverse Hadamard matrix (SIDE, SIDE)."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < SIDE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

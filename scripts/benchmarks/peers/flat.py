@@ -1,4 +1,4 @@
-"""All parameters of a model as one vector."""
+"""Flatten all parameters of a model into one vector."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 
 class Flat:
-    """Parameters side by side, padded so that every one of ``ranks`` gets equally many, 8 at least.
+    """Concatenated parameters, padded so that each of ``ranks`` gets an equal share, at least 8.
 
-    Vectors are fp32 whatever the parameters are.
+    Vectors are fp32 for all parameter dtypes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], ranks: int) -> None:
@@ -41,7 +41,7 @@ class Flat:
             start += parameter.numel()
 
     def owners(self) -> Tensor:
-        """Return the number of each value's parameter; the padding has a further number."""
+        """Return each value's parameter index; the padding has an extra index."""
         device = self.parameters[0].device
         counts = torch.tensor([*(p.numel() for p in self.parameters), self._padding], device=device)
         return torch.repeat_interleave(torch.arange(len(counts), device=device), counts)

@@ -1,4 +1,4 @@
-"""Gather the ranks' new weights: as they are, as 8 bits, or as 4-bit differences."""
+"""Gather updated weight shards: uncompressed, in 8 bits, or as 4-bit differences."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class Gather(Protocol):
     """All-gather of weights."""
 
     def gather(self, share: Tensor) -> Tensor:
-        """This rank's new weights (c,) fp32 to everybody's (W * c,) fp32, equal on all ranks."""
+        """Gather each rank's new weights (c,) fp32 to (W * c,) fp32, equal on all ranks."""
 
 
 class Native:
-    """In the width of the parameters: fp32 or bf16."""
+    """Gather in the parameters' dtype, fp32 or bf16."""
 
     def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
         self.wire, self.dtype = wire, dtype
 
     def gather(self, share: Tensor) -> Tensor:
-        """Gather exactly, apart from ``dtype``."""
+        """Gather exactly, apart from the cast to ``dtype``."""
         rows = self.wire.all_gather(share.to(self.dtype).view(torch.uint8), None)
         return rows.view(-1).view(self.dtype).float()
 
 
 class QwZ:
-    """8-bit blocks (ZeRO++, arXiv 2306.10209, section 3.1); the owner decodes its own too."""
+    """8-bit blocks (ZeRO++, arXiv 2306.10209, section 3.1); the owner decodes its shard too."""
 
     def __init__(self, wire: Wire, group: int = 128) -> None:
         self.wire, self.blocks = wire, Blocks(8, group)
 
     def gather(self, share: Tensor) -> Tensor:
-        """Gather within half a level of 127 to the largest weight of each group."""
+        """Gather with an error of at most half a level, 1/254 of each group's largest weight."""
         message = self.blocks.encode(share.unsqueeze(0))[0]
         return self.blocks.decode(self.wire.all_gather(message, None), len(share)).reshape(-1)
 
@@ -46,8 +46,8 @@ class QwZ:
 class Differences:
     """SDP4Bit's quantization of weight differences (arXiv 2410.15526, section 3.1).
 
-    What is sent at 4 bits is this rank's new weights less the copy that all ranks have; everybody
-    adds it to the copy. What 4 bits leave out is part of the next difference, so it does not grow.
+    This rank sends its new weights minus the shared copy at 4 bits, and all ranks add that to the
+    copy. The quantization error is part of the next difference, so it does not accumulate.
     """
 
     def __init__(self, wire: Wire, weights: Tensor, group: int = 128) -> None:

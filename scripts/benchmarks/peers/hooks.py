@@ -1,4 +1,4 @@
-"""torch's DDP communication hooks, and the bf16 one that gloo is refused."""
+"""torch's DDP communication hooks, and a bf16 hook that works over gloo."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-#: torch's hooks run one all-reduce chain a bucket; with several, gloo mixes them up and aborts
+#: torch's hooks run one chain of all-reduces per bucket; gloo mixes up several chains and aborts
 ONE_BUCKET_MB = 100_000
 
 
 def distributed(model: nn.Module) -> DistributedDataParallel:
-    """DDP with all gradients in one bucket; the small first one exists at the default size only."""
+    """Wrap in DDP with one bucket for all gradients; a small first bucket is default-size only."""
     return DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, gradient_as_bucket_view=True)
 
 
 def native(model: DistributedDataParallel) -> None:
-    """torch's ``allreduce_hook``: what DDP does anyway, but where its bytes can be counted."""
+    """Register torch's ``allreduce_hook``: DDP's default, but with bytes that can be counted."""
     model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def fp16(model: DistributedDataParallel) -> None:
-    """torch's ``fp16_compress_hook``."""
+    """Register torch's ``fp16_compress_hook``."""
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
 def bf16(model: DistributedDataParallel) -> None:
-    """Do what ``bf16_compress_hook`` does, which torch refuses on gloo ("required NCCL 2.10+")."""
+    """Register a copy of ``bf16_compress_hook``; torch's rejects gloo ("required NCCL 2.10+")."""
 
     def hook(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()
@@ -41,15 +41,15 @@ def bf16(model: DistributedDataParallel) -> None:
         done.set_result(gradients.copy_(short))
         return done
 
-    hook.__annotations__.clear()  # strings here, which torch takes for other types
+    hook.__annotations__.clear()  # strings in this file, which torch rejects
     model.register_comm_hook(None, hook)
 
 
 def power_sgd(model: DistributedDataParallel, rank: int, start: int) -> Any:
-    """torch's ``powerSGD_hook`` (arXiv 1905.13727) as it is documented; returns its state.
+    """Register torch's ``powerSGD_hook`` (arXiv 1905.13727) as documented; return its state.
 
-    Error feedback and warm start on; native before iteration ``start``. "Typically the first 10% of
-    steps", and more than one: DDP rebuilds its buckets after the first.
+    Error feedback and warm start are on; iterations before ``start`` are native: "typically the
+    first 10% of steps", but at least two, since DDP rebuilds its buckets after the first.
     """
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
@@ -64,5 +64,5 @@ def power_sgd(model: DistributedDataParallel, rank: int, start: int) -> Any:
 
 
 def start_iteration(steps: int) -> int:
-    """Return a tenth of the run."""
+    """Return a tenth of the run's steps."""
     return max(2, math.ceil(0.1 * steps))

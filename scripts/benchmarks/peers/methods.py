@@ -1,4 +1,4 @@
-"""The peers by name, each as something that updates a model after the backward pass."""
+"""The peers by name; each updates a model after its backward pass."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from benchmarks.peers.wire import Nodes, Wire
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run that methods read."""
+    """Settings of the run that methods use."""
 
     steps: int
     per_node: int
-    clip: float  # of the global gradient norm, 0: none
+    clip: float  # limit of the global gradient norm, 0: none
     adam: dict[str, Any]  # lr, betas, eps, weight_decay
     start: int | None = None  # native steps before; None: as each method's authors advise
 
 
 class Method(Protocol):
-    """A model and how it is updated."""
+    """A model and its update."""
 
-    #: to be called with tokens
+    #: module to call with tokens
     model: Any
-    #: whose learning rate a schedule sets
+    #: optimizer whose learning rate the schedule sets
     optimizer: torch.optim.Optimizer
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
-        """Surround the backward passes that do not end a step."""
+        """Return a context for backward passes that do not end a step."""
 
     def step(self) -> None:
-        """Exchange what the backward pass left to exchange, and update; gradients are cleared."""
+        """Communicate what the backward pass did not, update the model and clear gradients."""
 
 
 class Replicated:
@@ -52,7 +52,7 @@ class Replicated:
         self.model = hooks.distributed(model)
         if hook is not None:
             hook(self.model)
-        # bf16 parameters are updated in fp32, as DeepSpeed's BF16_Optimizer does
+        # bf16 parameters have fp32 masters, as in DeepSpeed's BF16_Optimizer
         self._flat = Flat(model.parameters(), 1)
         self._weights = nn.Parameter(self._flat.weights())
         self._exact = all(p.dtype == torch.float32 for p in model.parameters())
@@ -61,12 +61,12 @@ class Replicated:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(updated, **settings.adam)
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep the backward pass without communication."""
+        """Suppress communication during the backward pass."""
         context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
         return context
 
     def step(self) -> None:
-        """Step the optimizer: the backward pass has exchanged everything."""
+        """Step the optimizer; the backward pass has reduced the gradients."""
         if not self._exact:
             self._weights.grad = self._flat.gradients()
         if self._clip:
@@ -78,7 +78,7 @@ class Replicated:
 
 
 class Sharded:
-    """Optimizer states cut over the ranks, as in ZeRO: reduce to shares, update, gather weights."""
+    """ZeRO-like sharded optimizer: reduce gradients to shards, update, gather weights."""
 
     def __init__(
         self, model: nn.Module, settings: Settings, reduction: reductions.TwoLevel,
@@ -98,7 +98,7 @@ class Sharded:
         return contextlib.nullcontext()
 
     def step(self) -> None:
-        """Reduce, clip by the norm over all shares, update, gather."""
+        """Reduce, clip by the norm over all shards, update, gather."""
         gradient = self._reduction.reduce(self._flat.gradients())
         if self._clip:
             squares = gradient.square().sum()
@@ -111,7 +111,7 @@ class Sharded:
 
 
 class OneBit:
-    """1-bit Adam: no gradient is sent after the freeze, momenta are."""
+    """1-bit Adam: after the freeze it sends momenta instead of gradients."""
 
     def __init__(
         self, model: nn.Module, wire: Wire, settings: Settings, exact: bool = False
@@ -130,7 +130,7 @@ class OneBit:
         return contextlib.nullcontext()
 
     def step(self) -> None:
-        """Hand the gradients over, take the weights."""
+        """Pass the gradients to the optimizer and copy the weights back."""
         self._weights.grad = self._flat.gradients()
         self.optimizer.step()
         self._flat.write(self._weights.detach())
@@ -141,7 +141,7 @@ class OneBit:
 class Peer:
     """One row of the table."""
 
-    what: str  # said in logs and tables
+    what: str  # shown in logs and tables
     source: str
     make: Callable[[nn.Module, Wire, Settings], Method]
     clean_room: bool = False

@@ -1,4 +1,4 @@
-"""1-bit Adam (arXiv 2102.02888, algorithm 1), a reimplementation from the paper."""
+"""1-bit Adam (arXiv 2102.02888, algorithm 1), reimplemented from the paper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peers.wire import Wire
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Adam on one flat vector; from step ``freeze`` on the ranks exchange signs of momenta.
+    """Adam on one flat vector; from step ``freeze`` on, ranks exchange signs of momenta.
 
     1. Before: Adam with the averaged gradient, bias correction included.
     2. After, v stays as it is. m = b1 m + (1 - b1) g with this rank's gradient g.
@@ -23,9 +23,9 @@ class OneBitAdam(torch.optim.Optimizer):
     4. C[x] is sign(x) times a scale that keeps the norm, |x| / sqrt(n), one scale for every
        parameter (of every chunk); what it leaves out is the error, added the next time.
 
-    Weight decay is AdamW's, as in the runs that it stands beside. Where v is zero at the freeze
-    (rows of tokens that did not occur) the weights rest: a sign divided by sqrt(0) would not be
-    finite; DeepSpeed's had ``exp_avg_mask`` for that.
+    Weight decay is AdamW's, as in the runs it is compared with. Weights whose v is zero at the
+    freeze (rows of unseen tokens) stay unchanged, since a sign over sqrt(0) is not finite;
+    DeepSpeed used ``exp_avg_mask`` for that.
 
     Args:
         weights: (W * c,) fp32, updated in place. Gradient: ``weights.grad``, of this rank alone.
@@ -64,7 +64,7 @@ class OneBitAdam(torch.optim.Optimizer):
         warm = self.steps <= self.freeze
         if warm:
             gradient = self.wire.all_reduce(gradient) / self.ranks
-        if self.clip:  # after the freeze the norm of this rank's gradient: no other is known
+        if self.clip:  # after the freeze only this rank's gradient norm is known
             gradient = gradient * min(1.0, self.clip / (float(gradient.norm()) + 1e-6))
         self.momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
         if warm:
@@ -94,7 +94,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return self._decompress(gathered, self._segments).view(-1)
 
     def _compress(self, rows: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the message of each row, and the values that its receiver decodes."""
+        """Return each row's message and the values that its receiver decodes."""
         count = self._lengths.shape[1]
         none = torch.zeros(len(rows), count, device=rows.device)
         sizes = none.scatter_add(1, segments, torch.ones_like(rows))
@@ -105,16 +105,16 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def _decompress(self, message: Tensor, segments: Tensor) -> Tensor:
         split = segments.shape[1] // 8
-        # a copy: signs may end at an address that floats cannot begin at
+        # copy: the scales after the signs may be unaligned for floats
         scales = message[:, split:].clone(memory_format=torch.contiguous_format)
         scales = scales.view(torch.float32)
         return unpack_signs(message[:, :split]) * scales.gather(1, segments)
 
 
 def segments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the pieces of parameters that share a scale, for (ranks, c) parameter numbers.
+    """Number the parameter segments that share a scale, given (ranks, c) parameter indices.
 
-    Returns (ranks, c) numbers from 0 up in every row, and (ranks, most pieces of a row) lengths.
+    Returns segment numbers (ranks, c), from 0 in every row, and lengths (ranks, max segments).
     """
     numbers = rows - rows[:, :1]
     most = int(numbers.max()) + 1
@@ -124,5 +124,5 @@ def segments(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def warm_up_steps(steps: int, share: float) -> int:
-    """Return the number of steps before the freeze; the paper takes 15 to 25 % of a run."""
+    """Return the number of steps before the freeze; the paper uses 15 to 25 % of a run."""
     return max(1, math.ceil(share * steps))

@@ -1,7 +1,7 @@
-"""Gradient sums of which every rank gets its share: qgZ, LoCo and SDP4Bit, reimplementations.
+"""Quantized reduce-scatters of gradients: qgZ, LoCo and SDP4Bit, reimplemented.
 
-All three are all-to-alls of low-bit blocks in two levels. They differ in bits, rotation and in what
-becomes of the error. Vectors: fp32, W * c values, of which rank i gets values i * c to (i + 1) * c.
+All three are two-level all-to-alls of low-bit blocks; they differ in bits, rotation and error
+feedback. Vectors are fp32 with W * c values; rank i gets values i * c to (i + 1) * c.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from benchmarks.peers.wire import Nodes, Wire
 
 
 class TwoLevel:
-    """All-to-all inside the nodes, sum, all-to-all between them, sum (ZeRO++, arXiv 2306.10209).
+    """All-to-all and sum inside nodes, then between nodes (ZeRO++, arXiv 2306.10209).
 
-    Section 3.3, figures 6 to 9: one quantization a level and never one a hop; slices are reordered
-    before the first exchange so that every rank ends with the chunk of its own number. A level of
-    one member sends nothing and quantizes nothing.
+    Section 3.3, figures 6 to 9: it quantizes once per level, not per hop, and reorders slices
+    before the first exchange so that rank i ends with chunk i. A level of one member neither sends
+    nor quantizes.
     """
 
     def __init__(self, wire: Wire, nodes: Nodes, intra: Blocks, inter: Blocks) -> None:
@@ -28,7 +28,7 @@ class TwoLevel:
         """Return this rank's share of the average over all ranks. ``values`` is not modified."""
         nodes = self.nodes
         share = len(values) // nodes.ranks
-        # 1. slices for local peer l: its chunk on every node
+        # 1. slices for local peer l: its chunks on every node
         slices = values.view(nodes.count, nodes.per_node, share).transpose(0, 1)
         rows = slices.reshape(nodes.per_node, nodes.count * share)
         # 2. inside the node
@@ -45,15 +45,15 @@ class TwoLevel:
         return blocks.decode(self.wire.all_to_all(message, group), rows.shape[1])
 
     def encode(self, rows: Tensor, blocks: Blocks, level: str) -> Tensor:
-        """Encode ``rows`` at ``level``; this class keeps no error."""
+        """Encode ``rows`` at ``level``; this class has no error feedback."""
         return blocks.encode(rows)
 
 
 def qgz(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
     """Return qgZ: 4 bits on both levels, no error feedback.
 
-    DeepSpeed takes ``max(shape)`` groups to a matrix, so a group is its shorter side; 128 is that
-    of the example at its default width.
+    DeepSpeed uses ``max(shape)`` groups per matrix, so the group size is the matrix' shorter side:
+    128 for the example at its default width.
     """
     return TwoLevel(wire, nodes, Blocks(4, group), Blocks(4, group))
 
@@ -67,10 +67,10 @@ def sdp4bit(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
 
 
 class LoCo(TwoLevel):
-    """Low-bit sums with a moving average of the error (LoCo, arXiv 2407.04480, algorithm 1).
+    """Low-bit reduction with a moving average of the error (LoCo, arXiv 2407.04480, algorithm 1).
 
-    1. h = g + e             what was left out before is added,
-    2. q = Q(h)              and sent at 4 bits;
+    1. h = g + e             add the previous error,
+    2. q = Q(h)              send it at 4 bits,
     3. e = a e + (1 - a) (h - deQ(q)), kept in 8 bits,
     4. e = 0 every ``reset`` steps.
 
@@ -84,10 +84,10 @@ class LoCo(TwoLevel):
         super().__init__(wire, nodes, Blocks(4, group), Blocks(4, group))
         self.keep, self.reset, self.steps = keep, reset, 0
         self._store = Blocks(8, group)
-        self._errors: dict[str, Tensor] = {}  # encoded
+        self._errors: dict[str, Tensor] = {}  # encoded residuals
 
     def reduce(self, values: Tensor) -> Tensor:
-        """Reduce as the base class does; drop the errors before it every ``reset`` steps."""
+        """Reduce as the base class does; reset the errors every ``reset`` steps."""
         if self.steps and self.steps % self.reset == 0:
             self._errors.clear()
         self.steps += 1

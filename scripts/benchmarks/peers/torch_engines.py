@@ -1,7 +1,7 @@
-"""Train with torch's ways to send less under its engines: hooks of DDP, 16-bit sums of FSDP2.
+"""Train under torch's engines with torch's compression: DDP hooks, 16-bit sums of FSDP2.
 
-Model, optimizer and loop are those of ``train_gpt.py --engine``; only the way of the gradients is
-another one. ``methods`` has DDP's hooks too, around a model in the parameters' own width.
+Model, optimizer and loop are those of ``train_gpt.py --engine``; only the gradient reduction
+differs. ``methods`` also has DDP's hooks, on a model in the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.peers.wire import Wire
 
 @dataclass(frozen=True)
 class Native:
-    """One of torch's ways under one of its engines."""
+    """One of torch's compression methods under one of its engines."""
 
-    what: str  # said in logs and tables
+    what: str  # shown in logs and tables
     source: str
-    #: registers a hook on a model under DDP; the second argument: native iterations before
+    #: registers a hook on a DDP model; the second argument is the number of native iterations first
     hook: Callable[[Any, int], Any] | None = None
-    sums: torch.dtype | None = None  # of FSDP2
+    sums: torch.dtype | None = None  # reduce dtype of FSDP2
 
 
 def _power_sgd(rank: int) -> Native:
@@ -72,7 +72,7 @@ METHODS: dict[Kind, dict[str, Native]] = {
 def engine_of(
     kind: Kind, method: Native, model: GPT, settings: dict[str, Any], start: int
 ) -> Engine:
-    """``model`` under ``kind`` with ``method``; ``start``: native iterations before its hook's."""
+    """Wrap ``model`` in ``kind`` with ``method``; ``start``: native iterations before its hook."""
     bucket = BUCKET_MB if method.hook is None else hooks.ONE_BUCKET_MB
     engine = Engine(kind, model, settings, sums=method.sums, bucket_mb=bucket)
     if method.hook is not None:
@@ -81,7 +81,7 @@ def engine_of(
 
 
 class CountedTrainer(TorchTrainer):
-    """A trainer whose bytes are counted, for a ledger as hybridcomp writes one."""
+    """A trainer that counts its bytes, for a ledger in hybridcomp's format."""
 
     def __init__(
         self, engine: Engine, loss: Callable[[Tensor, Tensor], Tensor], settings: dict[str, Any]
@@ -90,7 +90,7 @@ class CountedTrainer(TorchTrainer):
         self._wire, self._steps = Wire(counting=False), 0
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """Make one optimizer step and count all of its messages but the average of the loss."""
+        """Make one optimizer step and count all messages but the averaging of the loss."""
         self._steps += 1
         return super().step(batches)
 
@@ -102,7 +102,7 @@ class CountedTrainer(TorchTrainer):
         return losses
 
     def write_ledger(self, path: Path, name: str) -> None:
-        """Write the totals of all ranks; native is fp32 for gradients. Collective."""
+        """Write the totals of all ranks; native gradients count as fp32. Collective."""
         size = dist.get_world_size()
         raw = self._wire.gathered + 4 * self._wire.summed
         if self.engine.kind == "ddp":

@@ -1,9 +1,8 @@
-"""DiLoCo with torchft's 8-bit all-reduce, from the source of torchft 0.2.0 (local_sgd.py,
-manager.py, collectives.py and quantization.py), in eager torch.
+"""DiLoCo with torchft's 8-bit all-reduce, in eager torch.
 
-What is modelled: the messages, their bytes and the arithmetic, one all-reduce for each parameter,
-as torchft has it unless buckets are asked for. What is not: the quorum, the streams, and int8 in
-the place of e4m3 on GPUs before compute capability 9.0.
+After the source of torchft 0.2.0 (local_sgd.py, manager.py, collectives.py, quantization.py). It
+reproduces messages, bytes and arithmetic, with one all-reduce per parameter, torchft's default. It
+leaves out the quorum, the streams, and int8 instead of e4m3 on GPUs before compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch.nn import functional as F
 
 from benchmarks.peers.wire import Wire
 
-#: largest value of e4m3, and bytes of a scale
+#: largest value of e4m3, and bytes per scale
 TOP, SCALE_NBYTES = 448.0, 4
-#: of DiLoCo (arXiv 2311.08105); torchft takes the outer optimizer from its user
+#: outer optimizer of DiLoCo (arXiv 2311.08105), which torchft's user provides
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def encode(rows: Tensor) -> Tensor:
-    """Encode (rows, columns) fp32 as uint8: of each row its fp32 scale, e4m3 values, padding."""
+    """Encode (rows, columns) fp32 as uint8 rows: fp32 scale, e4m3 values, padding."""
     scales = TOP / rows.abs().amax(dim=1, keepdim=True)
     scales = torch.where(scales.isinf(), torch.ones_like(scales), scales)
     codes = (rows * scales).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -40,10 +39,10 @@ def decode(message: Tensor, columns: int) -> Tensor:
 
 
 def mean_of(values: Tensor, wire: Wire) -> Tensor:
-    """Return the mean of fp32 ``values`` over all ranks, in their shape, by two hops of 8 bits.
+    """Return the mean of fp32 ``values`` over all ranks, same shape, by a two-hop 8-bit reduction.
 
-    The rows of a matrix are dealt to the ranks; a vector has a row for each value. Each rank sums
-    its rows of all ranks, itself first, and encodes the sum again.
+    Each rank owns some rows of a matrix (a vector has one row per value), sums them over the ranks,
+    itself first, and encodes the sum again.
     """
     ranks, own = dist.get_world_size(), dist.get_rank()
     matrix = values.reshape(len(values), -1)
@@ -61,12 +60,12 @@ def mean_of(values: Tensor, wire: Wire) -> Tensor:
 
 
 class DiLoCoFp8:
-    """AdamW on every rank by itself, outer SGD on the mean of the moves every ``every`` steps."""
+    """AdamW on each rank, and outer SGD on the mean of the weight changes every ``every`` steps."""
 
     def __init__(
         self, model: nn.Module, wire: Wire, adam: dict[str, Any], clip: float, every: int
     ) -> None:
-        """``clip``: of the norm of a rank's own gradients, 0: none."""
+        """``clip``: limit of a rank's gradient norm, 0: none."""
         self.model, self._wire, self._clip, self._every = model, wire, clip, every
         self._parameters = list(model.parameters())
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self._parameters, **adam)
@@ -79,7 +78,7 @@ class DiLoCoFp8:
         return contextlib.nullcontext()
 
     def step(self) -> None:
-        """Update this rank's weights, and meet the others where it is time."""
+        """Update this rank's weights, and average with the other ranks when due."""
         if self._clip:
             nn.utils.clip_grad_norm_(self._parameters, self._clip)
         self.optimizer.step()

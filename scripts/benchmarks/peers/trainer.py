@@ -1,4 +1,4 @@
-"""A peer behind the protocol of the example's training loop, and its bytes as a ledger file."""
+"""Adapt a peer to the protocol of the example's training loop, and write its ledger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.peers.wire import Wire
 
 
 class Engine:
-    """The few things of a DeepSpeed engine that the loop touches."""
+    """Subset of DeepSpeed's engine that the loop uses."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class Engine:
 
 
 class PeerTrainer:
-    """Forward, backward, the method's step, the schedule's step: the order that DeepSpeed keeps."""
+    """Runs forward, backward, the method's step and the schedule's step, in DeepSpeed's order."""
 
     def __init__(
         self, method: Method, wire: Wire, share: Share, loss: Callable[[Tensor, Tensor], Tensor],
@@ -74,9 +74,9 @@ class PeerTrainer:
         return self._mean(losses)
 
     def write_ledger(self, path: Path, name: str) -> None:
-        """Write the totals of all ranks in the form of hybridcomp's ledger; collective.
+        """Write the totals of all ranks in hybridcomp's ledger format; collective.
 
-        Everything stands under ``dp``; native is an all-reduce in the width of the parameters.
+        All bytes count under ``dp``; native is an all-reduce in the parameters' dtype.
         """
         write_ledger(path, name, self.raw_nbytes, self._wire.sent, self.engine.device)
 
@@ -87,7 +87,7 @@ class PeerTrainer:
 
 
 def write_ledger(path: Path, name: str, raw: float, sent: float, device: torch.device) -> None:
-    """Write the sums over all ranks of native bytes and of those that were sent, as ``dp``."""
+    """Write native and sent bytes, summed over all ranks, as ``dp``."""
     totals = torch.tensor([raw, sent], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     if dist.get_rank() != 0:

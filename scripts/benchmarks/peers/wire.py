@@ -1,4 +1,4 @@
-"""Collectives that count what a rank sends to others, and the groups of two-level schemes."""
+"""Collectives that count the bytes a rank sends, and the groups of two-level schemes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from hybridcomp.collectives.wire import Group, Meter, transport
 
-#: what FSDP2 calls, in this and in earlier versions of torch
+#: torch.distributed functions that FSDP2 calls, in this and earlier versions of torch
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 
 
 @dataclass
 class Wire:
-    """Bytes that this rank handed to torch.distributed for other ranks, scales included.
+    """Counts bytes passed to torch.distributed for other ranks, scales included.
 
-    Messages travel as hybridcomp's do, so that a comparison of times is one of methods.
+    Messages use hybridcomp's transport, so that comparing times compares methods.
 
-    Reductions count as the ring that sends least, as in nccl-tests (PERFORMANCE.md) and in
+    Reductions count as a ring's bytes, the minimum, as in nccl-tests (PERFORMANCE.md) and in
     hybridcomp's ledger.
     """
 
     sent: float = 0.0
-    #: while False nothing is counted: losses and norms are not the method's
+    #: False while losses and norms are reduced, which do not belong to the method
     counting: bool = field(default=True)
-    #: of what FSDP2 sends natively: values that were summed, and bytes that were gathered
+    #: FSDP2's native messages: values that were summed, and bytes that were gathered
     summed: float = 0.0
     gathered: float = 0.0
 
@@ -66,13 +66,13 @@ class Wire:
         return values
 
     def count(self, nbytes: float) -> None:
-        """Add, where counting."""
+        """Add to the total unless counting is off."""
         if self.counting:
             self.sent += nbytes
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the collectives of code that is not ours: torch's DDP hooks, and FSDP2."""
+        """Count the collectives of torch's DDP hooks and FSDP2."""
 
         def sum_all(members: int, tensor: Tensor) -> None:
             part = (members - 1) / members
@@ -101,7 +101,7 @@ class Wire:
 
 
 def _counted(native: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
-    """``native``, whose group's size and tensors are shown to ``count`` first."""
+    """Wrap ``native``; passes its group size and tensors to ``count`` first."""
 
     def around(*tensors: Any, **named: Any) -> Any:
         shown = [given for given in (*tensors, *named.values()) if isinstance(given, Tensor)]
@@ -112,9 +112,9 @@ def _counted(native: Callable[..., Any], count: Callable[..., None]) -> Callable
 
 
 class Nodes:
-    """Consecutive ranks, ``per_node`` to a node; every rank must make it, in the same order.
+    """Nodes of ``per_node`` consecutive ranks; all ranks must create it, in the same order.
 
-    Raises ValueError where the ranks do not fill whole nodes.
+    Raises ValueError if the ranks do not fill whole nodes.
     """
 
     def __init__(self, per_node: int) -> None:

@@ -1,1 +1,1 @@
-"""Speed of training over slow links, natively, compressed and with the peers: bench_training.py."""
+"""Parts of bench_training.py: training over slow links, native, compressed and with peers."""

@@ -1,4 +1,4 @@
-"""List what is measured: layouts of ranks, arms (ways to train), cells (an arm at a rate, once)."""
+"""List layouts of ranks, arms (ways to train) and cells (an arm at a rate, once)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Literal
 SCRIPTS = Path(__file__).resolve().parents[2]
 CONFIGS = SCRIPTS.parent / "configs"
 REFERENCE = "native bf16"
-#: layouts that keep no unsharded parameters, to which a difference could be added
+#: layouts without unsharded parameters that a delta could be added to
 NO_DELTAS = ("zero3", "zero3_twice", "hpz", "hpz_2x4", "fsdp2", "hsdp")
-#: before the name of a scheme that compresses fp32 messages, as the paper's are
+#: prefix of schemes that compress fp32 messages, as in the paper
 FP32 = "fp32 "
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
-#: gradients fed back, the rest as in configs/README.md; dimensions that a layout lacks are left out
+#: error feedback on gradients, the rest as in configs/README.md; unused dimensions are dropped
 BOUND: dict[str, Any] = {
     "dp": {"error_bound": 0.02, "error_feedback": True},
     **{name: {"error_bound": 0.01} for name in ("zero", "tp", "pp")},
@@ -26,13 +26,13 @@ DELTA: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
     "zero": {"codec": "blockint", "bits": 4, "delta": True},
 }
-#: settings of DeepSpeed's own compression, ZeRO 3 only, which need kernels that CPUs lack
+#: settings of DeepSpeed's compression, ZeRO 3 only, whose kernels need a GPU
 ZEROPP: dict[str, dict[str, Any]] = {
     "ZeRO++ qwZ": {"zero_quantized_weights": True},
     "ZeRO++ qgZ": {"zero_quantized_gradients": True},
 }
-#: settings of ZeRO 3 with which parameters are gathered in the forward and in the backward pass, as
-#: above a billion of them; a smaller model keeps what it has gathered
+#: settings that make ZeRO 3 gather parameters in both forward and backward pass, as above a billion
+#: parameters; a smaller model would keep them gathered
 TWICE = (
     ("stage3_max_reuse_distance", 0),
     ("stage3_max_live_parameters", 0),
@@ -45,15 +45,15 @@ Engine = Literal["deepspeed", "ddp", "fsdp2", "hsdp"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the ranks on the nodes of the lab."""
+    """Placement of the ranks on the nodes of the lab."""
 
-    config: str  # the committed file without a block
-    lab: str  # as scripts/netlab.py reads it
+    config: str  # committed file without a compression block
+    lab: str  # in the format of scripts/netlab.py
     dimensions: tuple[str, ...]
     arguments: tuple[str, ...] = ()
-    peers: bool = False  # whether this is plain data parallelism, which is all that peers do
+    peers: bool = False  # pure data parallelism, the only kind that peers support
     engine: Engine = "deepspeed"
-    whole_batch: bool = False  # whether all ranks share the samples of one, which are not divided
+    whole_batch: bool = False  # all ranks share the samples, so they are not divided
     zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
 
     @property
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def per_node(self) -> int:
-        """Ranks to a node."""
+        """Return the ranks per node."""
         return int(self.lab.partition("x")[2] or 1)
 
 
@@ -73,7 +73,7 @@ LAYOUTS = {
     "zero2": Layout("ds_zero2_baseline.json", "2", ("dp", "zero")),
     "zero3": Layout("ds_zero3_baseline.json", "2", ("dp", "zero")),
     "zero3_twice": Layout("ds_zero3_baseline.json", "2", ("dp", "zero"), zero=TWICE),
-    # secondary shards need nodes of several ranks: on one rank a node they save nothing
+    # secondary shards need several ranks per node: with one they save nothing
     "hpz": Layout(
         "ds_zero3_baseline.json",
         "2x2",
@@ -89,12 +89,12 @@ LAYOUTS = {
     "tp2": Layout("ds_zero0_baseline.json", "2", ("tp",), ("--tp", "2")),
     "pp2": Layout("ds_pipe2_baseline.json", "2", ("pp",), ("--pp", "2")),
     "tp2pp2": Layout("ds_pipe2_baseline.json", "4", ("tp", "pp"), ("--tp", "2", "--pp", "2")),
-    # bf16 without ZeRO is BF16_Optimizer in a pipeline, which gathers parameters all the same
+    # bf16 without ZeRO is BF16_Optimizer in a pipeline, which still gathers parameters
     "dp2pp2": Layout("ds_pipe2_baseline.json", "4", ("dp", "zero", "pp"), ("--pp", "2")),
     "asymmetric": Layout("ds_zero1_baseline.json", "2x2", ("dp", "zero"), peers=True),
-    # activations are cut too, so every product broadcasts
+    # activations are sharded too, so every matmul broadcasts
     "tp2d": Layout("ds_zero0_baseline.json", "4", ("tp2d",), ("--tp2d", "2"), whole_batch=True),
-    # torch's own engines: the file's batch sizes, optimizer, clipping and bf16
+    # torch's engines take batch sizes, optimizer, clipping and bf16 from the file
     "ddp": Layout(
         "ds_zero0_baseline.json", "2", ("dp",), ("--engine", "ddp"), peers=True, engine="ddp"
     ),
@@ -115,7 +115,7 @@ LAYOUTS = {
         peers=True,
         engine="hsdp",
     ),
-    # eight ranks: the paper's three dimensions at once
+    # eight ranks: all three dimensions of the paper
     "3d": Layout(
         "ds_3d_baseline.json", "8", ("dp", "zero", "tp", "pp"), ("--tp", "2", "--pp", "2")
     ),
@@ -128,21 +128,21 @@ class Arm:
 
     name: str
     bf16: bool = True
-    block: tuple[tuple[str, Any], ...] | None = None  # the items of a "compression" block
+    block: tuple[tuple[str, Any], ...] | None = None  # items of a "compression" block
     zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
     peer: str | None = None  # of scripts/benchmarks/peers
     rate: float | None = None  # learning rate, None: the file's
 
     @property
     def stem(self) -> str:
-        """Return the stem of the names of its files."""
+        """Return the file name stem."""
         return self.name.replace(" ", "_")
 
 
 def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
-    """Return the arms of a layout, the reference first; ``chosen`` names those that are wanted.
+    """Return the arms of a layout, the reference first; ``chosen`` selects by name.
 
-    Raises ValueError for a name that the layout does not have.
+    Raises ValueError for an unknown name.
     """
     dimensions, engine = LAYOUTS[layout].dimensions, LAYOUTS[layout].engine
     if layout == "tp2d":
@@ -152,9 +152,9 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     if "zero" in dimensions and layout not in NO_DELTAS:
         model = [name for name in dimensions if name in ("tp", "pp")]
         blocks["delta"] = {**DELTA, **{name: {"codec": "blockint", "bits": 8} for name in model}}
-    # recommended, where the measured link is not faster than the codec: nothing of it on a loopback
+    # "recommended" stays native where the link is faster than the codec, as on a loopback
     switching = {name: {"when": "auto"} for name in dimensions}
-    blocks["recommended"]["when"] = "always"  # what it does where it acts
+    blocks["recommended"]["when"] = "always"  # force it on
     blocks["recommended when auto"] = {"preset": "recommended", **switching}
     if layout.startswith("hpz"):
         for name, secondary in (("secondary", "exact"), ("secondary 8 bits", {"bits": 8})):
@@ -175,7 +175,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
 
 
 def _mesh_arms() -> list[Arm]:
-    """Return the arms of two-dimensional tensor parallelism: no preset or peer has it."""
+    """Return the arms of two-dimensional tensor parallelism, which no preset or peer supports."""
     whole: dict[str, Any] = {"codec": "blockint", "bits": 8}
     blocks: dict[str, dict[str, Any]] = {
         "8 bits": {"tp2d": whole},
@@ -187,7 +187,7 @@ def _mesh_arms() -> list[Arm]:
 
 
 def _wanted(layout: str, arms: list[Arm], chosen: list[str] | None) -> list[Arm]:
-    """Return those of ``chosen`` and the reference. Raises ValueError as ``arms_of``."""
+    """Return the reference and the arms in ``chosen``. Raises ValueError as ``arms_of``."""
     if chosen is None:
         return arms
     known = {arm.name: arm for arm in arms}
@@ -198,7 +198,7 @@ def _wanted(layout: str, arms: list[Arm], chosen: list[str] | None) -> list[Arm]
 
 
 def _peers(engine: Engine) -> Iterable[str]:
-    """Return the peers of an engine: under torch's own engines torch's methods."""
+    """Return an engine's peers: torch's methods under torch's engines."""
     from benchmarks.peers.methods import PEERS
     from benchmarks.peers.torch_engines import METHODS
 
@@ -207,13 +207,13 @@ def _peers(engine: Engine) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of model and batch, the same in every training."""
+    """Model and batch sizes, the same in every training."""
 
     layers: int
     width: int
     length: int
     divide_batch: int
-    warm: int  # steps before those that are timed
+    warm: int  # untimed steps first
     steps: int  # timed
 
     def arguments(self) -> list[str]:
@@ -232,7 +232,7 @@ def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, 
     batch = settings["train_micro_batch_size_per_gpu"]
     divide = 1 if LAYOUTS[layout].whole_batch else sizes.divide_batch
     settings["train_micro_batch_size_per_gpu"] = max(1, batch // divide)
-    # one report of the ledger, at the last step
+    # a single ledger report, at the last step
     settings["steps_per_print"] = sizes.warm + sizes.steps
     settings["bf16"] = {"enabled": arm.bf16}
     if arm.rate is not None:
@@ -246,12 +246,12 @@ def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, 
 def command_of(
     layout: str, arm: Arm, sizes: Sizes, config: Path, data: Path, seed: int
 ) -> list[str]:
-    """Return the words that every rank runs, after the interpreter."""
+    """Return every rank's command line, after the interpreter."""
     patched = [] if arm.block is None else ["-m", "hybridcomp.run"]
     program, more = "train_gpt", list(LAYOUTS[layout].arguments)
     if arm.peer is not None:
         program = "benchmarks.train_peer"
-        # compression from the first timed step on: a warm-up is a matter of losses, not of speed
+        # compress from the first timed step on: warm-up matters for losses, not for speed
         more += ["--method", arm.peer, "--per-node", str(LAYOUTS[layout].per_node),
                  "--start", str(sizes.warm)]  # fmt: skip
     return [
@@ -262,5 +262,5 @@ def command_of(
 
 
 def digest(*parts: Any) -> str:
-    """Digest all that a result depends on; with another digest a cell is measured again."""
+    """Hash everything that a result depends on; a cell with another digest is measured again."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""Messages that take no time on a wire: the step that is left when bytes cost nothing.
+"""Truncate messages to a few elements, to time a step without a wire.
 
-The collectives and sends of torch.distributed are replaced in a rank's process. Where ``set_empty``
-is on, each message is cut to a few elements, so that the ranks still wait for each other, and the
-rest of a result is made of this rank's own values, so that sizes and magnitudes are what they were.
-Native trainings only: what they compute is wrong, how long it takes is not.
+Replaces torch.distributed's collectives and sends in this process. While ``set_empty`` is on, ranks
+exchange a few elements, so that they still wait for each other, and fill the rest of a result with
+their own values to keep sizes and magnitudes. For native training only: results are wrong, but
+computation takes as long.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from gpt.torch_engines import Engine
 from torch import Tensor
 
-#: of a call, by name
+#: keyword names of arguments, by call
 Arguments = dict[str, Any]
-#: elements of the short message sent instead of a whole one
+#: elements sent in place of a whole message
 FEW = 16
 
 _on = False
 
 
 def set_empty(on: bool) -> None:
-    """Empty messages from now on, or no longer."""
+    """Turn message truncation on or off."""
     global _on
     _on = on
 
@@ -37,7 +37,7 @@ def few(tensor: Tensor, times: int = 1) -> Tensor:
 
 
 def small(tensor: Tensor) -> bool:
-    """Return whether the message is sent as it is: small, or not contiguous."""
+    """Return whether to send the message unchanged: it is small or not contiguous."""
     return tensor.numel() <= FEW or not tensor.is_contiguous()
 
 
@@ -83,7 +83,7 @@ WRAPPERS = {
 
 
 def install() -> None:
-    """Patch this process, before a backend of DeepSpeed's looks its functions up."""
+    """Patch this process before a DeepSpeed backend looks up the functions."""
     for name, cut in WRAPPERS.items():
         native = getattr(dist, name, None)
         if native is not None:
@@ -92,7 +92,7 @@ def install() -> None:
 
 
 def _unreduced(native: Callable[[Engine, bool], Any]) -> Callable[[Engine, bool], Any]:
-    """Leave out DDP's sums where messages are empty: its C++ calls none of the functions above."""
+    """Skip DDP's reductions while messages are truncated: its C++ bypasses the functions above."""
 
     def accumulating(self: Engine, last: bool) -> Any:
         return native(self, last and not (_on and self.kind == "ddp"))

@@ -1,7 +1,7 @@
-"""Ranks that are forked from a process which has loaded everything, and obey through pipes.
+"""Fork ranks from a process with all imports done, and control them through pipes.
 
-Importing torch, DeepSpeed and Megatron-core takes a rank ten seconds and more of a core; thirty
-ranks of a fork server are there in two. The server never touches the GPU, so its children may.
+Importing torch, DeepSpeed and Megatron-core takes over ten core seconds per rank; a fork server
+starts thirty ranks in two. The server never touches the GPU, so its children may.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from benchmarks.training_bench import preloaded
 from benchmarks.training_bench.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[3]
-#: what the server imports; the second is ours and imports what is there of the rest
+#: modules that the server imports; the second is ours and imports the others if installed
 PRELOAD = ["torch", "benchmarks.training_bench.preloaded"]
-#: a rank's last words in its log, of which the error is told
+#: prefix of a rank's final log line, which the error message quotes
 TAIL = 40
 
 
 class JobError(RuntimeError):
-    """A rank ended, or said nothing for too long; the message is what its log says."""
+    """A rank ended or timed out; the message quotes its log."""
 
 
 def server(
     timeout: float, say: Callable[[str], None], tensor_parallel: bool = False
 ) -> ForkServerContext:
-    """Start the fork server with everything loaded; with torch alone where a package of the rest
-    has touched the GPU at its import. Raises JobError where its ranks cannot work at all.
+    """Start the fork server with all imports done. Raises JobError if its ranks cannot work.
+
+    It imports torch alone if another package touches the GPU during its import.
     """
     context, began = mp.get_context("forkserver"), time.monotonic()
     os.environ[preloaded.TENSOR_PARALLEL] = str(int(tensor_parallel))
-    # of the server's own imports; it does not look at this process's sys.path
+    # for the server's imports; it does not copy this process's sys.path
     paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     context.set_forkserver_preload(PRELOAD)
@@ -56,7 +57,7 @@ def server(
 
 
 def _probe(context: ForkServerContext, timeout: float) -> None:
-    """Raise JobError where a rank lacks a package, or cannot use the GPU."""
+    """Raise JobError if a rank lacks a package or cannot use the GPU."""
     ours, theirs = context.Pipe()
     process = context.Process(target=_try, args=(theirs,), daemon=True)
     process.start()
@@ -85,7 +86,7 @@ def _try(pipe: Connection) -> None:
 
 @dataclass
 class Job:
-    """All ranks of a training. Every call raises JobError where a rank has failed."""
+    """All ranks of a training. Every method raises JobError if a rank has failed."""
 
     processes: list[ForkServerProcess]
     pipes: list[Connection]
@@ -95,7 +96,7 @@ class Job:
 
     @classmethod
     def start(cls, context: ForkServerContext, specs: Sequence[Spec], timeout: float) -> Job:
-        """Fork the ranks; they answer once before their first step."""
+        """Fork the ranks; each replies once before its first step."""
         from benchmarks.training_bench import gpu_rank
 
         processes, pipes = [], []
@@ -109,7 +110,7 @@ class Job:
         return cls(processes, pipes, [spec.log for spec in specs], timeout)
 
     def ask(self, *words: Any) -> list[Any]:
-        """Send ``words`` to all ranks; their answers."""
+        """Send ``words`` to all ranks and return their replies."""
         self.tell(*words)
         return self.answers()
 
@@ -122,7 +123,7 @@ class Job:
                 raise JobError(self.why()) from None
 
     def answers(self) -> list[Any]:
-        """Return an answer of every rank, by rank."""
+        """Return the replies of all ranks, in rank order."""
         deadline = time.monotonic() + self.timeout
         found: dict[int, Any] = {}
         while len(found) < len(self.pipes):
@@ -135,7 +136,7 @@ class Job:
                 try:
                     found[self.pipes.index(pipe)] = pipe.recv()
                 except (EOFError, OSError):
-                    time.sleep(0.5)  # the log is written
+                    time.sleep(0.5)  # until the log is written
                     raise JobError(self.why()) from None
         return [found[rank] for rank in range(len(self.pipes))]
 
@@ -151,7 +152,7 @@ class Job:
         return found or "nothing was printed"
 
     def said(self, part: str) -> list[str]:
-        """Return lines of the first rank's log that hold ``part``."""
+        """Return lines of the first rank's log that contain ``part``."""
         lines = Path(self.logs[0]).read_text(errors="replace").splitlines()
         return [line.strip() for line in lines if part in line]
 
@@ -167,11 +168,11 @@ class Job:
 
 
 def environment(gpu: bool, threads: int = 1) -> dict[str, str]:
-    """Return the environment of the server, which all ranks inherit."""
+    """Return the server's environment, which all ranks inherit."""
     return {
         "DS_ACCELERATOR": "cuda" if gpu else "cpu", "OMP_NUM_THREADS": str(threads),
         "PYTHONWARNINGS": "ignore", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # DeepSpeed's builder does not read "9.0a"
+        # DeepSpeed's builder cannot parse "9.0a"
         "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0").replace("a", ""),
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }  # fmt: skip

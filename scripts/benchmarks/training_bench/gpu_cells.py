@@ -1,4 +1,4 @@
-"""Layouts, arms and sizes that are measured on one GPU."""
+"""Layouts, arms and model sizes that are measured on one GPU."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from benchmarks.training_bench import cells
 from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from benchmarks.training_bench.spec import Spec
 
-#: native, its messages cut to nothing: what a step takes without a wire
+#: native with truncated messages: the step time without a wire
 COMPUTE = "compute"
 LOSSLESS = {name: {"codec": "expcode"} for name in ("dp", "zero", "tp", "pp")}
-#: ways to train that need fp32, or kernels of a node of several GPUs
+#: methods that need fp32, or kernels for several GPUs per node
 LEFT_OUT = ("native fp32",)
-#: elements; the default of 500 million would be a buffer of a gigabyte on every rank
+#: elements; the default of 500 million would allocate a gigabyte on every rank
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
-#: in every layout, before the others
+#: arms of every layout, before the others
 FIRST = (REFERENCE, COMPUTE, "recommended", "recommended when auto", "bound", "lossless", "delta")
-#: layouts that ranks of one GPU are measured in, those first that tell most
+#: layouts that ranks of one GPU are measured in, the most informative first
 MEASURED = (
     "zero1", "zero2", "tp2", "pp2", "fsdp2", "ddp", "dp2", "zero3", "dp2pp2", "tp2pp2",
     "asymmetric", "3d", "hpz",
 )  # fmt: skip
-#: what a step of a size of the model is made of; heads are 64 wide
+#: sizes of the models; heads are 64 wide
 SIZES = {
     "tiny": (2, 128, 64, 1),
     "4M": (4, 256, 512, 4),
@@ -37,20 +37,20 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line that cells need."""
+    """Command line options that cells use."""
 
     size: str
     data: Path
-    folder: Path  # of logs and settings
+    folder: Path  # for logs and settings
     gpu: bool
     seed: int = 0
-    device: str = ""  # its name, for the records
+    device: str = ""  # name, for the records
 
 
 def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
-    """Return the reference, the wireless step, ours, then peers; ``chosen`` names those wanted.
+    """Return the reference, the arm without a wire, ours, then peers; ``chosen`` selects.
 
-    Raises ValueError for a name that the layout does not have.
+    Raises ValueError for an unknown name.
     """
     dimensions = LAYOUTS[layout].dimensions
     left_out = [*LEFT_OUT, *_the_same(dimensions)]
@@ -59,7 +59,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         found = [arm for arm in found if arm.peer is None]
     block = {name: value for name, value in LOSSLESS.items() if name in dimensions}
     found[1:1] = [Arm(COMPUTE), Arm("lossless", block=tuple(block.items()))]
-    # those that are held against each other run side by side
+    # arms that are compared with each other run at once
     found.sort(key=lambda arm: FIRST.index(arm.name) if arm.name in FIRST else len(FIRST))
     if chosen is None:
         return found
@@ -71,19 +71,19 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
 
 
 def _the_same(dimensions: tuple[str, ...]) -> list[str]:
-    """Presets that mean what another one means where there are no other dimensions."""
+    """Return presets that equal another preset if a job has these dimensions only."""
     if dimensions == ("dp",):
         return ["mzhybrid", "zhybrid"]  # naive-zfp
     return [] if "dp" in dimensions else ["mzhybrid"]  # naive-mpc
 
 
 def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
-    """Return the DeepSpeed file of an arm: bf16, buckets of 100 MB, fused AdamW."""
+    """Return an arm's DeepSpeed settings: bf16, buckets of 100 MB, fused AdamW."""
     settings: dict[str, Any] = json.loads((cells.CONFIGS / LAYOUTS[layout].config).read_text())
     batch = SIZES[size][3]
     accumulated = settings.get("gradient_accumulation_steps", 1)
     settings["train_micro_batch_size_per_gpu"] = max(1, batch // 2) if accumulated > 1 else batch
-    settings["steps_per_print"] = 10**9  # the ledger is asked at the end
+    settings["steps_per_print"] = 10**9  # the ledger is read at the end
     settings["bf16"] = {"enabled": True}
     settings["zero_optimization"] = {
         "stage": settings["zero_optimization"]["stage"], **BUCKETS,
@@ -96,7 +96,7 @@ def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
 
 
 def specs_of(layout: str, arm: Arm, steps: int, port: int, options: Options) -> list[Spec]:
-    """Write the settings of an arm and return the specs of its ranks."""
+    """Write an arm's settings and return the specs of its ranks."""
     place = LAYOUTS[layout]
     layers, width, length, _ = SIZES[options.size]
     stem = options.folder / f"{layout}.{arm.stem}"

@@ -1,4 +1,4 @@
-"""Trainings of the loss study on a GPU: what each is made of."""
+"""Define the trainings of the GPU loss study."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.training_bench.gpu_cells import BUCKETS
 from benchmarks.training_bench.spec import Spec
 
 BASELINE = "baseline"
-#: name -> block, the most telling first
+#: name -> block, the most informative first
 BLOCKS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
     "recommended": {"preset": "recommended", "when": "always"},
@@ -28,32 +28,32 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     "naive-zfp": {"preset": "naive-zfp"},
     "zhybrid": {"preset": "zhybrid"},
     "mzhybrid": {"preset": "mzhybrid"},
-    # native once more: what the order of a GPU's sums alone does to a loss
+    # native again: the effect of the GPU's summation order on the loss
     "again": None,
 }
-#: name -> layers, width, heads, tokens of a sample
+#: name -> layers, width, heads, tokens per sample
 MODELS = {"124M": (12, 768, 12, 1024), "tiny": (2, 64, 2, 32)}
 LAYOUT, RANKS = "zero1", 2
-#: what the learning rate does after the warm-up -> DeepSpeed's scheduler
+#: learning rate schedule after the warm-up -> DeepSpeed's scheduler
 SCHEDULES = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
 WARMUPS = ("linear", "log")
-#: of the steps, at their end, over which held-out text is read
+#: final share of the steps, during which held-out loss is evaluated
 LAST_PART = 5
-#: trainings that begin together
+#: trainings started at once
 TOGETHER = 2
 
 
 @dataclass(frozen=True)
 class Method:
-    """Settings of every training of a study, which goes on with the same alone."""
+    """Settings of all trainings of a study; a study resumes only with the same settings."""
 
     model: str
     steps: int
-    samples: int  # of a rank in a micro-batch
+    samples: int  # per rank and micro-batch
     micro_batches: int
     lr: float
     schedule: str
-    warmup: str  # linear, or DeepSpeed's own log, whose rate is high after few steps
+    warmup: str  # linear, or DeepSpeed's default "log", which reaches a high rate within few steps
     evaluations: int
     eval_tokens: int
     #: tokens and digests of the two datasets
@@ -61,36 +61,36 @@ class Method:
 
     @property
     def length(self) -> int:
-        """Return the tokens of a sample."""
+        """Return the tokens per sample."""
         return MODELS[self.model][3]
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of all ranks in an optimizer step."""
+        """Return the tokens per optimizer step, over all ranks."""
         return RANKS * self.samples * self.micro_batches * self.length
 
     @property
     def eval_batches(self) -> int:
-        """Return the global batches of an evaluation, of as many tokens as those of a step."""
+        """Return the global batches per evaluation, each with as many tokens as a step's."""
         return max(1, self.eval_tokens // self.tokens_per_step)
 
     @property
     def eval_every(self) -> int:
-        """Return the steps from one evaluation to the next."""
+        """Return the steps between two evaluations."""
         return max(1, self.steps // (LAST_PART * self.evaluations))
 
     @property
     def eval_from(self) -> int:
-        """Return the step of the first evaluation; that of the last is the last one."""
+        """Return the step of the first evaluation; the last evaluation is at the last step."""
         return max(1, self.steps - (self.evaluations - 1) * self.eval_every)
 
     def shorter(self, steps: float) -> Method:
-        """Return this method with at most ``steps`` steps, so many that evaluations fit evenly."""
+        """Return this method with at most ``steps`` steps, a multiple that evaluations divide."""
         even = LAST_PART * self.evaluations
         return replace(self, steps=int(steps) // even * even)
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Say what of ``other``, as ``asdict`` writes a method, is not so here."""
+        """Describe how ``other``, a method in the form of ``asdict``, differs from this one."""
         own = asdict(self)
         return [
             f"{name} {other.get(name)!r} there, {own[name]!r} here"
@@ -101,7 +101,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Text:
-    """The two datasets: a digest, the tokens of each, and how many tokens are different."""
+    """The two datasets: digest, number of tokens of each, and size of the vocabulary in use."""
 
     digest: str
     train: int
@@ -110,7 +110,7 @@ class Text:
 
     @classmethod
     def of(cls, data: Path) -> Text:
-        """Read what is needed of both. Raises DatasetError."""
+        """Read these facts of both datasets. Raises DatasetError."""
         train, valid = (
             Samples(IndexedTokens(data.with_name(f"{data.name}_{name}")), 1, 0)
             for name in ("train", "valid")
@@ -127,7 +127,7 @@ class Case:
 
     name: str
     seed: int
-    #: a few steps over NCCL's sockets, to hold those of the group through memory against
+    #: train a few steps over NCCL's sockets, to compare with the group through GPU memory
     nccl: bool = False
 
     def __str__(self) -> str:
@@ -135,19 +135,19 @@ class Case:
 
     @property
     def stem(self) -> str:
-        """Return the stem of the name of what is kept of it."""
+        """Return the stem of its result file."""
         return f"{'nccl.' if self.nccl else ''}{self.name}.seed{self.seed}"
 
     def folder(self, out: Path) -> Path:
-        """Return the folder that its ranks write into."""
+        """Return the output folder of its ranks."""
         place = out.with_name(f"{out.name}_nccl") if self.nccl else out
         return place / LAYOUT / self.name / f"seed{self.seed}"
 
 
 def turns_of(arms: Sequence[str], seeds: Sequence[int], nccl: bool) -> Iterator[tuple[Case, ...]]:
-    """List the trainings that begin together: those of a seed, two at a time.
+    """List trainings that start together: those of a seed, two at a time.
 
-    The first two arms of all seeds come first; ``nccl``: before them those two over NCCL.
+    The first two arms come first for all seeds; ``nccl``: both also run over NCCL before that.
     """
     if nccl:
         yield tuple(Case(name, seeds[0], nccl=True) for name in arms[:TOGETHER])
@@ -157,7 +157,7 @@ def turns_of(arms: Sequence[str], seeds: Sequence[int], nccl: bool) -> Iterator[
 
 
 def settings_of(case: Case, method: Method, ledger: Path) -> dict[str, Any]:
-    """Return the DeepSpeed file: bf16, buckets of 100 MB, a tenth of warm-up, then the schedule."""
+    """Return the DeepSpeed settings: bf16, buckets of 100 MB, 10 % warm-up, then the schedule."""
     config = cells.CONFIGS / cells.LAYOUTS[LAYOUT].config
     settings: dict[str, Any] = json.loads(config.read_text())
     settings["train_micro_batch_size_per_gpu"] = method.samples
@@ -181,7 +181,7 @@ def settings_of(case: Case, method: Method, ledger: Path) -> dict[str, Any]:
 
 
 def specs_of(case: Case, method: Method, asked: argparse.Namespace) -> list[Spec]:
-    """Write the settings of a case below ``asked.logs`` and return the specs of both ranks."""
+    """Write a case's settings below ``asked.logs`` and return the specs of both ranks."""
     folder = case.folder(asked.logs)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "ds_config.json"

@@ -1,7 +1,7 @@
-"""A process group of two ranks on one GPU that exchange bytes through its memory.
+"""Process group of two ranks that share a GPU and exchange bytes through its memory.
 
-For studies of losses: what is sent, and every sum, is what NCCL sends and sums between two ranks
-(a sum of two has one order), but no wire is waited for. No bandwidth of anything is measured here.
+For loss studies: messages and sums equal NCCL's (a sum of two has one order), without waiting for a
+wire. Its speed means nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from benchmarks.training_bench.gpu_pairs import Pair, pair_of
 
 NAME = "gpu_memory"
-#: its methods differ in names between releases of torch, and so do their types
+#: its method names and types differ between releases of torch
 _Group: Any = dist.ProcessGroup
 
 
 def combine(op: Any, left: Tensor, right: Tensor) -> None:
-    """``left`` becomes the reduction of both. Raises NotImplementedError for rare ones."""
+    """Reduce ``right`` into ``left``. Raises NotImplementedError for rare operations."""
     if op == dist.ReduceOp.SUM:
         left.add_(right)
     elif op == dist.ReduceOp.AVG:
@@ -37,9 +37,9 @@ def combine(op: Any, left: Tensor, right: Tensor) -> None:
 
 
 class Posted(dist.Work):
-    """A message whose copies are under way on the stream that was current when it was posted.
+    """A message whose copies are queued on the stream that was current when it was posted.
 
-    Whoever waits may do so on another stream, which is then behind those copies, as with NCCL.
+    ``wait`` orders the caller's stream after those copies, as with NCCL.
     """
 
     def __init__(self) -> None:
@@ -49,23 +49,23 @@ class Posted(dist.Work):
             self._event = torch.cuda.current_stream().record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have the current stream wait; the host goes on."""
+        """Make the current stream wait, without blocking the host."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the copies are over."""
+        """Return whether the copies have finished."""
         return self._event is None or bool(self._event.query())
 
 
 def done(_: Any) -> Any:
-    """Return the work of a call whose copies have been posted."""
+    """Return the work of a call whose copies are queued."""
     return Posted()
 
 
 class GpuMemory(_Group):  # type: ignore[misc]
-    """The calls that data parallelism makes, of one or two ranks."""
+    """Collectives that data parallelism uses, for one or two ranks."""
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         super().__init__(rank, ranks)
@@ -96,11 +96,11 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return done(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Reduce one tensor after the other."""
+        """Reduce the tensors one after the other."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Reduce to both ranks."""
+        """Reduce; both ranks get the result."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -115,7 +115,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Gather into lists of one tensor a rank."""
+        """Gather into lists of one tensor per rank."""
         for places, values in zip(outputs, inputs, strict=True):
             places[self._own].copy_(values)
             if self._ranks > 1:
@@ -129,7 +129,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return self.allgather([list(output.view(-1).chunk(self._ranks))], [values.view(-1)])
 
     def reduce_scatter_single(self, output: Tensor, values: Tensor, opts: Any = None) -> Any:
-        """Reduce, and keep the part of this rank."""
+        """Reduce, and keep this rank's chunk."""
         parts = values.view(self._ranks, -1)
         result = parts[self._own].clone()
         if self._ranks > 1:
@@ -143,7 +143,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         self, output: Tensor, values: Tensor, takes: Sequence[int], gives: Sequence[int],
         opts: Any = None,
     ) -> Any:  # fmt: skip
-        """Exchange rows of any number."""
+        """Exchange chunks of any row counts."""
         rows = [
             torch.split(tensor, list(sizes) or [len(tensor) // self._ranks] * self._ranks)
             for tensor, sizes in ((output, takes), (values, gives))
@@ -154,14 +154,14 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return done([output])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for the other ranks and for the device."""
+        """Wait for the other rank and for the device."""
         if self._ranks > 1:
             self._swap(None, None)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return done([])
 
-    #: as torch below 2.12 calls them
+    #: names in torch before 2.12
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -180,7 +180,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
 
 
 def join(name: str) -> None:
-    """Make a group of this kind the process's default one; the environment says which rank."""
+    """Create such a group as the process's default group; the environment gives the rank."""
     assert name == NAME, name
     with contextlib.suppress(AttributeError):
         dist.Backend.register_backend(

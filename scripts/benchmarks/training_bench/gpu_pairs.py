@@ -1,4 +1,4 @@
-"""Two processes that swap bytes, through the memory of a GPU or of the host."""
+"""Exchange bytes between two processes through GPU or host memory."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing import reductions
 
-#: of torch, without the types that it lacks
+#: untyped parts of torch
 CUDA: Any = torch.cuda
 SHARE: Any = reductions.reduce_tensor
-#: of a slot; longer messages go in pieces
+#: bytes of a slot; longer messages go in chunks
 SLOT_NBYTES = 32 << 20
 PAGE = 4096
-#: seconds that a rank waits for the other: in a training, and while they make the pair
+#: seconds that a rank waits for the other, in training and during setup
 PATIENCE_S, SETUP_S = 300.0, 30.0
-#: times that it looks at once whether the other has come; then after pauses, which leave the core
-#: to others, the other rank among them
+#: polls without a pause; later polls pause to leave the core to others, the other rank among them
 LOOKS, PAUSE_S = 200, 50e-6
 
 
 class Pair:
-    """Both ends of a group of two, whose turns are counted in memory that both map."""
+    """Exchange of two ranks, synchronized by turn counters in shared memory."""
 
     def __init__(self, store: Any, rank: int, nbytes: int) -> None:
-        """``nbytes``: of memory that both processes map, beyond what this class needs."""
+        """``nbytes``: shared memory that the subclass needs."""
         self._rank, self._turn, self._patience = rank, 0, PATIENCE_S
         if rank == 0:
-            file, name = tempfile.mkstemp(prefix="hybridcomp.")  # a name that nobody foresees
+            file, name = tempfile.mkstemp(prefix="hybridcomp.")  # unpredictable name
             os.truncate(file, PAGE + nbytes)
             os.close(file)
             store.set("path", name)
@@ -46,7 +45,7 @@ class Pair:
         path = Path(store.get("path").decode())
         with path.open("r+b") as mapped:
             self._map = mmap.mmap(mapped.fileno(), PAGE + nbytes)
-        #: by rank, the turns that it has told; a cache line each
+        #: turn that each rank has announced; one cache line each
         self._turns = np.frombuffer(self._map, dtype=np.int64, count=16)[::8]
         store.set(f"mapped{rank}", b"1")
         store.wait([f"mapped{1 - rank}"], timedelta(seconds=SETUP_S))
@@ -54,7 +53,7 @@ class Pair:
             path.unlink()
 
     def swap(self, give: Tensor | None, take: Tensor | None) -> None:
-        """Send the bytes of ``give``, fill ``take`` with those of the other; both contiguous."""
+        """Send the bytes of ``give`` and receive into ``take``; both contiguous."""
         gives = torch.empty(0, dtype=torch.uint8) if give is None else octets(give)
         takes = torch.empty(0, dtype=torch.uint8) if take is None else octets(take)
         for start in range(0, max(len(gives), len(takes), 1), SLOT_NBYTES):
@@ -62,11 +61,11 @@ class Pair:
             self._piece(gives[start:end], takes[start:end])
 
     def try_out(self) -> None:
-        """Raise RuntimeError where the bytes received are not those sent."""
+        """Raise RuntimeError if a test exchange corrupts bytes."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sent = [torch.arange(100, device=device) * (rank + 3) for rank in range(2)]
         self._patience = SETUP_S
-        for _ in range(5):  # every slot, and again
+        for _ in range(5):  # every slot, then again
             got = torch.zeros_like(sent[0])
             self.swap(sent[self._rank], got)
             if not got.equal(sent[1 - self._rank]):
@@ -77,7 +76,7 @@ class Pair:
         raise NotImplementedError
 
     def _tell(self) -> None:
-        """Say that this turn's bytes are there; returns when the other has said the same."""
+        """Announce that this turn's bytes are ready, and wait for the other rank's announcement."""
         self._turns[self._rank] = self._turn
         deadline, looked = 0.0, 0
         while self._turns[1 - self._rank] < self._turn:
@@ -89,15 +88,15 @@ class Pair:
 
 
 def told(arguments: Sequence[Any], handles: Sequence[bytes]) -> bytes:
-    """Write, for the other rank, the numbers and handles of what rebuilds a tensor, as JSON."""
+    """Serialize for the other rank the numbers and handles that rebuild a tensor, as JSON."""
     return json.dumps([[_plain(a) for a in arguments], [_plain(h) for h in handles]]).encode()
 
 
 def heard(message: bytes, own: Sequence[Any]) -> tuple[list[Any], list[bytes]]:
-    """Read what ``told`` wrote: the ``own`` arguments with the other rank's numbers and handles.
+    """Return the ``own`` arguments with the other rank's numbers and handles, from ``told``.
 
-    Classes and dtypes are the own ones: nothing of the store is run. Raises RuntimeError on
-    anything else.
+    Classes and dtypes are taken from ``own``, so no code comes from the store. Raises RuntimeError
+    on anything else.
     """
     try:
         theirs, handles = json.loads(message)
@@ -108,7 +107,7 @@ def heard(message: bytes, own: Sequence[Any]) -> tuple[list[Any], list[bytes]]:
 
 
 def _plain(value: Any) -> int | str | None:
-    """Return a number, or a handle in hexadecimal digits; None for what both ranks have alike."""
+    """Return a number, or a handle as hex; None for arguments that both ranks share."""
     if isinstance(value, bytes):
         return value.hex()
     return value if type(value) is int else None
@@ -125,11 +124,11 @@ def _like(mine: Any, other: Any) -> Any:
 
 
 class DevicePair(Pair):
-    """Through slots in the GPU's memory that both processes have mapped (CUDA IPC).
+    """Exchange through slots of GPU memory that both processes map (CUDA IPC).
 
-    1. Copy what is given into the own slot of this turn, record the own event, tell the other one.
-    2. Wait, on the host, until the other has told the same; then, on the device, for its event.
-    3. Copy its slot. The next turn but one writes the slot again, after an event after this.
+    1. Copy the input into this rank's slot of the turn, record an event, announce the turn.
+    2. Wait on the host for the other rank's announcement, then on the device for its event.
+    3. Copy from its slot. The turn after next reuses the slot, behind a later event.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -149,7 +148,7 @@ class DevicePair(Pair):
         self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in handles]
 
     def swap(self, give: Tensor | None, take: Tensor | None) -> None:
-        """Swap as the base class does, on another stream, for which the caller's stream waits."""
+        """Exchange on a side stream, for which the caller's stream waits."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -169,15 +168,15 @@ class DevicePair(Pair):
 
 
 class HostPair(Pair):
-    """Through slots in the host's memory, where processes cannot map the GPU's, or there is none.
+    """Exchange through slots of host memory, where GPU memory cannot be mapped or is absent.
 
-    Every copy is waited for, so that a slot is read when its turn is over.
+    Synchronizes after every copy, so that a slot has been read when its turn ends.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__(store, rank, 4 * SLOT_NBYTES)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        if torch.cuda.is_available():  # pinned it is faster; it works without
+        if torch.cuda.is_available():  # pinning is faster but optional
             CUDA.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
         self._slots = whole[PAGE:].view(2, 2, SLOT_NBYTES)
 
@@ -193,7 +192,7 @@ KINDS: tuple[type[DevicePair] | type[HostPair], ...] = (DevicePair, HostPair)
 
 
 def pair_of(store: Any, rank: int) -> Pair:
-    """Return the fastest kind that works on both ranks. Raises RuntimeError where none does."""
+    """Return the fastest kind that works on both ranks. Raises RuntimeError if none does."""
     for number, kind in enumerate(KINDS):
         if kind is DevicePair and not torch.cuda.is_available():
             continue

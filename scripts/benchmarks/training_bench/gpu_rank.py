@@ -1,4 +1,4 @@
-"""A forked rank: a training script as it is, whose steps wait until they are asked for."""
+"""Run a training script unchanged in a forked rank; each step waits until it is requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lab.namespaces import end_with_parent
 
 
 class Seat:
-    """This rank's end of the pipe, how many steps of its turn are left, and what records them."""
+    """This rank's end of the pipe, the steps left in its turn, and the profiler."""
 
     _recorder: Recorder | None
 
@@ -33,7 +33,7 @@ class Seat:
         self._rank, self._recorder = rank, None
 
     def before(self, trainer: Any) -> None:
-        """Wait for a turn, unless one is going on."""
+        """Wait for a turn unless one is running."""
         while not self._left:
             if self._recorder is not None:
                 self._recorder.close()
@@ -51,19 +51,19 @@ class Seat:
                 self._recorder = Recorder(f"{rest[2]}.{self._rank}.json.gz")
 
     def step(self) -> AbstractContextManager[Any]:
-        """Return the context of a step: marked where this turn is recorded."""
+        """Return a step's context, marked if this turn is recorded."""
         return nullcontext() if self._recorder is None else self._recorder.step()
 
     def after(self, step: dict[str, float]) -> None:
-        """Count a step; end this rank where the process that it obeys has ended."""
+        """Count a step; end this rank if the controlling process has ended."""
         self._steps.append(step)
         self._left -= 1
-        if self._pipe.poll():  # nobody speaks during a turn: the other end is closed
+        if self._pipe.poll():  # nothing is sent during a turn: the other end closed
             print("Error: the process that started this rank has ended", flush=True)
             os._exit(1)
 
     def _end(self, trainer: Any) -> None:
-        """Send the ledger of the run, then exit without destroying the process group."""
+        """Send the run's ledger, then exit without destroying the process group."""
         found = {"ledger": ledger_of(trainer.engine), "memory": peak_memory()}
         self._pipe.send(("end", found))
         sys.stdout.flush()
@@ -72,7 +72,7 @@ class Seat:
 
 
 def ledger_of(engine: Any) -> dict[str, Any]:
-    """Return the ledger of all ranks by dimension and direction; a collective."""
+    """Return the ledger of all ranks by dimension and direction; collective."""
     from hybridcomp.session.engine_session import session_of
 
     session = session_of(engine)
@@ -89,7 +89,7 @@ def ledger_of(engine: Any) -> dict[str, Any]:
 
 
 def give_memory_back() -> None:
-    """Free the memory that this rank's allocators keep, for the rank that comes next."""
+    """Free this rank's cached memory for the next rank."""
     import torch
 
     if torch.cuda.is_available():
@@ -98,14 +98,14 @@ def give_memory_back() -> None:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that torch held."""
+    """Return torch's peak memory in bytes."""
     import torch
 
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
 
 
 def watched(step: Callable[..., float], seat: Seat) -> Callable[..., float]:
-    """``step`` of a trainer, when it is this job's turn, with its seconds."""
+    """Wrap ``step`` of a trainer: wait for this job's turn and time it."""
 
     def around(self: Any, batches: Any) -> float:
         seat.before(self)
@@ -120,7 +120,7 @@ def watched(step: Callable[..., float], seat: Seat) -> Callable[..., float]:
 
 
 def run(pipe: Connection, spec: Spec) -> None:
-    """Train as the script does."""
+    """Train as the script would."""
     os.environ.update(spec.env)
     import torch
 
@@ -152,7 +152,7 @@ def run(pipe: Connection, spec: Spec) -> None:
 
 
 def main(pipe: Connection, spec: Spec) -> None:
-    """Run the forked process; its output goes to ``spec.log``."""
+    """Run in the forked process; output goes to ``spec.log``."""
     end_with_parent()
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -160,7 +160,7 @@ def main(pipe: Connection, spec: Spec) -> None:
     status = 1
     try:
         run(pipe, spec)
-        atexit._run_exitfuncs()  # the ledger's totals, which a forked process would not write
+        atexit._run_exitfuncs()  # writes the ledger's totals, which a forked process would not
         pipe.send(("over", {"memory": peak_memory()}))
         status = 0
     except BaseException:

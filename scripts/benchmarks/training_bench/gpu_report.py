@@ -1,4 +1,4 @@
-"""Speed on one GPU as rows and tables: what bench_gpu_training.py wrote, of any number of calls."""
+"""Read records of bench_gpu_training.py, of any number of calls, into rows and tables."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from benchmarks.training_bench.gpu_cells import COMPUTE, SIZES
 from benchmarks.training_bench.report import ideal, outside
 
 Record = dict[str, Any]
-#: of a session and one of its rounds: what is compared with each other
+#: key of a session's round: records with equal keys are compared
 Round = tuple[int, int, int]
-#: who is held against what its bytes allow
+#: arms that are compared with the speed that their bytes allow
 NOT_OURS = ("native", COMPUTE, "peer", "ZeRO++")
-#: least share of what its bytes allow, and of the better of native and compressed for ``auto``
+#: minimum share of the speed that the bytes allow, and, for ``auto``, of the faster of native and
+#: compressed
 SHARE, AUTO_SHARE = 0.90, 0.97
 AUTO, ALWAYS = "recommended when auto", "recommended"
 
 
 def read(files: Sequence[Path]) -> list[Record]:
-    """Return all records; ``session`` tells calls of one layout and part apart, in their order."""
+    """Return all records; ``session`` numbers the calls of a layout and part in order."""
     records: list[Record] = []
     session = -1
     for file in files:
@@ -40,7 +41,7 @@ def read(files: Sequence[Path]) -> list[Record]:
 
 
 def _again(records: Sequence[Record], record: Record) -> bool:
-    """Return whether the arm has a warm turn already, so that this one begins another call."""
+    """Return whether the arm already has a warm turn, so that this one begins another call."""
     return any(
         other.get("round") == -1 and other["arm"] == record["arm"]
         for other in _tail(records)
@@ -103,7 +104,7 @@ def _layout(size: str, layout: str, records: Sequence[Record]) -> list[Record]:
 def _figures(
     own: dict[Round, Record], native: dict[Round, Record], compute: dict[Round, Record], length: int
 ) -> Record:
-    """Return the figures of one arm. ``length``: tokens of a sample."""
+    """Return an arm's figures. ``length``: tokens per sample."""
     both = [place for place in own if place in native]
     pairs = sorted(
         n / s
@@ -144,7 +145,7 @@ HEAD = ("arm", "ms a step", "tokens/s", "of native", "MB a step", "bytes", "allo
 
 
 def table(rows: Sequence[Record], size: str, layout: str) -> list[str]:
-    """Return the table of one layout."""
+    """Return the table of a layout."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in rows:
         if (row["size"], row["layout"]) == (size, layout):
@@ -177,7 +178,7 @@ def ours(arm: str) -> bool:
 
 
 def auto_of(rows: Sequence[Record]) -> list[tuple[str, str, float]]:
-    """Size, layout and speed of ``auto`` over that of the better of native and compressed."""
+    """Return size, layout, and the speed of ``auto`` over the faster of native and compressed."""
     found = {(row["size"], row["layout"], row["arm"]): row for row in rows if "failed" not in row}
     return [
         (size, layout, row["speed_up"] / max(1.0, found[size, layout, ALWAYS]["speed_up"]))
@@ -187,7 +188,7 @@ def auto_of(rows: Sequence[Record]) -> list[tuple[str, str, float]]:
 
 
 def page(file: Path) -> str:
-    """Return tables of all that ``file`` has, the targets first; MISSED where one is missed."""
+    """Return the tables of all records in ``file``, targets first, marked MISSED where missed."""
     rows = rows_of(read([file]))
     devices = sorted({name for row in rows for name in row["device"]})
     parts = [f"On {', '.join(devices)}.", "", *verdict(rows), *missed(rows)]
@@ -199,7 +200,7 @@ def page(file: Path) -> str:
 
 
 def _told(rows: Sequence[Record]) -> list[str]:
-    """Return r and the reports of ``auto`` of one layout."""
+    """Return r and the reports of ``auto`` for a layout."""
     found = [row for row in rows if "r" in row]
     lines = []
     if found:
@@ -210,7 +211,7 @@ def _told(rows: Sequence[Record]) -> list[str]:
 
 
 def missed(rows: Sequence[Record]) -> list[str]:
-    """Return a line for each target that is missed."""
+    """Return a line for each missed target."""
     found = [
         (row["size"], row["layout"], row["share"], "of what its bytes allow", ALWAYS, SHARE)
         for row in rows
@@ -226,7 +227,7 @@ def missed(rows: Sequence[Record]) -> list[str]:
 
 
 def verdict(rows: Sequence[Record]) -> list[str]:
-    """Return the table of the targets: SHARE of ``recommended``, AUTO_SHARE of ``auto``."""
+    """Return the table of targets: SHARE for ``recommended``, AUTO_SHARE for ``auto``."""
     held = [row for row in rows if "share" in row and row["arm"] == ALWAYS]
     lines = [
         "| model | layout | r | `recommended` | of what its bytes allow | `auto` of the better |",

@@ -1,4 +1,4 @@
-"""Trainings of one layout side by side on one GPU, a few steps each in turn."""
+"""Run trainings of a layout on one GPU, a few steps each in turn."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from benchmarks.training_bench.forked import Job, JobError
 from benchmarks.training_bench.gpu_cells import COMPUTE, Options, specs_of
 from benchmarks.training_bench.worker import sent_nbytes
 
-#: arms that take their first steps at once: loading libraries and kernels takes 2 s of a core
+#: arms that run their first steps at once: loading libraries and kernels takes 2 core seconds
 TOGETHER = 3
 
 
 def server_of(
     layouts: Iterable[str], gpu: bool, folder: Path, timeout: float, say: Callable[[str], None]
 ) -> ForkServerContext:
-    """Start the fork server of the ranks of ``layouts``, with this process's environment.
+    """Start the fork server for the ranks of ``layouts``, with this process's environment.
 
-    ``folder``: of what DeepSpeed builds, unless the environment names one. Raises JobError.
+    ``folder``: for DeepSpeed's builds unless the environment names one. Raises JobError.
     """
     os.environ.update(forked.environment(gpu))
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
@@ -36,32 +36,32 @@ def server_of(
 
 
 def slowest(answers: Sequence[Any]) -> list[float]:
-    """Return the seconds of each step of a turn, of the rank that took longest.
+    """Return the seconds of each step of a turn, taken from the slowest rank.
 
-    ``answers``: of all ranks, a word and their steps.
+    ``answers``: each rank's reply, a word and its step times.
     """
     ranks = [steps for _, steps in answers]
     return [max(rank["seconds"] for rank in each) for each in zip(*ranks, strict=True)]
 
 
 def measures(name: str) -> bool:
-    """Return whether an arm times messages when it starts and in its first steps."""
+    """Return whether an arm benchmarks messages at its start and in its first steps."""
     return "auto" in name
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Number of steps and rounds of every layout."""
+    """Numbers of steps and rounds, for all layouts."""
 
-    warm: int  # steps of an arm's first turn, which are not counted
-    settling: int  # the same of arms that measure during their first steps
-    timed: int  # steps of a turn that are, after one that is not
+    warm: int  # uncounted steps of an arm's first turn
+    settling: int  # likewise for arms that measure in their first steps
+    timed: int  # counted steps of a turn, after an uncounted one
     rounds: int
-    timeout: float  # seconds of a start or a turn
+    timeout: float  # seconds for a start or a turn
 
 
 class Book:
-    """Records as JSON lines, each written at once; a file may hold those of earlier calls."""
+    """Append-only JSON lines, each written at once; the file may hold records of earlier calls."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +73,7 @@ class Book:
             file.write(json.dumps(record) + "\n")
 
     def rounds(self, size: str, layout: str, arms: Sequence[str]) -> int:
-        """Count the rounds that these arms have had side by side, in this call or before."""
+        """Count the rounds that these arms ran together, in this and earlier calls."""
         if not self._path.is_file():
             return 0
         records = (json.loads(text) for text in self._path.read_text().splitlines())
@@ -86,12 +86,12 @@ class Book:
 
 @dataclass(frozen=True)
 class Part:
-    """Arms of one layout that take turns: the ``number``-th part of its arms."""
+    """Some arms of a layout that take turns; ``number`` identifies the part."""
 
     layout: str
     number: int
     arms: tuple[Arm, ...]
-    first: int = 0  # the first round that is missing
+    first: int = 0  # first missing round
 
     @property
     def names(self) -> list[str]:
@@ -100,10 +100,10 @@ class Part:
 
 
 def run(sessions: Sequence[Session]) -> bool:
-    """Measure one session after the other, whose ranks are started together.
+    """Start the ranks of all sessions together, then measure the sessions one after the other.
 
-    Returns False where time was up before the last round of one. What starts costs the processor
-    more than the GPU; while one session measures nothing of the others runs.
+    Returns False if time ran out before a session's last round. Starting loads the CPU more than
+    the GPU; while a session measures, the ranks of others are idle.
     """
     over = True
     try:
@@ -121,7 +121,7 @@ def run(sessions: Sequence[Session]) -> bool:
 
 
 class Session:
-    """One part: starts the arms, gives turns, writes what it sees. ``deadline``: of ``time``."""
+    """Runs a part: starts the arms, gives turns, records; ``deadline`` in ``time.monotonic``."""
 
     def __init__(
         self, context: ForkServerContext, options: Options, plan: Plan, book: Book,
@@ -136,26 +136,26 @@ class Session:
         }  # fmt: skip
         self._jobs: dict[str, Job] = {}
         self._began = time.monotonic()
-        # native's ranks do what is without a wire; what measures as it starts is started alone
+        # native's ranks also run the arm without a wire; arms that measure at start start alone
         arms = [arm for arm in part.arms if arm.name != COMPUTE]
         self._alone = [arm for arm in arms if measures(arm.name)]
         self._together = [arm for arm in arms if arm not in self._alone]
 
     def launch(self) -> None:
-        """Start the arms at once that measure nothing before their first step."""
+        """Launch at once the arms that measure nothing before their first step."""
         self._began = time.monotonic()
         for arm in self._together:
             self._begin(arm)
 
     def await_ranks(self) -> None:
-        """Return when the arms that were launched could make their first step."""
+        """Wait until the launched arms are ready for their first step."""
         for arm in self._together:
             self._await(arm)
 
     def measure(self) -> bool:
-        """Start the other arms, one by one, then run the rounds; False: time was up before.
+        """Start the other arms one by one, then run the rounds; return False if time ran out.
 
-        What fails is written down and left out from then on.
+        A failing arm is recorded and skipped from then on.
         """
         layout, names = self._part.layout, self._part.names
         for arm in self._alone:
@@ -179,7 +179,7 @@ class Session:
         return over
 
     def close(self) -> None:
-        """End the ranks that are left."""
+        """End the remaining ranks."""
         for job in self._jobs.values():
             job.close()
         self._jobs.clear()
@@ -200,7 +200,7 @@ class Session:
             self._failed(arm.name, self._jobs[arm.name], error)
 
     def _warm(self, names: list[str]) -> None:
-        """Run the first steps, ``TOGETHER`` arms at once; an arm that measures then runs alone."""
+        """Run first steps of ``TOGETHER`` arms at once; an arm that measures then runs alone."""
         names = [name for name in names if name in self._jobs]
         alone = [name for name in names if measures(name)]
         others = [name for name in names if name not in alone]
@@ -218,7 +218,7 @@ class Session:
                 self._heard(name, -1, steps, before)
 
     def _turn(self, name: str, number: int, steps: int) -> None:
-        """``steps`` of one arm, of which the first is not kept; bytes are the interface's."""
+        """Run ``steps`` of one arm and drop the first; bytes are those of the interface."""
         owner = REFERENCE if name == COMPUTE else name
         if owner not in self._jobs:
             return
@@ -231,7 +231,7 @@ class Session:
         self._heard(name, number, steps, before)
 
     def _heard(self, name: str, number: int, steps: int, before: int) -> None:
-        """Wait for the end of a turn and write it down."""
+        """Wait for the end of a turn and record it."""
         owner = REFERENCE if name == COMPUTE else name
         try:
             answers = self._jobs[owner].answers()

@@ -1,4 +1,4 @@
-"""Cells on disk, so that nothing is measured twice."""
+"""Store cells on disk, so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks.training_bench.cells import LAYOUTS, Arm, Sizes
 from benchmarks.training_bench.report import Record
 from lab.layout import BURST_S
 
-#: changes when cells are measured in another way: those of before are measured again
+#: bumped when the measuring method changes, which makes earlier cells invalid
 METHOD = "side by side, who waits is stopped"
 
 
 class Kept:
-    """Cells under a folder that were measured with some settings, by this and earlier calls.
+    """Cells under a folder, measured with given settings by this and earlier calls.
 
     Cells of other settings count as missing.
     """
@@ -25,9 +25,9 @@ class Kept:
         self._folder, self._sizes, self._loopback = folder, sizes, loopback
 
     def everything(self) -> list[Record]:
-        """Yield all cells by layout, ratio (the network without limit first), repetition and arm.
+        """Yield all cells by layout, ratio (unlimited network first), repetition and arm.
 
-        Cells with other numbers of steps too, as eight ranks on few cores get fewer.
+        Includes cells with other numbers of steps: eight ranks on few cores run fewer.
         """
         found = []
         for layout in LAYOUTS:
@@ -46,7 +46,7 @@ class Kept:
     def missing(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
     ) -> list[Arm]:
-        """Arms without a cell of at least as many steps as are wanted; one that failed is one."""
+        """Return arms that failed or have no cell with at least as many steps as requested."""
 
         def there(arm: Arm) -> bool:
             one = self._one(layout, arm, ratio, repetition)
@@ -57,7 +57,7 @@ class Kept:
     def add(
         self, layout: str, arm: Arm, ratio: float | None, repetition: int, record: Record
     ) -> None:
-        """Write a cell down, in the place of one that there was."""
+        """Write a cell, replacing an earlier one."""
         file = self._file(layout, arm, ratio, repetition)
         file.parent.mkdir(parents=True, exist_ok=True)
         key = self._key(layout, arm, ratio)
@@ -75,7 +75,7 @@ class Kept:
         return folder / f"{arm.stem}.json"
 
     def _key(self, layout: str, arm: Arm, ratio: float | None) -> str:
-        """The digest of everything that a cell's result depends on, but for how many steps."""
+        """Hash everything that a cell's result depends on except the number of steps."""
         sizes = replace(self._sizes, warm=0, steps=0)
         settings = cells.settings_of(layout, arm, sizes, Path("ledger.jsonl"))
         link = None if ratio is None else (ratio, BURST_S)
@@ -89,6 +89,6 @@ def name_of(ratio: float | None) -> str:
 
 
 def _place(folder: Path) -> tuple[float, int]:
-    """Return the ratio (0: no limit) and repetition of a folder of cells such as ``r0.25/1``."""
+    """Return ratio (0: no limit) and repetition of a folder of cells such as ``r0.25/1``."""
     name = folder.parent.name
     return 0.0 if name == "unshaped" else float(name.removeprefix("r")), int(folder.name)

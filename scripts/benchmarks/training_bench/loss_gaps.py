@@ -1,8 +1,8 @@
-"""The gap of compressed trainings to native ones on held-out text, and whether it decides.
+"""Compute the held-out loss gap between compressed and native trainings, and its verdict.
 
-The gap of a seed is the mean, over the evaluations in the last fifth of the steps, of what the loss
-of the compressed training is above that of the native one on the same text, in percent. The
-interval is that of the mean over the seeds, by Student's t at 95 %.
+The gap of a seed is the loss of the compressed training relative to the native one on the same
+text, in percent, averaged over the evaluations in the last fifth of the steps. The interval is
+Student's t at 95 % for the mean over seeds.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from numpy.typing import NDArray
 from hybridcomp.tools.compare.statistics import LEAST, half_width, student
 
 Array = NDArray[np.float64]
-#: percent: the gap that is aimed at, at most, and half of the interval that tells it
+#: percent: the maximum gap aimed at, and the half width of an interval that decides it
 AIM = 0.1
-#: seeds beyond which none is asked for
+#: maximum number of seeds to ask for
 MOST = 1000
 
 
 class GapError(ValueError):
-    """Two logs do not belong together or hold no evaluations; the message says which."""
+    """Two logs do not match or hold no evaluations; the message says which."""
 
 
 @dataclass(frozen=True)
 class SeedGap:
-    """One seed: gaps in percent."""
+    """Gaps of one seed, in percent."""
 
     seed: int
-    batches: int  # batches of an evaluation
+    batches: int  # per evaluation
     gap: float  # the mean over the evaluations
 
 
 def evaluations(log: Sequence[Mapping[str, Any]]) -> tuple[list[int], Array]:
-    """Return the steps at which held-out text was read, and the loss of each batch there."""
+    """Return the steps of the evaluations, and the loss of each of their batches."""
     found = [line for line in log if "valid_losses" in line and "step" in line]
     if not found:
         raise GapError("no evaluation on the way")
@@ -48,7 +48,7 @@ def evaluations(log: Sequence[Mapping[str, Any]]) -> tuple[list[int], Array]:
 def seed_gap(
     seed: int, native: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
 ) -> SeedGap:
-    """Return the gap of one seed from the two logs. Raises GapError where they do not match."""
+    """Return the gap of one seed from two logs. Raises GapError if they do not match."""
     (steps, base), (others, losses) = evaluations(native), evaluations(own)
     if steps != others or base.shape != losses.shape:
         raise GapError(f"seed {seed}: evaluated at steps {others}, native at {steps}")
@@ -58,9 +58,9 @@ def seed_gap(
 
 
 def seeds_for(spread: float, half: float) -> int:
-    """Return the fewest seeds whose interval is at most ``half`` on either side; MOST at most.
+    """Return the fewest seeds with a half interval of at most ``half``; at most MOST.
 
-    ``spread``: the standard deviation of the gap over the seeds.
+    ``spread``: standard deviation of the gap over the seeds.
     """
     for seeds in range(LEAST, MOST):
         if student(seeds) * spread / math.sqrt(seeds) <= half:
@@ -74,12 +74,12 @@ class Found:
 
     seeds: list[SeedGap]
     gap: float
-    half: float | None  # of the interval, None under three seeds
+    half: float | None  # half interval, None under three seeds
     spread: float  # standard deviation over the seeds
 
     @property
     def word(self) -> str:
-        """Return ``met``, ``refuted`` or ``undecided``: whether the gap is at most AIM."""
+        """Return ``met``, ``refuted`` or ``undecided`` for "the gap is at most AIM"."""
         if self.half is None:
             return "undecided"
         if self.gap + self.half <= AIM:
@@ -88,7 +88,7 @@ class Found:
 
     @property
     def more(self) -> int:
-        """Return how many more seeds the same gap and spread would need to decide; 0: none."""
+        """Return how many more seeds would decide at the same gap and spread; 0: none."""
         if self.word != "undecided":
             return 0
         if self.half is None:
@@ -97,7 +97,7 @@ class Found:
         return max(1, wanted - len(self.seeds))
 
     def told(self, pair_seconds: float) -> str:
-        """Say gap, interval and whether they decide; ``pair_seconds``: what one seed takes."""
+        """Describe gap, interval and verdict; ``pair_seconds``: duration of a seed's pair."""
         if self.half is None:
             count = f"{len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}"
             return f"gap {self.gap:+.3f} % of {count}: undecided, an interval needs {LEAST}"
@@ -115,7 +115,7 @@ class Found:
 
 
 def found(seeds: Sequence[SeedGap]) -> Found:
-    """Return the gap over ``seeds``, at least one. Raises GapError for other evaluations."""
+    """Return the gap over ``seeds``, at least one. Raises GapError if evaluations differ."""
     if len({one.batches for one in seeds}) != 1:
         raise GapError("the seeds were evaluated on different text")
     gaps = np.array([one.gap for one in seeds])
@@ -124,7 +124,7 @@ def found(seeds: Sequence[SeedGap]) -> Found:
 
 
 def of(records: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]]) -> Found:
-    """Return the gap of ``others`` to ``records``, kept trainings by seed; of seeds in both."""
+    """Return the gap of ``others`` to ``records`` (trainings by seed), over the seeds in both."""
     both = sorted(set(records) & set(others))
     if not both:
         raise GapError("no seed has both trainings")

@@ -1,4 +1,4 @@
-"""Trainings of one seed that begin together, from the fork of their ranks to what is kept."""
+"""Run the trainings of a seed that start together, from forking their ranks to their records."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from benchmarks.training_bench.forked import Job
 from benchmarks.training_bench.gpu_losses import Case
 
-#: steps by which a pair is timed, and the part of its steps that they are at most
+#: steps that time a pair, and their maximum share of its steps
 TIMED, TIMED_PART = 30, 4
 
 
 class Pair:
-    """Ranks that wait at the same gates: before the first step, after some that are timed.
+    """Trainings that wait at common gates: before the first step and after some timed steps.
 
-    The process that runs the study holds pairs; ``close`` ends the ranks that are left, whatever
-    happened. Every call that hears or tells raises JobError where a rank has failed.
+    The study's process owns pairs; ``close`` ends the remaining ranks in any case. Methods that
+    communicate raise JobError if a rank has failed.
     """
 
     def __init__(self, jobs: dict[Case, Job], steps: int, last_gate: bool) -> None:
-        """``steps``: of each. ``last_gate``: whether the trainings are over at their last step."""
+        """``steps``: per training. ``last_gate``: whether the trainings end at their last step."""
         self.jobs, self.steps, self._last_gate = jobs, steps, last_gate
         self._forked, self.began = time.monotonic(), 0.0
-        #: seconds until its ranks waited before their first step
+        #: seconds until its ranks were ready for their first step
         self.start_s = 0.0
-        #: seconds of a step beside the other trainings, 0 before that is known
+        #: seconds per step beside the other trainings, 0 while unknown
         self.step_s = 0.0
-        #: steps that were let go; 0: the pair waits before its first one
+        #: steps released so far; 0: waiting before the first
         self.told = 0
         self._waiting: dict[Case, list[dict[str, float]]] = {}
 
@@ -39,20 +39,20 @@ class Pair:
 
     @property
     def pipes(self) -> dict[int, Case]:
-        """Return whose pipe it is, by its id."""
+        """Return the training of each pipe, by the pipe's id."""
         return {id(pipe): case for case, job in self.jobs.items() for pipe in job.pipes}
 
     def connections(self) -> list[Connection]:
-        """Return the pipes of all ranks that are left."""
+        """Return the pipes of all remaining ranks."""
         return [pipe for job in self.jobs.values() for pipe in job.pipes]
 
     @property
     def ready(self) -> bool:
-        """Return whether every training that is left waits at the gate."""
+        """Return whether all remaining trainings wait at the gate."""
         return bool(self.jobs) and len(self._waiting) == len(self.jobs)
 
     def hear(self, case: Case, patience: float) -> bool:
-        """Hear all ranks of a training, at most ``patience`` seconds; return whether it is over."""
+        """Receive from a training's ranks for up to ``patience`` seconds; return if it ended."""
         job = self.jobs[case]
         job.timeout = patience
         words: list[Any] = job.answers()
@@ -69,13 +69,13 @@ class Pair:
         return over
 
     def time(self) -> None:
-        """Take the seconds of a step from those of the slowest training, without the first ones."""
+        """Set the seconds per step from the slowest training, without its first steps."""
         steps = [said[len(said) // 3 :] for said in self._waiting.values() if said]
         if steps:
             self.step_s = max(statistics.median(one["seconds"] for one in said) for said in steps)
 
     def go_on(self) -> None:
-        """Let all trainings go: first the steps that are timed, then all others."""
+        """Release all trainings: first for the timed steps, then for all others."""
         first = max(1, min(TIMED, self.steps // TIMED_PART))
         more = self.steps - self.told if self.told else min(first, self.steps)
         if not self.told:
@@ -86,7 +86,7 @@ class Pair:
             job.tell("go", more, False)
 
     def close(self) -> None:
-        """End all ranks that are left."""
+        """End the remaining ranks."""
         for job in self.jobs.values():
             job.close()
         self.jobs.clear()
@@ -95,7 +95,7 @@ class Pair:
 def pair_of(
     context: Any, cases: Sequence[Case], specs: Sequence[Any], steps: int, timeout: float
 ) -> Pair:
-    """Fork the ranks of ``cases``; ``specs``: those of each case."""
+    """Fork the ranks of ``cases``; ``specs``: per case."""
     jobs = {}
     try:
         for case, own in zip(cases, specs, strict=True):

@@ -1,8 +1,7 @@
-"""Keep one small file of a training of losses, written whole when the training is over.
+"""Store one small file per training of the loss study, written when the training has ended.
 
-These files are the whole state of a study on disk. Only the process that runs it writes them, after
-the ranks have ended; a file that is there is a training that need not be repeated. One that cannot
-be read is said to be damaged, and its training made again.
+These files are a study's whole state on disk. Only the study's process writes them, after the ranks
+have ended. A training with a file is not repeated, unless the file is damaged, which is reported.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from typing import Any
 from benchmarks.training_bench.gpu_losses import Case, Method, settings_of
 
 SUFFIX = ".json.gz"
-#: digits of what is only shown; losses keep all of theirs
+#: digits of displayed figures; losses keep all digits
 SHOWN = {"seconds": 4, "tokens_per_second": 0, "learning_rate": 9}
-#: digits of the losses of single batches of an evaluation
+#: digits of the losses of an evaluation's batches
 BATCH_DIGITS = 6
-#: what reading a damaged file raises
+#: exceptions from reading a damaged file
 DAMAGED = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
 Record = dict[str, Any]
 
 
 def file_of(out: Path, case: Case) -> Path:
-    """Return the file that is kept of a training."""
+    """Return the path of a training's file."""
     return out / f"{case.stem}{SUFFIX}"
 
 
 def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, float]) -> Record:
-    """Pack the log, ledger and settings of a training whose files are below ``logs``.
+    """Pack log, ledger and settings of a training whose files are below ``logs``.
 
-    ``seconds``: of its start, its steps and evaluations. Returns what was written. Raises
-    ValueError for a log that is not one whole training's.
+    ``seconds``: of start, steps and evaluations. Returns the written record. Raises ValueError
+    unless the log is that of one whole training.
     """
     folder = case.folder(logs)
     log = [shortened(each) for each in _lines(folder / "loss.jsonl")]
@@ -63,7 +62,7 @@ def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, 
 
 
 def shortened(line: Record) -> Record:
-    """Return a line of a log with fewer digits where nobody compares them."""
+    """Return a log line with fewer digits in figures that are not compared."""
     short: Record = {
         name: round(value, SHOWN[name])
         if name in SHOWN
@@ -72,7 +71,7 @@ def shortened(line: Record) -> Record:
         else value
         for name, value in line.items()
     }
-    if "run" in short:  # paths of the machine that trained
+    if "run" in short:  # paths of the training machine
         run = {key: value for key, value in short["run"].items() if key != "deepspeed_config"}
         settings = dict(run.get("deepspeed", {}))
         if "compression" in settings:
@@ -88,7 +87,7 @@ def _lines(file: Path) -> list[Record]:
 
 
 def read(file: Path) -> tuple[Case, Record]:
-    """Return a training and what is kept of it. Raises ValueError for a damaged file."""
+    """Return a training and its record. Raises ValueError for a damaged file."""
     try:
         record = json.loads(gzip.decompress(file.read_bytes()))
         case = Case(**record["case"])
@@ -102,7 +101,7 @@ def read(file: Path) -> tuple[Case, Record]:
 
 
 def kept(out: Path, say: Callable[[str], None]) -> dict[Case, Record]:
-    """Return all trainings that are kept in ``out``; damaged files are said and left out."""
+    """Return all records in ``out``; reports and skips damaged files."""
     found = {}
     for file in sorted(out.glob(f"*{SUFFIX}")):
         try:
@@ -115,7 +114,7 @@ def kept(out: Path, say: Callable[[str], None]) -> dict[Case, Record]:
 
 
 def by_arm(records: Mapping[Case, Record]) -> dict[str, dict[int, Record]]:
-    """Return the trainings through memory by arm and seed."""
+    """Return records of trainings through GPU memory, by arm and seed."""
     runs: dict[str, dict[int, Record]] = {}
     for case, record in records.items():
         if not case.nccl:
@@ -124,13 +123,13 @@ def by_arm(records: Mapping[Case, Record]) -> dict[str, dict[int, Record]]:
 
 
 def pair_seconds(records: Mapping[int, Record]) -> float:
-    """Return the median of what the pairs of these seeds took from their first step."""
+    """Return the median duration of these seeds' pairs from their first step."""
     found: float = statistics.median(one["seconds"]["pair"] for one in records.values())
     return found
 
 
 def held_against_nccl(records: Mapping[Case, Record]) -> list[str]:
-    """Say of every training over NCCL in how many steps the one through memory has its loss."""
+    """Count, for each training over NCCL, the steps with the same loss as through GPU memory."""
     told = []
     for case, record in records.items():
         own = records.get(replace(case, nccl=False))

@@ -1,4 +1,4 @@
-"""Runs the pairs of a study of losses one after the other, as many as end in the time there is."""
+"""Run the pairs of a loss study one after the other, as many as fit the time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from benchmarks.training_bench.forked import JobError
 from benchmarks.training_bench.gpu_losses import Case, Method
 from benchmarks.training_bench.loss_pair import Pair
 
-#: seconds of the budget that are kept for what comes after the last step
+#: seconds of the budget reserved for work after the last step
 RESERVE_S = 8.0
-#: of the steps that were asked for, the fewest that ``--fit`` takes
+#: minimum share of the requested steps that ``--fit`` accepts
 FEWEST = 1 / 5
-#: pairs that fail before no other one begins
+#: failing pairs after which no other starts
 FAILURES = 2
 
 
 class Runner:
-    """Holds the pairs that run, and the next one, whose ranks are made ready beside them.
+    """Runs pairs, and prepares the ranks of the next pair meanwhile.
 
-    What is over is written at once; whatever ends a run, ranks that are left are ended with it,
-    and a later run makes their trainings anew.
+    Finished trainings are written at once. However a run ends, it ends its ranks; a later run
+    repeats their trainings.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Runner:
         turns: Iterable[Sequence[Case]],
         say: Callable[[str], None],
     ) -> None:
-        """``asked``: budget, deadline, beside, fit, timeout, vocabulary, cpu and the folders."""
+        """``asked``: budget, deadline, beside, fit, timeout, vocabulary, cpu and folders."""
         self.asked, self.method, self._context, self._say = asked, method, context, say
         self.turns = deque(tuple(turn) for turn in turns)
         self.active: list[Pair] = []
         self.failed, self.time_is_up = 0, False
-        #: seconds of a step and of a start, as seen last; steps that a pair took as long as
+        #: latest seconds per step and per start; equivalent steps of a whole pair
         self.step_s, self.start_s, self.lasted = 0.0, 0.0, 0.0
 
     def run(self) -> None:
-        """Make what is missing; afterwards ``failed`` and ``time_is_up`` say what was not."""
+        """Run the missing pairs; then ``failed`` and ``time_is_up`` describe the rest."""
         try:
             while self.turns or self.active:
                 self._begin()
@@ -66,11 +66,11 @@ class Runner:
 
     @property
     def left(self) -> float:
-        """Return the seconds of the budget that are left."""
+        """Return the remaining seconds of the budget."""
         return float(self.asked.deadline) - time.monotonic()
 
     def need(self) -> float:
-        """Return the seconds that a pair takes from its first step, 0 where nobody knows."""
+        """Return the estimated seconds of a pair from its first step, 0 while unknown."""
         step = self.step_s
         if not step and not self.asked.cpu:
             at_once = 2 * self.asked.beside
@@ -80,11 +80,11 @@ class Runner:
         return step * self._equal_steps()
 
     def _equal_steps(self) -> float:
-        """Return the steps that take as long as a pair: with its evaluations, as the last did."""
+        """Return the steps that take as long as a pair with its evaluations, as measured last."""
         return self.lasted or loss_cost.equal_steps(self.method)
 
     def _begin(self) -> None:
-        """Fork the next pairs: those that have a place, and one that waits until there is one."""
+        """Fork the next pairs: as many as may run, plus one that waits."""
         while self.turns:
             going = [pair for pair in self.active if pair.told]
             waits = len(self.active) > len(going)
@@ -96,7 +96,7 @@ class Runner:
             need = max(start, until) + self.need() + RESERVE_S
             turn = self.turns[0]
             if need > self.left and (self.active or not self.asked.fit):
-                if not self.active:  # else more is known when those are over
+                if not self.active:  # otherwise decide when the running pairs end
                     names = " and ".join(map(str, turn))
                     self._later(f"{names} would need {need:.0f} s")
                 return
@@ -107,18 +107,18 @@ class Runner:
             self.active.append(loss_pair.pair_of(self._context, turn, specs, steps, timeout))
 
     def _rest(self, pair: Pair) -> float:
-        """Return the seconds that a pair still needs, as far as is known."""
+        """Return the estimated seconds that a pair still needs."""
         return max(0.0, pair.step_s * self._equal_steps() - (time.monotonic() - pair.began))
 
     def _heard(self) -> list[tuple[Pair, Case]]:
-        """Return the trainings whose ranks have sent something within some seconds."""
+        """Return the trainings whose ranks sent something within some seconds."""
         whose = {key: (pair, case) for pair in self.active for key, case in pair.pipes.items()}
         pipes = [pipe for pair in self.active for pipe in pair.connections()]
         ready = wait(pipes, max(0.0, min(self.left, 5.0)))
         return list(dict.fromkeys(whose[id(pipe)] for pipe in ready))
 
     def _hear(self, pair: Pair, case: Case) -> None:
-        """Hear one training; keep it where it is over."""
+        """Receive from a training; store its record if it has ended."""
         try:
             if pair.hear(case, min(self.asked.timeout, max(1.0, self.left))):
                 self._keep(pair, case)
@@ -126,7 +126,7 @@ class Runner:
             self._fail(pair, f"{case}: {error}")
 
     def _go_on(self) -> None:
-        """Let pairs go of which all trainings wait, where they have a place or have one already."""
+        """Release pairs whose trainings all wait, if they hold or get a place."""
         for pair in list(self.active):
             going = sum(bool(other.told) for other in self.active)
             if pair in self.active and pair.ready and (pair.told or going < self.asked.beside):
@@ -138,7 +138,7 @@ class Runner:
     def _keep(self, pair: Pair, case: Case) -> None:
         seconds = {"start": pair.start_s, "pair": time.monotonic() - pair.began}
         record = loss_records.write(self.asked.out, self.asked.logs, case, self.method, seconds)
-        shutil.rmtree(case.folder(self.asked.logs))  # all that counts is kept
+        shutil.rmtree(case.folder(self.asked.logs))  # the record has everything needed
         last = record["log"][-1]
         end = f", valid {last['valid_loss']:.4f}" if last.get("summary") else ""
         self._say(f"{case} is over after {seconds['pair']:.1f} s{end}")
@@ -148,7 +148,7 @@ class Runner:
                 self.lasted = seconds["pair"] / pair.step_s
 
     def _go(self, pair: Pair) -> None:
-        """Let a pair go on, unless its first steps say that it does not end in time."""
+        """Release a pair unless its first steps show that it cannot end in time."""
         if not pair.told:
             self.start_s = pair.start_s
             self._say(f"{pair} begin")
@@ -161,7 +161,7 @@ class Runner:
         pair.go_on()
 
     def _too_slow(self, pair: Pair) -> bool:
-        """End a pair that does not end in time: to begin it again shorter, or in a later run."""
+        """End a pair that cannot end in time, to start again shorter or in a later run."""
         fit, self.asked.fit = self.asked.fit, 0
         wanted = max(1, min(fit, 1 + len(self.turns)))
         whole = self._equal_steps() * pair.step_s
@@ -186,14 +186,14 @@ class Runner:
         return True
 
     def _again(self) -> None:
-        """End all pairs and put them before what has not begun."""
+        """End all pairs and put them back to the front of the queue."""
         for pair in reversed(self.active):
             self.turns.appendleft(tuple(pair.jobs))
             pair.close()
         self.active.clear()
 
     def _later(self, why: str) -> None:
-        """Leave what has not begun to a later run."""
+        """Leave the queue to a later run."""
         cases = sum(len(turn) for turn in self.turns)
         self._say(f"{why}, {self.left:.0f} s are left: {cases} trainings are for a later call")
         self.turns.clear()
@@ -205,9 +205,9 @@ class Runner:
         self.time_is_up = True
 
     def _fail(self, pair: Pair, why: str) -> None:
-        """End the others of a pair of which one failed: a gap needs both."""
+        """End the other trainings of a failed pair: a gap needs both."""
         if self.left <= 1:
-            return  # it was not given more time; the loop says that it is up
+            return  # it ran out of time, which the loop reports
         self._say(f"{pair} FAILED: {why}")
         self.failed += 1
         pair.close()

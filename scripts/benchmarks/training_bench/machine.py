@@ -1,4 +1,4 @@
-"""Tell when the machine is quiet enough for timing, and how many ranks it holds."""
+"""Check when the machine is idle enough for timing, and how many ranks fit its memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def ticks() -> tuple[int, int]:
-    """Return the busy and all clock ticks of all cores since boot."""
+    """Return busy and total clock ticks of all cores since boot."""
     figures = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     total = sum(figures)
     return total - figures[3] - figures[4], total
 
 
 def busy(seconds: float = 1.0) -> float:
-    """Return the share of the cores that others keep busy, sampled for ``seconds``; 0 to 1."""
+    """Return the share of the cores that other processes use, sampled for ``seconds``; 0 to 1."""
     then = ticks()
     time.sleep(seconds)
     now = ticks()
@@ -24,7 +24,7 @@ def busy(seconds: float = 1.0) -> float:
 
 
 def gpu_name() -> str:
-    """Return the name of the first GPU, as its driver has it; no context is made on it."""
+    """Return the name of the first GPU from its driver, without creating a context."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -33,12 +33,12 @@ def gpu_name() -> str:
     return found.stdout.splitlines()[0].strip()
 
 
-#: of a rank with torch, DeepSpeed and the example's model: 0.25 to 0.5 GB here
+#: GB per rank with torch, DeepSpeed and the example's model: 0.25 to 0.5 here
 RANK_NBYTES = 0.5e9
 
 
 def room() -> int:
-    """Return the number of ranks that the free memory holds, at least 2."""
+    """Return the number of ranks that fit the free memory, at least 2."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return max(2, int(1024 * free / RANK_NBYTES))

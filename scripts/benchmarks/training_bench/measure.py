@@ -1,4 +1,4 @@
-"""Cells side by side: what is missing is measured."""
+"""Measure missing cells of a layout, all arms at once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from benchmarks.training_bench.session import Session
 from benchmarks.training_bench.turns import Job
 from lab.layout import BURST_S
 
-#: steps of native bf16 without limit that the rate of the links is taken from
+#: steps of native bf16 without a limit that determine the link rate
 LOOKS = 6
-#: seconds after which a session that goes on says how far it is
+#: seconds between progress lines of a running session
 QUIET_S = 20.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line."""
+    """Command line options."""
 
     data: Path
     out: Path
@@ -39,46 +39,46 @@ class Options:
     force: bool
     loopback: bool
     timeout: float
-    processes: int  # ranks side by side
+    processes: int  # at once
 
 
 def by_step(ranks: Sequence[Steps]) -> list[float]:
-    """Return the seconds of every step, which ends when its slowest rank does."""
+    """Return the seconds of every step, each that of its slowest rank."""
     return [max(step["seconds"] for step in each) for each in zip(*ranks, strict=False)]
 
 
 def summary(ranks: Sequence[Steps], per_node: int, length: int) -> dict[str, Any]:
-    """Sum up the steps of all ranks. ``length``: tokens of a sequence."""
+    """Summarize the steps of all ranks. ``length``: tokens per sequence."""
     seconds = by_step(ranks)
     if not seconds:
         raise CellError("expected more steps, found none that is timed")
-    # ranks of a node share its interface: the first one's counters are the node's
+    # ranks of a node share its interface: use the first one's counters
     first = ranks[::per_node]
     sent = [max(step["sent"] for step in each) for each in zip(*first, strict=False)]
     return {
-        "seconds": statistics.median(seconds),  # of a step
+        "seconds": statistics.median(seconds),  # per step
         "steps": seconds,
-        "sent": statistics.median(sent),  # bytes a step of the node that sends most
-        "tokens": int(ranks[0][0]["tokens"]) * length,  # a step
+        "sent": statistics.median(sent),  # bytes per step of the node that sends most
+        "tokens": int(ranks[0][0]["tokens"]) * length,  # per step
         "loss": statistics.fmean(step["loss"] for step in ranks[0]),
     }
 
 
 class Bench:
-    """Runs cells and remembers them under ``options.out``."""
+    """Runs cells and stores them under ``options.out``."""
 
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
         self.options, self.say = options, say
         self.kept = Kept(options.out, options.sizes, options.loopback)
-        self._spoke = 0.0  # when the last word of a session was
+        self._spoke = 0.0  # time of a session's last progress line
 
     def run(
         self, layout: str, arms: list[Arm], ratios: list[float | None], repetitions: int
     ) -> list[dict[str, Any]]:
-        """Measure all cells of a layout at every ratio (None: the network without limit).
+        """Measure all cells of a layout at every ratio (None: no limit).
 
-        Cells that are there already are taken as they are; the others are measured beside native
-        bf16, as many at once as the memory holds. Raises CellError where that itself fails.
+        Reuses stored cells and measures the others beside native bf16, as many at once as fit the
+        memory. Raises CellError if native bf16 fails.
         """
         found, begin = [], time.monotonic()
         beside = max(1, self.options.processes // _ranks(layout) - 2)
@@ -102,7 +102,7 @@ class Bench:
     def _side_by_side(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
     ) -> list[dict[str, Any]]:
-        """Measure native bf16 and ``arms``; write and return the records, failures too."""
+        """Measure native bf16 and ``arms`` at once; store and return records, also of failures."""
         options, began = self.options, time.monotonic()
         busy = machine.wait_until_quiet(options.busy, options.patience, options.force)
         arms, load = [Arm(REFERENCE), *arms], os.getloadavg()[0]
@@ -132,11 +132,10 @@ class Bench:
     def _trained(
         self, folder: str, layout: str, arms: list[Arm], ratio: float | None
     ) -> tuple[int | None, list[float], list[list[Steps] | CellError]]:
-        """Bits a second, seconds of native bf16 without limit, and each arm's timed steps by rank.
+        """Return bits per second, seconds of native bf16 without a limit, and timed steps per arm.
 
-        On a shaped network native bf16 runs twice: one of the two makes its steps while the links
-        have no limit. The first of these set the rate, the others, in the turns of the arms, say
-        what r really is.
+        On a limited network native bf16 runs twice, one of them without the limit. Its first steps
+        determine the rate; its later steps, taken in turn with the arms, give the actual r.
         """
         options, place = self.options, LAYOUTS[layout]
         warm, timed = options.sizes.warm, options.sizes.steps
@@ -176,7 +175,7 @@ class Bench:
         return summary(ranks, LAYOUTS[layout].per_node, self.options.sizes.length)
 
     def _rate(self, layout: str, said: Sequence[Steps], ratio: float) -> int:
-        """Bits a second at which the bytes of a step take ``ratio`` times the step itself."""
+        """Return the link rate in bits/s at which a step's bytes take ``ratio`` step times."""
         found = self._summary(layout, [steps[-LOOKS:] for steps in said])
         seconds, nbytes = float(found["seconds"]), float(found["sent"])
         return max(8000, round(8 * nbytes / (ratio * seconds)))
@@ -210,7 +209,7 @@ def _ledger(folder: str, arm: Arm) -> Path:
 
 
 def coded(ledger: Path, ranks: int) -> dict[str, float]:
-    """Read from a ledger a rank's seconds of coding and encoded messages, per reported step."""
+    """Return from a rank's ledger the codec seconds and encoded messages per reported step."""
     found = {"codec_s": 0.0, "rounds": 0.0}
     if ledger.is_file():
         record = json.loads(ledger.read_text().splitlines()[-1])

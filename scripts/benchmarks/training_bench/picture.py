@@ -1,4 +1,4 @@
-"""Tokens a second against the speed of the network."""
+"""Plot tokens per second against the network's rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.training_bench.cells import REFERENCE
 
-#: arms that have the same colour in every picture; others take those of a second palette
+#: arms with the same colour in every picture; others use a second palette
 OWN = (
     "recommended", "bound", "naive-zfp", "delta", "mzhybrid", "zhybrid", "naive-mpc",
     "native fp32", "recommended when auto", "recommended nodes", "bound nodes",
@@ -16,15 +16,15 @@ OWN = (
 
 
 def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
-    """Draw one line an arm; one measured at fewer rates than others is in the table only.
+    """Draw a line for each arm; an arm with fewer rates than others is in the table only.
 
-    Draws nothing and returns False where there is one rate at most.
+    Draws nothing and returns False for fewer than two rates.
     """
     shaped = [
         row for row in rows
         if row["layout"] == layout and "failed" not in row and row["rate"] is not None
     ]  # fmt: skip
-    # sessions differ in rate and in the machine's speed: all stand where the reference does
+    # sessions differ in rate and machine speed: plot all at the reference's rates
     base = {row["r"]: row for row in shaped if row["arm"] == REFERENCE}
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in shaped:
@@ -70,7 +70,7 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
 
 
 def colors_of(arms: Sequence[str]) -> dict[str, Any]:
-    """Return the color of every arm; those of ``OWN`` do not depend on the others."""
+    """Return the color of every arm; colors of ``OWN`` do not depend on the other arms."""
     from matplotlib import color_sequences
 
     first, second = color_sequences["tab20"], color_sequences["tab20b"]

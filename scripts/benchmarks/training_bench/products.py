@@ -1,8 +1,8 @@
-"""Products of bf16 matrices on processors that have no instructions for them.
+"""Multiply bf16 matrices on CPUs without bf16 instructions.
 
-Without AVX-512 torch falls back to a loop that takes about forty times as long as fp32, which would
-make the compute of a step, against which every network is set, a property of that loop. Here bf16
-operands are widened, multiplied in fp32 and rounded once, as tensor cores do, for all arms alike.
+Without AVX-512 torch uses a loop about forty times slower than fp32, which would dominate a step's
+compute time, and link rates are set relative to that. Here bf16 operands are converted to fp32,
+multiplied and rounded once, as tensor cores do, in all arms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @functools.lru_cache(maxsize=1)
 def needed() -> bool:
-    """Return whether this processor multiplies bf16 matrices in a slow loop."""
+    """Return whether this CPU multiplies bf16 matrices in a slow loop."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -45,18 +45,18 @@ def _wide(values: Tensor) -> torch.dtype:
     return torch.float32 if values.dtype == torch.bfloat16 else values.dtype
 
 
-#: what is installed; freed, it would be taken back
+#: keeps the registrations alive; freeing them would undo the override
 _kept: list[Any] = []
 
 
 def install() -> None:
-    """Widen products on the CPU from here on, in this process.
+    """Override bf16 products on the CPU in this process.
 
-    The variants that are given their output are left as they are, and do the work.
+    The ``out=`` variants stay unchanged and do the work.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel of torch is overridden
+        warnings.simplefilter("ignore")  # about overriding a kernel of torch
         for name, found in (("mm", _mm), ("bmm", _bmm), ("addmm", _addmm)):
             library.impl(name, found, "CPU")
     attention: Any = F.scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""Cells as a table: speed-up over native bf16, what the wire allows, the share of it reached."""
+"""Tabulate cells: speed-up over native bf16, its limit by the wire, the share reached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def ideal(ratio: float, saving: float) -> float:
-    """Return the speed-up when nothing but bytes changes: (1 + r) / (1 + r / saving).
+    """Return the speed-up if only bytes change: (1 + r) / (1 + r / saving).
 
     ``ratio``: communication to compute of native bf16; ``saving``: its bytes over the arm's.
     """
@@ -22,8 +22,10 @@ def ideal(ratio: float, saving: float) -> float:
 
 
 def rows_of(records: Sequence[Record]) -> list[Record]:
-    """Return one row for each layout, ratio and arm; steps of all repetitions, each beside the
-    reference's of the same turn."""
+    """Return one row for each layout, ratio and arm.
+
+    Uses the steps of all repetitions, each paired with the reference's step of the same turn.
+    """
     groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for record in records:
         groups[record["layout"], record["ratio"], record["arm"]].append(record)
@@ -40,7 +42,7 @@ def _figures(own: Sequence[Record]) -> Record:
     ups = sorted(n / s for cell in own for n, s in zip(cell["native"], cell["steps"], strict=True))
     sent = statistics.median(cell["sent"] for cell in own)
     native_sent = statistics.median(cell["native_sent"] for cell in own)
-    saving = native_sent / sent if sent else None  # a loopback: nobody counted
+    saving = native_sent / sent if sent else None  # nothing is counted on a loopback
     out = outside(len(ups))
     row: Record = {
         "rate": statistics.median(cell["rate"] for cell in own) if own[0]["rate"] else None,
@@ -60,7 +62,7 @@ def _figures(own: Sequence[Record]) -> Record:
     }
     row["tokens_per_second"] = own[0]["tokens"] / row["seconds"]
     if row["rate"] and saving:
-        # r and compute as they were in the turns of these cells
+        # r and compute as measured in the turns of these cells
         shares = [8 * cell["native_sent"] / cell["rate"] / statistics.median(cell["compute"])
                   for cell in own]  # fmt: skip
         row["r_measured"] = statistics.median(shares)
@@ -71,10 +73,9 @@ def _figures(own: Sequence[Record]) -> Record:
 
 
 def outside(count: int) -> int:
-    """Return how many of ``count`` sorted values to leave out at each end, so that the others span
-    the 95 % interval of the median.
+    """Return how many of ``count`` sorted values lie outside the median's 95 % interval, per end.
 
-    Source: order statistics, binomial with p = 1/2; below 6 values all are in.
+    Source: order statistics, binomial with p = 1/2; 0 below 6 values.
     """
     out, tail = 0, 0.5**count
     while tail + comb(count, out + 1) * 0.5**count <= 0.025:
@@ -99,7 +100,7 @@ HEAD = (
 
 
 def table(rows: Sequence[Record], layout: str) -> str:
-    """Return the table of one layout."""
+    """Return the table of a layout."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in rows:
         if row["layout"] == layout:

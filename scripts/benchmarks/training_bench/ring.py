@@ -1,8 +1,8 @@
-"""A reduce-scatter over gloo that sends what NCCL's sends: ``(W-1)/W`` of its values a rank.
+"""Reduce-scatter over gloo with NCCL's traffic: each rank sends ``(W-1)/W`` of its values.
 
-gloo's own sends as much as its all-reduce: on two ranks all values where a ring sends a half, on
-four 1.5 times as many where a ring sends three quarters. Beside it compressed sums of ZeRO 3 and
-FSDP2 would look better than they are over NCCL.
+gloo's reduce-scatter sends as much as its all-reduce: on two ranks all values instead of half, on
+four 1.5 times the values instead of three quarters. It would make compressed reductions of ZeRO 3
+and FSDP2 look better than over NCCL.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: names that engines call it by; torch 2.13 has both
+#: functions that engines call; torch 2.13 has both
 NAMES = ("reduce_scatter_tensor", "reduce_scatter_single")
 
 
 class Done:
-    """The handle of a reduction that has ended."""
+    """Handle of a finished reduction."""
 
     def wait(self, *_: Any) -> bool:
         """Return at once."""
@@ -31,11 +31,11 @@ def reduce_scatter(
 ) -> Done | None:  # fmt: skip
     """Add ``values`` (W·n,) of all W ranks and write this rank's n sums into ``output``.
 
-    1. The part of rank r begins at rank r + 1 and goes round the ring; every rank adds its own
-       values, in the dtype of ``values``, as NCCL's ring does.
-    2. The last one on its way is rank r.
+    1. The chunk of rank r starts at rank r + 1 and travels round the ring; every rank adds its
+       values in the dtype of ``values``, as in NCCL's ring.
+    2. It ends at rank r.
 
-    Raises ValueError for another operation than a sum or an average.
+    Raises ValueError for operations other than sum and average.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     average = op == dist.ReduceOp.AVG
@@ -46,7 +46,7 @@ def reduce_scatter(
     after, before = _member(group, rank + 1), _member(group, rank - 1)
     for step in range(1, ranks):
         arrived = torch.empty_like(carried)
-        # receive first: gloo tells a sender so behind what is being sent, which would then wait
+        # receive first: gloo announces a receive behind queued sends, so the sender would wait
         moving = dist.irecv(arrived, before, group=group), dist.isend(carried, after, group=group)
         for one in moving:
             if one is not None:
@@ -57,13 +57,13 @@ def reduce_scatter(
 
 
 def _member(group: Any, rank: int) -> int:
-    """Return the rank in the job of a rank of ``group``, counted around."""
+    """Return the job rank of a group rank, modulo the group's size."""
     ranks = dist.get_world_size(group)
     return rank % ranks if group is None else dist.get_global_rank(group, rank % ranks)
 
 
 def install() -> None:
-    """Put it into torch.distributed, before a backend of DeepSpeed's looks its functions up."""
+    """Replace torch.distributed's reduce-scatter before a DeepSpeed backend looks it up."""
     for name in NAMES:
         native = getattr(dist, name, None)
         if native is not None:
@@ -71,7 +71,7 @@ def install() -> None:
 
 
 def _named(native: Any) -> Any:
-    """Return what has ``native``'s parameters and takes its place over gloo."""
+    """Return a replacement with ``native``'s parameters for gloo groups."""
 
     def over_a_ring(
         output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None,

@@ -1,4 +1,4 @@
-"""Run a cell on the nodes of a lab (scripts/netlab.py), or plainly over loopback."""
+"""Run a cell on the nodes of a lab (scripts/netlab.py), or over loopback."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Steps = list[dict[str, float]]
 
 
 class CellError(RuntimeError):
-    """A training that failed; the message is the last line that says why."""
+    """A training failed; the message is the log line that explains it."""
 
 
 class Runner(Protocol):
     """A network, and how to start ranks on it."""
 
-    counts: bool  # whether the interface's bytes are those of the ranks alone
+    counts: bool  # whether only the ranks use the interface
 
     def started(
         self, command: list[str], layout: Layout, env: dict[str, str]
     ) -> AbstractContextManager[Team]:
-        """Start ``command`` (after the interpreter) on every rank; kill it behind the body."""
+        """Start ``command`` (after the interpreter) on every rank; kill it after the body."""
 
     def shape(self, rate: int | None) -> None:
-        """Set the bits a second of every node's link, None: no limit."""
+        """Set the rate of every node's link in bits per second, None: no limit."""
 
 
 class Loopback:
-    """All ranks on this machine, nothing shaped; needs no root."""
+    """All ranks on this machine without rate limits; needs no root."""
 
     counts = False
 
@@ -64,7 +64,7 @@ class Loopback:
             team.end()
 
     def shape(self, rate: int | None) -> None:
-        """Refuse every rate but None."""
+        """Reject every rate but None."""
         assert rate is None, "a loopback has no rate"
 
 
@@ -103,7 +103,7 @@ def network(layout: Layout, loopback: bool) -> Iterator[Runner]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return the environment of every rank: this checkout first, extensions in ``folder``."""
+    """Return every rank's environment: this checkout first, extensions in ``folder``."""
     path = os.pathsep.join(
         part for part in (str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")) if part
     )
@@ -114,7 +114,7 @@ def environment(folder: str) -> dict[str, str]:
 
 
 def parse(status: int, output: str) -> Steps:
-    """The steps that a worker printed. Raises CellError with the line that explains a failure."""
+    """Return the steps that a worker printed. Raises CellError with the line that explains it."""
     lines = output.splitlines()
     found = [line for line in lines if line.startswith(PREFIX)]
     if status == 0 and found:
@@ -128,7 +128,7 @@ def parse(status: int, output: str) -> Steps:
 
 
 def free_port() -> str:
-    """Return a port that nobody listens on now."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Trainings of one layout side by side on one network."""
+"""Run trainings of one layout together on one network."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lab.team import Team
 
 
 class Session:
-    """Jobs that are started one after the other and then take turns; a context manager.
+    """Context manager of jobs that start one after the other and then take turns.
 
-    Each starts, and measures what it measures before its first step, while the others wait.
+    While a job starts and benchmarks messages, the others wait.
     """
 
     def __init__(self, runner: Runner, layout: Layout, timeout: float) -> None:
-        """``timeout``: seconds that a start or a step may take."""
+        """``timeout``: seconds for a start or a step."""
         self._runner, self._layout, self._timeout = runner, layout, timeout
         self._stack = ExitStack()
         self._teams: dict[int, Team] = {}
@@ -34,7 +34,7 @@ class Session:
         self._stack.close()
 
     def start(self, command: list[str]) -> Job:
-        """Start a job that waits for its first turn; one that failed before that is over."""
+        """Start a job, which waits for its first turn; if it fails before that, it is over."""
         own = Path(self._folder, f"job{len(self._teams)}")
         own.mkdir()
         env = {**environment(str(own)), VARIABLE: self._path}
@@ -45,9 +45,9 @@ class Session:
         return job
 
     def steps(self, job: Job) -> list[Steps]:
-        """End a job whose last step was made, and return all steps of its ranks.
+        """End a finished job, and return all steps of its ranks.
 
-        Raises CellError where it failed, or had more steps to make.
+        Raises CellError if it failed or had steps left.
         """
         team = self._teams[id(job)]
         job.step()

@@ -1,4 +1,4 @@
-"""Hand a forked rank its task: ``forked`` writes it, ``gpu_rank`` reads it."""
+"""Task of a forked rank: ``forked`` writes it, ``gpu_rank`` reads it."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Spec:
     patched: bool
     env: Mapping[str, str]
     log: str
-    empty: bool = False  # whether messages may be cut, see ``empty``
-    transport: str = ""  # the backend of its process group, "" for what the program takes
+    empty: bool = False  # whether messages may be truncated, see ``empty``
+    transport: str = ""  # backend of its process group, "" for the program's default

@@ -1,12 +1,11 @@
-"""Jobs side by side, of which one at a time makes a step: both ends of what tells them so.
+"""Let several running jobs step one at a time: the controller's and the ranks' ends.
 
-A machine's speed changes by the minute (measured here: by a third and more), and trainings one
-after the other are compared at different speeds. Side by side, a step of one is a moment away from
-the same step of every other one.
+The machine's speed drifts within minutes (here by a third and more), which would distort trainings
+that run one after the other. Alternating steps keeps the compared steps close in time.
 
-Jobs that wait are stopped (SIGSTOP): each process group of gloo has a thread that wakes 100 times a
-second. A rank of three dimensions has 70 of them; six such trainings that only waited kept both
-cores of a machine busy.
+Waiting jobs are stopped (SIGSTOP), since each gloo process group has a thread that wakes 100 times
+a second. A rank of three dimensions has 70 of them; six such waiting trainings kept both cores
+busy.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Any
 
 from lab.team import Team
 
-#: a rank with this variable waits before each step until the bench says go
+#: a rank with this variable waits before each step for the benchmark's signal
 VARIABLE = "TRAINING_BENCH_TURNS"
 GO = b"go"
 MESSAGE_NBYTES = 4096
-#: between waking a job and its turn, so that what its threads do first is not timed
+#: seconds between resuming a job and its turn, so that its threads' wake-up is not timed
 WAKE_S = 0.02
-LOOK_S = 0.2  # how often a wait looks whether the other side is still there
+LOOK_S = 0.2  # interval of checks that the other side is alive
 
 
 class Seat:
@@ -39,9 +38,9 @@ class Seat:
         self._socket.connect(path)
 
     def wait(self, step: dict[str, float]) -> None:
-        """Say that the next step may begin, and what the last one took (``{}``: there was none).
+        """Report the last step (``{}``: none yet) and wait for this job's turn.
 
-        Returns when it is this job's turn. Raises SystemExit when the bench has ended.
+        Raises SystemExit if the benchmark has ended.
         """
         self._socket.sendall(json.dumps(step).encode())
         if self._socket.recv(len(GO)) != GO:
@@ -50,21 +49,21 @@ class Seat:
 
 @functools.cache
 def own_seat() -> Seat | None:
-    """Return the seat of this rank; None where nobody gives turns."""
+    """Return this rank's seat; None outside a benchmark."""
     path = os.environ.get(VARIABLE)
     return None if path is None else Seat(path)
 
 
 class Job:
-    """The bench's end: all ranks of a training, which begins with its first turn.
+    """The benchmark's end of a training: all its ranks, which start with its first turn.
 
-    Stopped while others have theirs. ``over``: it has ended, well or not.
+    It is stopped during the turns of others. ``over``: it has ended, successfully or not.
     """
 
     def __init__(self, door: socket.socket, team: Team, ranks: int, timeout: float) -> None:
         self._door, self._team, self._timeout = door, team, timeout
         self._seats: list[socket.socket] = []
-        #: what each rank said of its steps so far
+        #: each rank's reports of its steps so far
         self.said: list[list[dict[str, float]]] = [[] for _ in range(ranks)]
         deadline = time.monotonic() + timeout
         while len(self._seats) < ranks:
@@ -77,7 +76,7 @@ class Job:
         self._rest()
 
     def step(self) -> None:
-        """Let all ranks make a step; returns when all wait for the next one, or one has ended."""
+        """Let all ranks make a step; return when all wait for the next or one has ended."""
         if self.over:
             return
         self._team.resume()
@@ -85,34 +84,34 @@ class Job:
         try:
             for seat in self._seats:
                 seat.sendall(GO)
-        except OSError:  # it ended while others had their turn
+        except OSError:  # it ended during another job's turn
             self.over = True
         else:
             self.over = not self._ready()
             self._rest()
 
     def close(self) -> None:
-        """Hang up: ranks that wait for a turn end with an error."""
+        """Disconnect: ranks that wait for a turn end with an error."""
         for seat in self._seats:
             seat.close()
         self._team.resume()
 
     def _rest(self) -> None:
-        if not self.over:  # ranks of a failed one still have to end
+        if not self.over:  # ranks of a failed job still have to end
             self._team.pause()
 
     def _ready(self) -> bool:
         deadline = time.monotonic() + self._timeout
         receive = [functools.partial(seat.recv, MESSAGE_NBYTES) for seat in self._seats]
         said = [self._until(call, deadline) for call in receive]
-        if not all(said):  # a closed connection: b""
+        if not all(said):  # b"": a closed connection
             return False
         for steps, message in zip(self.said, said, strict=True):
             steps += [step] if (step := json.loads(message)) else []
         return True
 
     def _until(self, call: Callable[[], Any], deadline: float) -> Any:
-        """Return the result of ``call``, None where a rank ended or time is up before it."""
+        """Return the result of ``call``, or None if a rank ends or time runs out first."""
         while True:
             ended = self._team.any_ended
             try:
@@ -125,7 +124,7 @@ class Job:
 
 
 def door(folder: str) -> tuple[socket.socket, str]:
-    """Open a socket that ranks come to, and its path for ``VARIABLE``."""
+    """Open a socket for the ranks; return it and its path, the value of ``VARIABLE``."""
     path = str(Path(folder, "turns"))
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     found.bind(path)

@@ -1,8 +1,8 @@
-"""One rank: a training script as it is, with a stop watch and the NIC's counters around every step.
+"""One rank: runs a training script unchanged and records time and NIC counters of every step.
 
 worker.py train_gpt|benchmarks.train_peer ARGUMENT ...   prints one line ``BENCH {...}`` at its end.
 
-Where the bench gives turns (``turns``) every step waits for one.
+If the benchmark gives turns (``turns``), every step waits for one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from benchmarks.training_bench import turns
 PREFIX = "BENCH "
 
 
-#: bytes of the headers of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12. Links of a
-#: lab count a packet that is cut later (by the NIC, if there were one) as one, with one header.
+#: header bytes per packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12. Links of a lab count
+#: a packet that is segmented later (by a NIC) as one packet with one header.
 HEADER_NBYTES = 66
 
 
 def sent_nbytes(interface: str) -> int:
-    """Return bytes that left through ``interface`` since it exists; 0 where it does not."""
+    """Return the bytes sent through ``interface`` since its creation; 0 if it does not exist."""
     return _sent(interface)[0]
 
 
 def payload_nbytes(interface: str) -> int:
-    """Return ``sent_nbytes`` without the headers of the packets."""
+    """Return ``sent_nbytes`` without packet headers."""
     nbytes, packets = _sent(interface)
     return nbytes - HEADER_NBYTES * packets
 
@@ -50,10 +50,10 @@ def _sent(interface: str) -> tuple[int, int]:
 
 
 def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callable[..., float]:
-    """``step`` of a trainer, whose seconds, bytes and loss are added to ``steps``.
+    """Wrap ``step`` of a trainer; append its seconds, bytes and loss to ``steps``.
 
-    A turn begins and ends with a step, the last one too: a rank that ended before the others made
-    theirs would take the core from them.
+    The last turn ends with its step too: a rank that exits early would take the core from the ranks
+    that still step.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
 
@@ -79,7 +79,7 @@ def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callab
 
 
 def name_block(arguments: Sequence[str]) -> None:
-    """Tell hybridcomp where the block is: torch's own engines know no DeepSpeed file."""
+    """Pass hybridcomp the block's path: torch's engines read no DeepSpeed file."""
     if "--engine" in arguments:
         config = arguments[arguments.index("--deepspeed_config") + 1]
         if "compression" in json.loads(Path(config).read_text()):
@@ -87,11 +87,11 @@ def name_block(arguments: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Train, then print what was seen."""
+    """Train, then print the records."""
     products = importlib.import_module("benchmarks.training_bench.products")
     if products.needed():
         products.install()
-    if "--tp" not in sys.argv:  # megatron-core's layers all-reduce, and take no foreign function
+    if "--tp" not in sys.argv:  # megatron-core's layers all-reduce and accept no other function
         importlib.import_module("benchmarks.training_bench.ring").install()
     program, sys.argv = sys.argv[1], sys.argv[1:]
     steps: list[dict[str, float]] = []

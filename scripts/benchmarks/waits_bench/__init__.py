@@ -1,1 +1,1 @@
-"""Parts of ``bench_gpu_waits.py``: what a training waits for, read from traces of its ranks."""
+"""Parts of ``bench_gpu_waits.py``: analyze a training's waits from its ranks' traces."""

@@ -1,9 +1,8 @@
-"""Divide each step of a rank among its causes, so that the parts add up to the step.
+"""Attribute every moment of a rank's step to one cause, so that the parts add up to the step.
 
-Every moment has one cause: compute if any runs, else encoding, else copies, else a message. The
-first part of a message's kernel waits for ranks that arrive later. When nothing of the rank runs on
-a GPU, the cause is another rank on that GPU, or a queued kernel that waits, or the host, which was
-blocked, at work in hybridcomp, or elsewhere.
+The cause is compute if any runs, else encoding, else copies, else a message, whose kernel first
+waits for later ranks. When nothing of the rank runs on the GPU, the cause is another rank on that
+GPU, a queued kernel that waits, or the host: blocked, working in hybridcomp, or elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from benchmarks.waits_bench.traces import UNTOLD, DeviceSpan
 
 LATE, OTHERS, QUEUED = "waits for another rank", "another rank has the GPU", "queued, waits"
 BLOCKED, OURS, REST = "host waits for the GPU", "host, in hybridcomp", "host, elsewhere"
-#: of a step, in the order in which they are asked for
+#: causes in order of precedence
 CAUSES = (COMPUTATION, CODEC, COPIES, WIRE, LATE, OTHERS, QUEUED, BLOCKED, OURS, REST)
 
 Parts = dict[str, list[Stretch]]
 
 
 def parts_of(ranks: Sequence[Lanes], rank: int, shared: bool) -> list[Parts]:
-    """Divide the steps of a rank; ``shared``: all ranks are on one GPU."""
+    """Divide the steps of a rank; ``shared``: all ranks share one GPU."""
     lanes = ranks[rank]
     late = late_of(ranks, rank)
     others = union(
@@ -44,7 +43,7 @@ def parts_of(ranks: Sequence[Lanes], rank: int, shared: bool) -> list[Parts]:
 
 
 def _divided(step: Stretch, order: Sequence[tuple[str, list[Stretch]]]) -> Parts:
-    """Give every moment of a step to the first that claims it."""
+    """Assign every moment of a step to the first cause that claims it."""
     left, found = [step], dict[str, list[Stretch]]()
     for name, times in order:
         own = both(left, within(times, step))
@@ -55,9 +54,9 @@ def _divided(step: Stretch, order: Sequence[tuple[str, list[Stretch]]]) -> Parts
 
 
 def _queued(lanes: Lanes) -> list[Stretch]:
-    """Return the time in which nothing ran, although what ran next had been queued already."""
-    found, end = [], 0  # a queue begins empty
-    for span in lanes.trace.device:  # by their begin
+    """Return the idle time during which the next kernel was already queued."""
+    found, end = [], 0  # the queue starts empty
+    for span in lanes.trace.device:  # by start time
         if span.start > end:
             known = span.start if span.launch is None else span.launch.stop
             found.append((max(end, known), span.start))
@@ -66,11 +65,11 @@ def _queued(lanes: Lanes) -> list[Stretch]:
 
 
 def late_of(ranks: Sequence[Lanes], rank: int) -> list[Stretch]:
-    """Return when a rank's NCCL kernels waited for a rank that came to the message later.
+    """Return when a rank's NCCL kernels waited for a rank that joined the message later.
 
-    The n-th message of a group is the same one on all of its ranks. Where one of them has another
-    number of them the trace has not all of them, and none of the group is divided; nor are messages
-    between pairs, where it is not told which two of several ranks they are.
+    Messages are matched across ranks by their index in the group. If ranks recorded different
+    numbers of messages, some are missing and the group is left out; so are pairwise messages if the
+    trace does not name the two ranks.
     """
     found = []
     own = messages_of(ranks[rank])
@@ -88,7 +87,7 @@ def late_of(ranks: Sequence[Lanes], rank: int) -> list[Stretch]:
 
 
 def messages_of(lanes: Lanes) -> dict[str, list[DeviceSpan]]:
-    """Return NCCL's kernels of the steps by group, in the order in which they were queued."""
+    """Return NCCL's kernels of the steps by group, in the order they were queued."""
     found: dict[str, list[DeviceSpan]] = {}
     first = lanes.trace.steps[0][0]
     for span in lanes.trace.device:
@@ -100,6 +99,6 @@ def messages_of(lanes: Lanes) -> dict[str, list[DeviceSpan]]:
 
 
 def beside(lanes: Lanes, name: str, steps: Sequence[Stretch]) -> tuple[int, int]:
-    """Return how long a lane was busy in ``steps``, and how much of that beside computation."""
+    """Return how long a lane was busy in ``steps``, and how much of that overlaps computation."""
     own = [part for step in steps for part in within(lanes.times[name], step)]
     return length(own), length(both(own, lanes.times[COMPUTATION]))

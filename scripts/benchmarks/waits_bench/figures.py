@@ -1,4 +1,4 @@
-"""Figures of an arm's traces, and to which cause each part of what is missing belongs."""
+"""Compute an arm's figures from traces, and attribute the gap to the allowed time to causes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.waits_bench.waiting import waits_of
 
 Figures = dict[str, Any]
 MS = 1e6  # nanoseconds
-#: waits that are shown of each arm
+#: waits shown per arm
 WORST = 8
 
 
 def recorded(paths: Sequence[Path], skip: int = 1, gpu: bool = False) -> list[Lanes]:
-    """Read the traces of all ranks without their first ``skip`` steps; ``gpu``: of one.
+    """Read the traces of all ranks without their first ``skip`` steps; ``gpu``: from a GPU.
 
-    Raises TraceError, also where ranks have other numbers of steps, or a GPU's no kernels.
+    Raises TraceError, also if ranks have different numbers of steps or a GPU trace no kernels.
     """
     ranks = []
     for path in paths:
@@ -43,7 +43,7 @@ def recorded(paths: Sequence[Path], skip: int = 1, gpu: bool = False) -> list[La
 
 
 def figures_of(ranks: Sequence[Lanes], shared: bool) -> Figures:
-    """Return what a step took, in ms, as means over ranks and steps; ``shared``: of one GPU."""
+    """Return a step's parts in ms, as means over ranks and steps; ``shared``: on one GPU."""
     every = [parts_of(ranks, rank, shared) for rank in range(len(ranks))]
     steps = [step for lanes in ranks for step in lanes.trace.steps]
     found: Figures = {
@@ -74,31 +74,31 @@ def _mean(every: Sequence[Sequence[Parts]], name: str) -> float:
 
 
 def _lane(ranks: Sequence[Lanes], name: str, steps: int) -> dict[str, float]:
-    """Return how long a lane is busy in a step, beside computation and not beside it."""
+    """Return how long a lane is busy in a step, overlapping computation and exposed."""
     pairs = [beside(lanes, name, lanes.trace.steps) for lanes in ranks]
     whole, hidden = (sum(each) / steps / MS for each in zip(*pairs, strict=True))
     return {"ms": whole, "beside_ms": hidden, "exposed_ms": whole - hidden}
 
 
 def reached(turns: dict[str, Figures], names: tuple[str, str, str], saving: float) -> float:
-    """Return the share of what the bytes allow in steps that nobody recorded; as ``missing``."""
+    """Return the share of the allowed speed in unprofiled steps; arguments as ``missing``."""
     native, compute, own = (turns[name]["ms"] for name in names)
     return float((compute + (native - compute) / saving) / own)
 
 
 def missing(arms: dict[str, Figures], names: tuple[str, str, str], saving: float) -> Figures:
-    """Return the step time that the bytes allow, and how each cause adds to it.
+    """Return the step time that the bytes allow, and the excess over it by cause.
 
     Args:
         arms: figures by arm.
         names: native, native without a wire, compressed.
         saving: bytes of native over those of the compressed arm.
 
-    The allowed time is that of the arm without a wire, plus the native arm's excess over it divided
+    The allowed time is the time of the arm without a wire, plus the native arm's excess divided
     by ``saving``. Each cause is computed in the same way, so their sum is the missing time.
     """
     native, compute, own = (arms[name] for name in names)
-    wire = native["ms"] - compute["ms"]  # below 0 where only noise tells them apart
+    wire = native["ms"] - compute["ms"]  # below 0 if the difference is noise
     allowed_ms = compute["ms"] + wire / saving
     beyond = {}
     for name in CAUSES:

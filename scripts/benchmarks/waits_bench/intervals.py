@@ -1,4 +1,4 @@
-"""Sets of time as lists of stretches, in nanoseconds: sorted, none touching the next."""
+"""Sets of time as lists of intervals, in nanoseconds: sorted and disjoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-#: begin and end of a stretch
+#: begin and end of an interval
 Stretch = tuple[int, int]
 
 
 def union(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """Return the time that lies in any of ``stretches``, which may overlap."""
+    """Return the union of ``stretches``, which may overlap."""
     found: list[Stretch] = []
     for start, stop in sorted(stretches):
         if stop <= start:
@@ -25,7 +25,7 @@ def union(stretches: Iterable[Stretch]) -> list[Stretch]:
 
 
 def both(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
-    """Return the time that lies in both sets."""
+    """Return the intersection of two sets."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         start, stop = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -39,7 +39,7 @@ def both(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
 
 
 def without(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
-    """Return the time of ``one`` that does not lie in ``other``."""
+    """Return ``one`` minus ``other``."""
     found, j = [], 0
     for start, stop in one:
         while j < len(other) and other[j][1] <= start:
@@ -56,12 +56,12 @@ def without(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
 
 
 def within(one: Sequence[Stretch], window: Stretch) -> list[Stretch]:
-    """Return the time of ``one`` that lies in ``window``."""
+    """Return the part of ``one`` inside ``window``."""
     first = bisect_right(one, window[0], key=itemgetter(1))
     last = bisect_left(one, window[1], key=itemgetter(0))
     return [(max(s, window[0]), min(e, window[1])) for s, e in one[first:last]]
 
 
 def length(one: Iterable[Stretch]) -> int:
-    """Return how long a set is, in nanoseconds."""
+    """Return the total length of a set, in nanoseconds."""
     return sum(stop - start for start, stop in one)

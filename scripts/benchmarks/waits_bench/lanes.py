@@ -1,4 +1,4 @@
-"""Sort what a rank did into lanes: computation, codec, wire, copies, and the host beside them."""
+"""Sort a rank's activity into lanes: computation, codec, wire, copies, and the host."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from benchmarks.waits_bench.traces import CALLS, DeviceSpan, HostSpan, RankTrace
 from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 COMPUTATION, CODEC, WIRE, COPIES, HOST = "computation", "codec", "wire", "copies", "host"
-#: of the picture, from above; the host is what it does to encode, post and wait
+#: of the picture, from the top; the host lane is encoding, posting and waiting
 LANES = (COMPUTATION, CODEC, WIRE, COPIES, HOST)
 #: kernels of hybridcomp/kernels/cuda/*.cu
 OURS = re.compile(
     r"(blockint|cast|expcode|fp8|mpc|pieces|radix|residual|stepcode|topk|zfp)_[a-z0-9_]+$"
 )
-#: calls that wait for the device; a copy from or to pageable memory does so, too
+#: calls that wait for the device; so do copies from or to pageable memory
 BLOCKING = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize",
             "cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize")  # fmt: skip
-#: operations of torch.distributed on the host, which are no computation
+#: torch.distributed's operations on the host, which are not computation
 TALK = ("c10d::", "gloo:", "nccl:", "record_param_comms")
 
 
 class Inside:
-    """Finds in which of some spans of the host a moment of a thread lies: the innermost."""
+    """Finds the innermost of some host spans around a moment of a thread."""
 
     def __init__(self, spans: Iterable[HostSpan]) -> None:
         self._of: dict[int, list[HostSpan]] = {}
         for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
             self._of.setdefault(span.thread, []).append(span)
         self._starts = {thread: [s.start for s in own] for thread, own in self._of.items()}
-        #: by then all spans up to a place are over
+        #: latest end among the spans up to each index
         self._over = {
             thread: list(accumulate((s.stop for s in own), max)) for thread, own in self._of.items()
         }
 
     def at(self, thread: int, moment: int) -> HostSpan | None:
-        """Return the innermost span around ``moment``; None: there is none."""
+        """Return the innermost span around ``moment``, or None."""
         own, over = self._of.get(thread, []), self._over.get(thread, [])
         place = bisect_right(self._starts.get(thread, []), moment) - 1
         while place >= 0 and over[place] > moment:
@@ -52,13 +52,13 @@ class Inside:
 
 @dataclass(eq=False)
 class Lanes:
-    """Holds what one rank did, by lane.
+    """Activity of one rank, by lane.
 
     Attributes:
-        times: by lane, when it was busy.
-        of: the lane of each kernel and copy; empty on a CPU.
-        blocked: when a thread of the host waited for the device.
-        ours: when the host was in a mark of hybridcomp.
+        times: busy intervals by lane.
+        of: lane of each kernel and copy; empty on a CPU.
+        blocked: when a host thread waited for the device.
+        ours: when the host was inside a range marked by hybridcomp.
     """
 
     trace: RankTrace
@@ -101,7 +101,7 @@ def _on_a_gpu(trace: RankTrace) -> Lanes:
 
 
 def lane(span: DeviceSpan, coded: bool) -> str:
-    """Return the lane of a kernel or copy; ``coded``: it was launched to encode or decode."""
+    """Return the lane of a kernel or copy; ``coded``: launched to encode or decode."""
     if span.name.startswith("nccl"):
         return WIRE
     if coded or OURS.match(span.name.partition("(")[0]):
@@ -110,10 +110,10 @@ def lane(span: DeviceSpan, coded: bool) -> str:
 
 
 def _on_a_cpu(trace: RankTrace) -> Lanes:
-    """Sort operations; one that is encoded with, or waited in, is no computation."""
+    """Sort operations; those inside encoding or waiting are not computation."""
     codec = union((s.start, s.stop) for s in trace.marks("codec"))
     talk = [s for s in trace.host if s.name.startswith(TALK)]
-    # gloo's spans lie on its threads; the rank waits for them, or works meanwhile
+    # gloo's spans are on its threads; meanwhile the rank waits for them or works
     wire = union([(s.start, s.stop) for s in talk if s.name.startswith("gloo:")]
                  + [(s.start, s.stop) for s in trace.marks("wait")])  # fmt: skip
     posting = union((s.start, s.stop) for s in talk if s.category == "cpu_op")
@@ -127,7 +127,7 @@ def _on_a_cpu(trace: RankTrace) -> Lanes:
 
 
 def role(lanes: Lanes, stream: int) -> str:
-    """Return the lane that takes most of a stream's time."""
+    """Return the lane with most of a stream's time."""
     spent: dict[str, int] = {}
     for span, name in lanes.of.items():
         if span.stream == stream:

@@ -1,4 +1,4 @@
-"""Draw one step of each arm: a lane each for computation, codec, wire, copies and the host."""
+"""Draw a step of each arm, with lanes for computation, codec, wire, copies and the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKED = "#D55E00"
 
 
 def draw(arms: dict[str, Sequence[Lanes]], title: str, path: Path) -> None:
-    """Draw the step of rank 0 that is nearest to the mean, of every arm on one scale of time."""
+    """Draw rank 0's step nearest to the mean, for all arms on one time scale."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -10,9 +10,9 @@ from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 
 class Recorder:
-    """A recording that begins at once; ``close`` writes it.
+    """A profile that starts at once; ``close`` writes it.
 
-    Of a GPU it has kernels, copies, calls of the driver and which stream waited for which event.
+    On a GPU it records kernels, copies, driver calls and streams' waits for events.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables of what a training waits for, native and compressed beside each other."""
+"""Tabulate a training's waits, native and compressed side by side."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.waits_bench.causes import CAUSES
 from benchmarks.waits_bench.lanes import CODEC, COPIES, WIRE
 
 Figures = dict[str, Any]
-#: of a step, below which a cause is not told in the table
+#: share of a step below which the table omits a cause
 LEAST_MS = 0.005
 
 
 def page(found: Figures) -> str:
-    """Return the chapter of one layout: where a step goes, what is missing, the worst waits."""
+    """Return the page of a layout: parts of a step, causes of the gap, longest waits."""
     arms, names = found["arms"], list(found["arms"])
     kind = "kernels" if arms[names[0]]["kernels"] else "operations of the CPU"
     lines = [
@@ -33,7 +33,7 @@ def page(found: Figures) -> str:
 
 
 def _untold(arms: dict[str, Figures]) -> list[str]:
-    """Say which traces lack what waits are told by."""
+    """Name the traces that lack the records for attributing waits."""
     found = {name: arm["untold"] for name, arm in arms.items() if arm["untold"]}
     return [f"The traces of {_named(n)} do not tell {what}.\n" for n, what in found.items()]
 
@@ -56,7 +56,7 @@ def _causes(arms: dict[str, Figures]) -> list[str]:
 
 
 def _lanes(arms: dict[str, Figures]) -> list[str]:
-    """Return how long codec, messages and copies take, beside computation and exposed."""
+    """Return how long codec, messages and copies take, overlapping computation and exposed."""
     lines = _head("busy, ms of a step: beside computation + exposed", *map(_named, arms))
     for lane in (CODEC, WIRE, COPIES):
         values = [arms[name]["lanes"][lane] for name in arms]
@@ -67,7 +67,7 @@ def _lanes(arms: dict[str, Figures]) -> list[str]:
 
 
 def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
-    """Return what the bytes allow, what is reached and what the rest is spent on."""
+    """Return the time that the bytes allow, the time reached, and the causes of the rest."""
     slower = turns[name]["recorded_ms"] / turns[name]["ms"]
     said = (
         f"{_named(name)}: 1/{missed['saving']:.2f} of the bytes allows {missed['allowed']:.2f} "
@@ -87,7 +87,7 @@ def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
 
 
 def _waits(name: str, waits: list[Figures]) -> list[str]:
-    """Return the longest waits, those first in which nothing computed."""
+    """Return the longest waits, exposed ones first."""
     if not waits:
         return [f"{_named(name)}: no wait in the recorded steps."]
     lines = [f"{_named(name)}, the longest waits of single messages:", ""]
@@ -107,7 +107,7 @@ def _named(name: str) -> str:
 
 
 def write(found: Figures, path: Path) -> None:
-    """Write the figures as JSON with three digits behind the point, and the page beside it."""
+    """Write the figures as JSON with three decimals, and the page beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_rounded(found), indent=1) + "\n")
     path.with_suffix(".md").write_text(page(found) + "\n")

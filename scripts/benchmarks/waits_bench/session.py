@@ -1,4 +1,4 @@
-"""Train one layout natively, without a wire and compressed, and record some steps of each."""
+"""Train a layout native, without a wire and compressed, and record some steps of each."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from benchmarks.training_bench.gpu_cells import COMPUTE, Options, specs_of
 from benchmarks.training_bench.gpu_session import measures, slowest
 from benchmarks.training_bench.worker import sent_nbytes
 
-#: steps that an arm never makes
+#: more steps than any arm makes
 ENDLESS = 10**6
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Numbers of steps: before any turn, and of a turn behind its first, which does not count."""
+    """Numbers of steps: before the turns, and in a turn after its uncounted first step."""
 
     warm: int
-    settling: int  # instead of ``warm`` for arms that measure in their first steps
+    settling: int  # instead of ``warm``, for arms that measure in their first steps
     steps: int
-    timeout: float  # seconds of a start or a turn
+    timeout: float  # seconds for a start or a turn
 
 
 @dataclass
 class Recorded:
-    """Steps of an arm: the traces of its ranks, seconds of steps, bytes of all ranks a step."""
+    """An arm's steps: traces of its ranks, seconds per step, bytes per step over all ranks."""
 
     traces: list[Path]
     seconds: list[float]
@@ -40,7 +40,7 @@ class Recorded:
     sent: float
 
     def turn(self) -> dict[str, float]:
-        """Return ms of a step, ms of a recorded one, and MB a step."""
+        """Return ms per step, ms per recorded step, and MB per step."""
         return {
             "ms": 1e3 * statistics.median(self.seconds),
             "recorded_ms": 1e3 * statistics.median(self.recorded_seconds),
@@ -49,7 +49,7 @@ class Recorded:
 
 
 class Recordings:
-    """Records the arms of one layout, which run side by side and take turns."""
+    """Records the arms of a layout, which run together and take turns."""
 
     def __init__(
         self, context: ForkServerContext, options: Options, turns: Turns, say: Callable[[str], None]
@@ -58,14 +58,14 @@ class Recordings:
         self._jobs: dict[str, Job] = {}
 
     def run(self, layout: str, arms: Sequence[Arm], folder: Path) -> dict[str, Recorded]:
-        """Return what was recorded by arm, ``COMPUTE`` among them.
+        """Return the recordings by arm, including ``COMPUTE``.
 
-        Traces go to ``folder``. Raises JobError where a rank ends or says nothing for too long.
+        Traces go to ``folder``. Raises JobError if a rank ends or times out.
         """
         began = time.monotonic()
         try:
             for arm in arms:
-                if arm.name != COMPUTE:  # the ranks of the native arm do it
+                if arm.name != COMPUTE:  # the native arm's ranks run it too
                     self._start(layout, arm)
             for arm in arms:
                 if arm.name != COMPUTE:
@@ -84,13 +84,13 @@ class Recordings:
         self._jobs[arm.name] = Job.start(self._context, specs, self._turns.timeout)
 
     def _begin(self, name: str) -> None:
-        """Wait until the ranks are there and make the first steps of an arm."""
+        """Wait until the ranks are ready, and run an arm's first steps."""
         job = self._jobs[name]
         job.answers()
         job.ask("go", self._turns.settling if measures(name) else self._turns.warm, False)
 
     def _record(self, layout: str, name: str, folder: Path) -> Recorded:
-        """Make a turn that nobody records, then one that the profilers of all ranks do."""
+        """Run a turn without profilers, then a turn with all ranks' profilers."""
         job, steps = self._jobs[REFERENCE if name == COMPUTE else name], self._turns.steps + 1
         stem = folder / f"{layout}.{name.replace(' ', '_')}"
         traces = [stem.with_name(f"{stem.name}.{rank}.json.gz") for rank in range(len(job.pipes))]

@@ -1,6 +1,6 @@
-"""Read what torch's profiler (Kineto) wrote of one rank: a Chrome trace, plain or compressed.
+"""Read a rank's trace by torch's profiler (Kineto): a Chrome trace, plain or compressed.
 
-Times become nanoseconds since the epoch, so that traces of ranks of one machine have one clock.
+Times are converted to nanoseconds since the epoch, a common clock for ranks of one machine.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any
 from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 Event = dict[str, Any]
-#: the mark around each step of the training
+#: name of the range around each training step
 STEP = f"{PREFIX}step "
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
-#: records of what was waited for, by a stream and by the host
+#: records of waits, by a stream and by the host
 STREAM_WAITS, HOST_WAITS = "Stream Wait Event", "Event Sync"
-#: spans on the host that tell what it does
+#: host spans that show its activity
 HOST = ("cpu_op", "user_annotation", *CALLS)
-#: what Kineto tells of a message with its kernel: its group, and the two ranks of a pair's
+#: what Kineto records with a message's kernel: its group, and the two ranks of a pair
 GROUP, PAIR = ("Process Group Name", "Process Group Ranks"), ("Src Rank", "Dst Rank")
-#: group of messages between pairs of ranks of which it is not told which two
+#: group of pairwise messages whose two ranks are unknown
 UNTOLD = "?"
-#: calls by which a stream waits for another; which event it is only newer profilers tell
+#: calls that make a stream wait for another; only newer profilers name the event
 AWAITS = ("cudaStreamWaitEvent", "cuStreamWaitEvent")
 
 
 class TraceError(ValueError):
-    """A file is no trace of a recorded training; the message is one line."""
+    """The file is no trace of a recorded training; the message is one line."""
 
 
 @dataclass(frozen=True, eq=False)
 class HostSpan:
-    """A stretch of a thread's time: an operation, a mark, or a call of the GPU's driver."""
+    """A span of a host thread: an operation, a marked range, or a GPU driver call."""
 
     category: str
     name: str
@@ -49,7 +49,7 @@ class HostSpan:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSpan:
-    """A kernel or copy; ``launch``: the call that queued it; ``group``: NCCL's, where told."""
+    """A kernel or copy; ``launch``: the call that queued it; ``group``: NCCL's, if recorded."""
 
     category: str
     name: str
@@ -62,28 +62,28 @@ class DeviceSpan:
 
 @dataclass(frozen=True, eq=False)
 class EventWait:
-    """A wait of a stream, or of the host (None), for an event; with the two calls of the host."""
+    """A wait of a stream, or of the host (None), for an event, with both host calls."""
 
     stream: int | None
-    awaited: int  # the stream that the event was recorded on
+    awaited: int  # stream that recorded the event
     call: HostSpan
     record: HostSpan
 
 
 @dataclass(eq=False)
 class RankTrace:
-    """Holds what one rank did in the steps of a trace."""
+    """A rank's activity in the steps of a trace."""
 
     name: str
     steps: list[tuple[int, int]]
     host: list[HostSpan] = field(default_factory=list)
     device: list[DeviceSpan] = field(default_factory=list)
     waits: list[EventWait] = field(default_factory=list)
-    synced: dict[HostSpan, EventWait] = field(default_factory=dict)  # by the call that blocks
+    synced: dict[HostSpan, EventWait] = field(default_factory=dict)  # by blocking call
 
     @property
     def untold(self) -> str:
-        """Say what the profiler has left out, without which waits cannot be told; "": nothing."""
+        """Describe the records that the profiler lacks for attributing waits; "": none."""
         if not self.device:
             return ""
         alone = sum(span.launch is None for span in self.device)
@@ -94,17 +94,17 @@ class RankTrace:
 
     @property
     def main(self) -> int:
-        """Return the thread that makes the steps."""
+        """Return the thread that runs the steps."""
         return next(span.thread for span in self.host if span.name.startswith(STEP))
 
     def marks(self, kind: str) -> Iterator[HostSpan]:
-        """Yield the marks of hybridcomp of one kind, in the order in which they began."""
+        """Yield hybridcomp's marked ranges of one kind, by start time."""
         head = f"{PREFIX}{kind} "
         return (span for span in self.host if span.name.startswith(head))
 
 
 def read(path: Path) -> RankTrace:
-    """Read a trace. Raises TraceError for a file that is damaged or of another program."""
+    """Read a trace. Raises TraceError for a file that is damaged or from another program."""
     found = _json(path)
     events = found.get("traceEvents") if isinstance(found, dict) else None
     if not isinstance(events, list):
@@ -188,7 +188,7 @@ def _add(event: Event, base: int, calls: dict[int, HostSpan], trace: RankTrace) 
 
 
 def _group(name: str, told: Event) -> str:
-    """Return the group of NCCL's message, for a message of a pair with its two ranks."""
+    """Return the group of an NCCL message; for a pair, with its two ranks."""
     group = "/".join(str(told[key]) for key in GROUP if key in told)
     if told.get("Collective name") in ("send", "recv") or (not group and "SendRecv" in name):
         pair = [str(told[key]) for key in PAIR if key in told]

@@ -1,4 +1,4 @@
-"""Find the longest waits: who waited, for what, in which message, and whether anything computed."""
+"""Find the longest waits: who waited for what, in which message, and the overlap with compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.waits_bench.lanes import COMPUTATION, Inside, Lanes, blocking, r
 from benchmarks.waits_bench.traces import DeviceSpan, HostSpan, RankTrace
 from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
-#: marks with the number of their message
+#: ranges that carry a message's number
 NUMBERED = ("message", "codec", "post", "wait")
 
 
@@ -20,10 +20,10 @@ class Waited:
     """One wait, in nanoseconds.
 
     Attributes:
-        who: the stream with what it mostly does, or the host.
-        what: the work before the event that was awaited, or the call that blocked.
-        message: whose marks the wait was asked for in, or the operation of torch.
-        exposed: how long nothing of the rank computed meanwhile.
+        who: the stream and its main lane, or the host.
+        what: the work behind which the event was recorded, or the blocking call.
+        message: the message that requested the wait, or torch's operation.
+        exposed: time of the wait without computation on the rank.
     """
 
     start: int
@@ -35,7 +35,7 @@ class Waited:
 
 
 def waits_of(lanes: Lanes, steps: Sequence[Stretch]) -> list[Waited]:
-    """Return the waits of a rank in ``steps``, those with the most exposed time first."""
+    """Return a rank's waits in ``steps``, the most exposed first."""
     names = Names(lanes.trace)
     queues = _queues(lanes)
     found = [*_of_streams(lanes, names, queues), *_of_the_host(lanes, names, queues)]
@@ -44,7 +44,7 @@ def waits_of(lanes: Lanes, steps: Sequence[Stretch]) -> list[Waited]:
 
 
 class Names:
-    """Tells what a moment of a thread belongs to: the message, else the operation or annotation."""
+    """Maps a moment of a thread to its message, else to the operation or annotation."""
 
     def __init__(self, trace: RankTrace) -> None:
         marks = [s for s in trace.host if s.name.startswith(PREFIX)]
@@ -59,14 +59,14 @@ class Names:
         }  # fmt: skip
 
     def _told(self, mark: HostSpan) -> str:
-        """Return what a message is: how it was sent, else where its meter says that it is."""
+        """Describe a message by its collective, else by its meter's description."""
         sent = self._sent.at(mark.thread, mark.start)
         if sent is not None:
             return sent.name.removeprefix(f"{PREFIX}send ")
         return " ".join(mark.name.split()[2:])
 
     def at(self, thread: int, moment: int) -> str:
-        """Return the message that the host was at, else the operation, else nothing."""
+        """Return the host's message at ``moment``, else its operation, else ""."""
         mark = self._marks.at(thread, moment)
         if mark is not None:
             number = mark.name.split()[1]
@@ -79,7 +79,7 @@ class Names:
 
 
 class _Queue:
-    """Holds what a stream runs, in the order in which it was queued."""
+    """A stream's work, in the order it was queued."""
 
     def __init__(self, spans: Sequence[DeviceSpan]) -> None:
         self.spans = sorted(
@@ -88,12 +88,12 @@ class _Queue:
         self._at = [_queued_at(span) for span in self.spans]
 
     def before(self, moment: int) -> DeviceSpan | None:
-        """Return the last that was queued before ``moment``."""
+        """Return the last work queued before ``moment``."""
         place = bisect_left(self._at, moment)
         return self.spans[place - 1] if place else None
 
     def after(self, moment: int) -> DeviceSpan | None:
-        """Return the first that was queued after ``moment``."""
+        """Return the first work queued after ``moment``."""
         place = bisect_left(self._at, moment)
         return self.spans[place] if place < len(self.spans) else None
 
@@ -104,7 +104,7 @@ def _queued_at(span: DeviceSpan) -> int:
 
 
 def _queues(lanes: Lanes) -> dict[int, _Queue]:
-    """Return what each stream runs."""
+    """Return each stream's work."""
     by_stream: dict[int, list[DeviceSpan]] = {}
     for span in lanes.trace.device:
         by_stream.setdefault(span.stream, []).append(span)
@@ -112,10 +112,10 @@ def _queues(lanes: Lanes) -> dict[int, _Queue]:
 
 
 def _of_streams(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Iterator[Waited]:
-    """Yield what streams stood still for.
+    """Yield the waits of streams.
 
-    A stream waits from when the work before is done and the work behind is queued, until the work
-    that the event was recorded behind is done.
+    A wait begins when the preceding work is done and the following work is queued, and ends when
+    the work behind which the event was recorded is done.
     """
     nothing, roles = _Queue([]), {stream: role(lanes, stream) for stream in queues}
     for wait in lanes.trace.waits:
@@ -135,12 +135,12 @@ def _of_streams(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Iterat
 
 
 def _behind(lanes: Lanes, awaited: DeviceSpan) -> str:
-    """Say which work an event was recorded behind."""
+    """Name the work behind which an event was recorded."""
     return f"stream {awaited.stream}, {lanes.of[awaited]}: {short(awaited.name)}"
 
 
 def _of_the_host(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Iterator[Waited]:
-    """Yield the calls that blocked, and on a CPU the marks of waiting."""
+    """Yield blocking calls, and on a CPU the marked waits."""
     spans = blocking(lanes.trace) if lanes.of else list(lanes.trace.marks("wait"))
     for span in spans:
         what = span.name if lanes.of else "the message"
@@ -159,6 +159,6 @@ def _exposed(lanes: Lanes, time: Stretch) -> int:
 
 
 def short(name: str) -> str:
-    """Return a kernel's name without its arguments and namespaces, at most 48 characters."""
+    """Return a kernel's name without arguments and namespaces, at most 48 characters."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     return name.partition("(")[0].partition("<")[0].rpartition("::")[2][:48]

@@ -1,1 +1,1 @@
-"""The example model, its data and its training loop. Knows DeepSpeed, and nothing of hybridcomp."""
+"""Example model, data and training loop. They depend on DeepSpeed, not on hybridcomp."""

@@ -1,4 +1,4 @@
-"""Answers of the example's pipeline, from its training ranks. Used with --ask."""
+"""Generate text in the example's pipeline, on its training ranks. Used with --ask."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import hybridcomp
 
 
 def show(engine: Any, asked: Sequence[str], tokens: int, temperature: float, seed: int) -> None:
-    """Print on the first rank how the model goes on with each text of ``asked``, in bytes."""
+    """Print on the first rank the model's continuation, in bytes, of each text of ``asked``."""
     prompts = [list(text.encode()) for text in asked]
     found = hybridcomp.generate(
         engine, prompts, tokens=tokens, temperature=temperature, seed=seed, stop=[256]
-    )  # 256 ends a document of prepare_data.py
+    )  # 256 is prepare_data.py's end of document
     if dist.get_rank() == 0:
         for prompt, answer in zip(prompts, found, strict=True):
             text = bytes(token for token in [*prompt, *answer.tolist()] if token < 256)

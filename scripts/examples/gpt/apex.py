@@ -1,7 +1,7 @@
-"""NVIDIA's apex, where it is installed: never declared as a dependency, never taken on trust.
+"""Optional use of NVIDIA's apex, never a dependency.
 
-The package called apex on PyPI is another project that happens to have the name. NVIDIA's is built
-from its repository and brings the extension ``amp_C``; nothing is imported before that is there.
+The package apex on PyPI is an unrelated project. NVIDIA's is built from its repository and has the
+extension ``amp_C``; apex is imported only if that exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NORMS = {"rmsnorm": "FusedRMSNorm", "layernorm": "FusedLayerNorm"}
 
 @functools.lru_cache(maxsize=1)
 def what_is_apex() -> str:
-    """``"nvidia"``, ``"none"``, or why an installed apex is of no use."""
+    """Return ``"nvidia"``, ``"none"``, or why an installed apex is unusable."""
     spec = importlib.util.find_spec("apex")  # finds a top-level package without importing it
     if spec is None:
         return "none"
@@ -34,12 +34,12 @@ def what_is_apex() -> str:
 
 
 def usable() -> bool:
-    """Return whether fused kernels can be used: NVIDIA's apex, and a GPU."""
+    """Return whether fused kernels are usable: NVIDIA's apex and a GPU."""
     return what_is_apex() == "nvidia" and torch.cuda.is_available()
 
 
 def fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """``apex.optimizers.FusedAdam``, None where it cannot be used."""
+    """Return ``apex.optimizers.FusedAdam``, or None if unusable."""
     if not usable():
         return None
     found: Callable[..., torch.optim.Optimizer]
@@ -48,7 +48,7 @@ def fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
 
 
 def fused_norm(kind: str) -> Callable[[int], nn.Module] | None:
-    """``apex.normalization``'s norm of this kind, None where it cannot be used."""
+    """Return ``apex.normalization``'s norm of this kind, or None if unusable."""
     if not usable() or importlib.util.find_spec("fused_layer_norm_cuda") is None:
         return None
     module: Any = importlib.import_module("apex.normalization")

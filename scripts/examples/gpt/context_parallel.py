@@ -1,9 +1,9 @@
-"""Sequences of the example cut over ranks, by hybridcomp's ring attention. Used from --cp 2 on.
+"""Shard the example's sequences over ranks by hybridcomp's ring attention. Used from --cp 2 on.
 
-Ranks that share a sequence are neighbours among the data-parallel ranks of an engine, so gradients
-are averaged over all of these as ever: every rank has the mean loss of as many tokens. No engine
-has to know of it, and it goes with --tp, --pp and both of torch's engines. The example's only part
-that needs hybridcomp: attention over ranks is no upstream's.
+Ranks that share a sequence are consecutive data-parallel ranks of the engine, which averages their
+gradients as usual: every rank has the mean loss of equally many tokens. Engines need no change, so
+it combines with --tp, --pp and both of torch's engines. This part of the example needs hybridcomp,
+as no upstream has attention over ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hybridcomp.nn import RingAttention, positions, shard
 
 
 class _Made:
-    """The group of this rank, once ``start`` has made it."""
+    """This rank's group, set by ``start``."""
 
     group: dist.ProcessGroup | None = None
     size = 1
 
 
 def start(cp: int, tp: int, pp: int) -> None:
-    """Make the groups of ranks that share a sequence; every rank calls it.
+    """Create the groups of ranks that share a sequence; called by every rank.
 
-    Ranks are counted as DeepSpeed and Megatron do: tensor ranks fastest, then data, then stages.
+    Rank order is that of DeepSpeed and Megatron: tensor ranks fastest, then data, then stages.
     """
     replicas = dist.get_world_size() // (tp * pp)
     for stage in range(pp):
@@ -43,17 +43,17 @@ def start(cp: int, tp: int, pp: int) -> None:
 
 
 def attention() -> RingAttention:
-    """Return causal attention (B, H, T, D) with the keys of all ranks of this rank's group."""
+    """Return causal attention (B, H, T, D) over the keys of all ranks of this rank's group."""
     return RingAttention(_Made.group)
 
 
 def places(length: int, device: torch.device) -> Tensor:
-    """Return positions of this rank's ``length`` tokens in whole sequences."""
+    """Return the positions of this rank's ``length`` tokens in the whole sequences."""
     return positions(length * _Made.size, _Made.group, device=device)
 
 
 def share(whole: Share) -> Share:
-    """Return this rank's share where the ranks of a group take the same samples."""
+    """Return this rank's shard of sequences that all ranks of a group load."""
 
     def cut(tokens: Tensor) -> Tensor:
         return shard(tokens, _Made.group)

@@ -1,4 +1,4 @@
-"""Choose the tokens of a rank in a step, by the seed and the samples consumed so far."""
+"""Choose a rank's tokens in a step from the seed and the number of consumed samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt.indexed import DatasetError, IndexedTokens
 
-#: inputs and labels, int64, (micro-batch, sequence length); labels are the inputs one further
+#: inputs and labels, int64, (micro-batch, sequence length); labels are inputs shifted by one
 Batch = tuple[Tensor, Tensor]
 
 
@@ -22,7 +22,7 @@ class Samples:
     """Fixed-length samples of the concatenated documents, in a new random order every epoch.
 
     Sample i of an epoch is ``length + 1`` tokens from ``length * permutation[i]`` on, so that every
-    token is predicted once an epoch. Raises DatasetError when there is not one whole sample.
+    token is predicted once per epoch. Raises DatasetError when there is not one whole sample.
     """
 
     def __init__(self, data: IndexedTokens, length: int, seed: int) -> None:
@@ -38,9 +38,9 @@ class Samples:
         self._order: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a comparison of two runs checks: the text, and the order of its samples.
+        """Return a fingerprint of text and sample order, which compared runs must share.
 
-        Of the text its length and 65536 tokens of it, evenly spread.
+        It covers the text's length and 65536 evenly spaced tokens.
         """
         places = np.linspace(0, len(self._tokens) - 1, min(len(self._tokens), 65536)).astype(int)
         order = np.random.default_rng([self._seed, 0]).permutation(self.per_epoch)
@@ -52,7 +52,7 @@ class Samples:
         }
 
     def batch(self, indices: range) -> Batch:
-        """Return the samples with these numbers, counted over all epochs."""
+        """Return the samples with these numbers, counted across epochs."""
         rows = np.stack([self._row(index) for index in indices]).astype(np.int64)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -77,13 +77,13 @@ def keep_whole(tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of every global batch that one data-parallel rank takes."""
+    """The samples of every global batch that a data-parallel rank takes."""
 
     rank: int
     world_size: int  # data-parallel ranks
     micro_batch: int  # samples of one rank in one micro-batch
     micro_batches: int  # micro-batches in one optimizer step
-    cut: Callable[[Tensor], Tensor] = keep_whole  # the tokens of each sequence that a rank takes
+    cut: Callable[[Tensor], Tensor] = keep_whole  # selects the tokens of a sequence for this rank
 
     @property
     def global_batch(self) -> int:
@@ -91,13 +91,13 @@ class Share:
         return self.world_size * self.micro_batch * self.micro_batches
 
     def indices(self, consumed: int) -> Iterator[range]:
-        """Sample numbers of each micro-batch of this rank, after ``consumed`` samples of all."""
+        """Return the samples of this rank's micro-batches after ``consumed`` samples in all."""
         for number in range(self.micro_batches):
             start = consumed + (number * self.world_size + self.rank) * self.micro_batch
             yield range(start, start + self.micro_batch)
 
     def stream(self, samples: Samples, consumed: int, device: torch.device) -> Iterator[Batch]:
-        """Yield the micro-batches of one step after the other, without an end."""
+        """Yield micro-batches of consecutive steps without end."""
         while True:
             yield from self.batches(samples, consumed, device)
             consumed += self.global_batch

@@ -9,11 +9,11 @@ import torch
 
 
 class SettingsError(ValueError):
-    """A DeepSpeed file holds a setting that the trainer does not follow."""
+    """A DeepSpeed file has a setting that the trainer does not support."""
 
 
 def adam_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """AdamW's arguments. Raises SettingsError for another optimizer, or keys it would ignore."""
+    """Return AdamW's arguments. Raises SettingsError for other optimizers or unsupported keys."""
     optimizer = settings.get("optimizer", {})
     if optimizer.get("type") != "AdamW":
         raise SettingsError(
@@ -26,13 +26,13 @@ def adam_of(settings: dict[str, Any]) -> dict[str, Any]:
         raise SettingsError(
             f"optimizer.params.{unknown[0]}: not known without DeepSpeed; leave it out"
         )
-    # DeepSpeed's defaults, not torch's
+    # DeepSpeed's defaults, which differ from torch's
     adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **given}
     return {**adam, "betas": tuple(adam["betas"])}
 
 
 def scheduler_of(settings: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's own schedule, None without one. Raises SettingsError for an unknown one."""
+    """Return DeepSpeed's schedule, None if unset. Raises SettingsError for an unknown one."""
     if "scheduler" not in settings:
         return None
     from deepspeed.runtime import lr_schedules
@@ -51,9 +51,9 @@ def has_bf16(settings: dict[str, Any]) -> bool:
 
 
 def report_beside(settings: dict[str, Any], log: Path | None) -> None:
-    """Have the ledger of a block write a file beside ``log``, where ``hybridcomp compare`` looks.
+    """Make the block's ledger write a file beside ``log``, where ``hybridcomp compare`` looks.
 
-    Changes the block in ``settings``; a file that it names, or null, stays.
+    Changes the block in ``settings`` unless it sets a file or null.
     """
     block = settings.get("compression")
     if log is not None and isinstance(block, dict) and block:

@@ -1,7 +1,7 @@
-"""Errors that a person can mend on the command line of the example."""
+"""Errors that a user can fix on the example's command line."""
 
 from __future__ import annotations
 
 
 class ParallelismError(ValueError):
-    """Ranks or packages that --tp, --pp and --cp need are not there."""
+    """--tp, --pp or --cp lack ranks or packages."""

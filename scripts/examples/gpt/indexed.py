@@ -1,4 +1,4 @@
-"""Megatron's memory-mapped token files: ``PREFIX.bin`` holds tokens, ``PREFIX.idx`` where they are.
+"""Megatron's memory-mapped token files: tokens in ``PREFIX.bin``, offsets in ``PREFIX.idx``.
 
 Layout of ``.idx``, little-endian, without padding (``MMapIndexedDataset`` of Megatron-LM and
 GPT-NeoX, ``IndexedDataset`` of megatron-core):
@@ -16,7 +16,7 @@ bytes  type     field
 8*D    int64    first sequence of each document, and S at the end
 ====== ======== ================================================================================
 
-``.bin`` is the sequences one after the other, nothing else. Here a document is one sequence.
+``.bin`` holds the concatenated sequences. Here a document is one sequence.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-#: code in the file -> dtype of a token; megatron-core has float64 and float32 as 6 and 7, GPT-NeoX
-#: the other way round, and tokens are neither
+#: dtype code -> dtype of a token; codes 6 and 7 are floats, swapped between megatron-core and
+#: GPT-NeoX
 DTYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}.items()
@@ -44,19 +44,19 @@ Tokens = NDArray[np.integer[Any]]
 
 
 class DatasetError(ValueError):
-    """A dataset that cannot be read or written; the message names file, found and what to do."""
+    """A dataset cannot be read or written; the message names the file, the problem and the fix."""
 
 
 def paths(prefix: Path) -> tuple[Path, Path]:
-    """``PREFIX.bin`` and ``PREFIX.idx``; a dot in PREFIX stays."""
+    """Return ``PREFIX.bin`` and ``PREFIX.idx``; keeps a dot in PREFIX."""
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
 class IndexedWriter:
-    """Writes documents, one ``add`` each; use as a context manager.
+    """Context manager that writes documents, one ``add`` each.
 
-    The files appear under their names when the context ends without an exception, so that a killed
-    run leaves no half dataset behind.
+    The files get their names when the context ends without an exception, so a killed run leaves no
+    partial dataset.
     """
 
     def __init__(self, prefix: Path, dtype: str = "u2") -> None:
@@ -75,7 +75,7 @@ class IndexedWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written so far."""
+        """Return the number of tokens written so far."""
         return sum(self._lengths)
 
     def __enter__(self) -> IndexedWriter:
@@ -106,9 +106,9 @@ class IndexedWriter:
 
 
 class IndexedTokens:
-    """Read-only view of a dataset; nothing is loaded before it is asked for.
+    """Read-only view of a dataset, loaded lazily.
 
-    Raises DatasetError when a file is missing, is of another format, or does not match its index.
+    Raises DatasetError if a file is missing, has another format or does not match its index.
     """
 
     def __init__(self, prefix: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lay out the ranks of a training, and carry weights from one layout to another."""
+"""Place the ranks of a training, and convert weights between layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt.weights import ModelConfig
 
 
 def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:
-    """DeepSpeed's topology of the ranks, with the groups of --tp or --tp2d; None without these.
+    """Return DeepSpeed's topology with the groups of --tp or --tp2d, or None without these.
 
     Raises ParallelismError.
     """
@@ -29,7 +29,7 @@ def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:
         )
     if tp == 1:
         return None
-    # Megatron overlaps the all-reduce of input gradients with matrix products on this condition
+    # Megatron overlaps the all-reduce of input gradients with matmuls only under this setting
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
         from gpt import tensor_parallel
@@ -63,7 +63,7 @@ def mesh_of(tp2d: int, others: int) -> Any:
 
 
 def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Raise ParallelismError for options that do not go together, before anything is built."""
+    """Raise ParallelismError for conflicting options, before building anything."""
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if arguments.tp2d > 1 and stage == 3:
         raise ParallelismError(
@@ -92,7 +92,7 @@ def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
 
 
 def check_slices(arguments: argparse.Namespace, stage: int) -> None:
-    """Raise ParallelismError for what token slices do not go with."""
+    """Raise ParallelismError for options that conflict with token slices."""
     wrong = {
         "--pp of at least 2": arguments.pp < 2,
         "--engine deepspeed": arguments.engine != "deepspeed",
@@ -138,7 +138,7 @@ def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load
 
 
 def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
-    """Make the groups of --cp. Raises ParallelismError."""
+    """Create the groups of --cp. Raises ParallelismError."""
     replicas = dist.get_world_size() // (tp * pp)
     if replicas % cp:
         raise ParallelismError(
@@ -160,14 +160,14 @@ def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Numbers with commas between; ``none``: no number. Raises ValueError, as argparse wants."""
+    """Parse comma-separated numbers; ``none``: an empty list. Raises ValueError for argparse."""
     return () if text == "none" else tuple(int(part) for part in text.split(","))
 
 
 def segments(text: str) -> tuple[tuple[int, int], ...]:
-    """Blocks with commas between, ``2-4`` for three in one: pairs of the first and the one behind.
+    """Parse comma-separated blocks, ``2-4`` for three at once, to (first, stop) pairs.
 
-    ``none``: no block. Raises ValueError, as argparse wants.
+    ``none``: no block. Raises ValueError for argparse.
     """
     found = []
     for part in () if text == "none" else text.split(","):
@@ -177,7 +177,7 @@ def segments(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
-    """Raise ParallelismError where --cuts or --recompute are not those of the layers."""
+    """Raise ParallelismError if --cuts or --recompute do not match the layers."""
     before = 0
     for start, stop in arguments.recompute:
         if not before <= start < stop <= arguments.layers:

@@ -1,4 +1,4 @@
-"""The training loop: both engines behind one protocol, logging, checkpoints, evaluation."""
+"""Training loop: engines behind one protocol, logging, checkpoints, evaluation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch import Tensor
 from gpt.data import Batch, Samples, Share
 from gpt.weights import ModelConfig
 
-#: steps at the end that the final loss is the mean of
+#: final steps that the final loss averages
 LAST = 20
-#: steps at the start that the speed leaves out
+#: first steps, which the speed leaves out
 WARM_UP = 3
-#: what makes two models the same, however they are cut
+#: settings that define the model, independent of its layout
 SAME_MODEL = ("vocabulary", "layers", "width", "heads", "norm", "tied")
-#: of a step's record, what goes to DeepSpeed's monitors too
+#: entries of a step's record that DeepSpeed's monitors get
 MONITORED = ("loss", "tokens", "tokens_per_second", "seconds", "valid_loss")
 
 
@@ -39,25 +39,25 @@ class Trainer(Protocol):
         """Make one optimizer step; return the loss, averaged over micro-batches and replicas."""
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
-        """Return the loss of one global batch, averaged likewise. Changes nothing."""
+        """Return the loss of one global batch, averaged in the same way. Changes nothing."""
 
 
 class PlainTrainer:
-    """A DeepSpeedEngine around a plain module."""
+    """Adapts a DeepSpeedEngine around a plain module."""
 
     def __init__(self, engine: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.engine, self._loss = engine, loss
-        grid = engine.mpu  # where layers are cut: several ranks then take the same samples
+        grid = engine.mpu  # with tensor parallelism several ranks take the same samples
         self.share = Share(
             rank=grid.get_data_parallel_rank() if grid else dist.get_rank(),
-            # islands (sync) have a data-parallel group each, and data of their own
+            # each island (sync) has its own data-parallel group and data
             world_size=engine.dp_world_size if grid else dist.get_world_size(),
             micro_batch=engine.train_micro_batch_size_per_gpu(),
             micro_batches=engine.gradient_accumulation_steps(),
         )
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """Forward, backward and step for each micro-batch; DeepSpeed knows when to update."""
+        """Run forward, backward and step for each micro-batch; DeepSpeed decides when to update."""
         losses = []
         for tokens, labels in batches:
             loss = self._forward(tokens, labels)
@@ -85,7 +85,7 @@ class PlainTrainer:
 
 
 class PipeTrainer:
-    """A PipelineEngine, which averages over replicas and broadcasts from the last stage itself."""
+    """Adapts a PipelineEngine, which averages replicas and broadcasts the loss by itself."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -97,7 +97,7 @@ class PipeTrainer:
         )
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """Run the whole schedule of one step; return its loss."""
+        """Run a step's whole schedule; return its loss."""
         return float(self.engine.train_batch(batches))
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
@@ -111,7 +111,7 @@ class PipeTrainer:
 class Log:
     """JSON lines of one run, written by rank 0: a header, one record for each step, a summary.
 
-    Going on with an earlier run keeps its records up to ``start``.
+    A resumed run keeps records up to ``start``.
     """
 
     path: Path | None
@@ -133,7 +133,7 @@ class Log:
         self.path.write_text("".join(f"{text}\n" for text in kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, at once, so that a killed run keeps its curve."""
+        """Append a record and flush, so that a killed run keeps its curve."""
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -150,7 +150,7 @@ class Log:
         return sum(last) / len(last)
 
     def speed(self) -> float:
-        """Return the median tokens a second, without the first steps."""
+        """Return median tokens per second, without the first steps."""
         ordered = sorted(self.speeds[WARM_UP:] or self.speeds)
         return ordered[len(ordered) // 2]
 
@@ -181,7 +181,7 @@ def train(
     record: dict[str, Any] = {}
     for step in range(log.start + 1, plan.steps + 1):
         start = time.perf_counter()
-        # a pipeline without a flush reads ahead; other engines take what there is
+        # a flushless pipeline reads ahead; other engines take micro-batches as they come
         reads_ahead = isinstance(trainer, PipeTrainer)
         loss = trainer.step(stream if reads_ahead else islice(stream, share.micro_batches))
         seconds = time.perf_counter() - start
@@ -258,12 +258,12 @@ def progress(record: dict[str, Any], steps: int, done: int, begin: float) -> str
 
 
 def save(engine: Any, folder: Path, step: int, consumed: int) -> None:
-    """Save DeepSpeed's checkpoint with the place in the data."""
+    """Save DeepSpeed's checkpoint with the position in the data."""
     engine.save_checkpoint(str(folder), client_state={"step": step, "consumed_samples": consumed})
 
 
 def load(engine: Any, folder: Path) -> tuple[int, int]:
-    """Step and consumed samples of the latest checkpoint. Raises FileNotFoundError without one."""
+    """Return step and consumed samples of the latest checkpoint. Raises FileNotFoundError."""
     path, state = engine.load_checkpoint(str(folder))
     if path is None:
         raise FileNotFoundError(
@@ -274,7 +274,7 @@ def load(engine: Any, folder: Path) -> tuple[int, int]:
 
 
 def _monitor(trainer: Trainer, record: dict[str, Any]) -> None:
-    """Give DeepSpeed's monitors (W&B, tensorboard, csv) the record of a step, by its own names."""
+    """Send DeepSpeed's monitors (W&B, tensorboard, csv) the record of a step under its names."""
     engine = trainer.engine
     if not engine.monitor.enabled:
         return
@@ -284,7 +284,7 @@ def _monitor(trainer: Trainer, record: dict[str, Any]) -> None:
 
 
 def identity(samples: Samples, config: ModelConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the header's part that compared runs must share, and DeepSpeed's file."""
+    """Return the header entries that compared runs must share, and DeepSpeed's file."""
     return {
         "data": samples.fingerprint(),
         "model": {name: getattr(config, name) for name in SAME_MODEL},
@@ -293,7 +293,7 @@ def identity(samples: Samples, config: ModelConfig, settings: dict[str, Any]) ->
 
 
 def describe_run(header: dict[str, Any]) -> None:
-    """Put the header of the log into the config of the W&B run that DeepSpeed has started."""
+    """Add the log's header to the config of the W&B run that DeepSpeed started."""
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None:
         run.config.update({"run": header, "seed": header["seed"]})

@@ -1,8 +1,8 @@
 """A small GPT: rotary positions, pre-normalization, causal attention, GELU.
 
-One list of layers makes both forms, a plain module and a ``PipelineModule``. Every layer draws its
-weights from a generator of its own, seeded with the run's seed and the layer's number: both forms,
-and every way to cut the pipeline or the layers, begin with the same weights.
+The same layers form a plain module or a ``PipelineModule``. Every layer draws its weights from a
+separate generator, seeded with the run's seed and the layer's number, so initial weights do not
+depend on the form or the layout.
 
 Shapes: B samples, T tokens, C width, H heads, D = C / H, V vocabulary.
 """
@@ -26,9 +26,9 @@ from gpt.weights import Draw, ModelConfig
 
 @functools.lru_cache(maxsize=8)
 def rotary_table(length: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions and frequencies, fp32, (T, D/2) each (arXiv 2104.09864).
+    """Return cosines and sines of all positions, fp32, (T, D/2) each (arXiv 2104.09864).
 
-    No buffers: DeepSpeed would turn those into bf16, in which position 257 equals 256.
+    They are not buffers, which DeepSpeed would cast to bf16, where position 257 equals 256.
     """
     frequencies = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
@@ -36,14 +36,14 @@ def rotary_table(length: int, dim: int, device: torch.device) -> tuple[Tensor, T
 
 
 def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D/2) of ``values`` (..., T, D) by the angles of their position."""
+    """Rotate the pairs (i, i + D/2) of ``values`` (..., T, D) by the angles of their positions."""
     first, second = values.float().chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.to(values.dtype)
 
 
 class Embedding(nn.Module):
-    """Tokens (B, T) to hidden states (B, T, C)."""
+    """Map tokens (B, T) to hidden states (B, T, C)."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a residual connection."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.heads = config.heads // (config.tp * config.tp2d)  # of this rank
+        self.heads = config.heads // (config.tp * config.tp2d)  # on this rank
         self.head_width = config.width // config.heads
         width, draw = config.width, Draw(config, number)
         self.norm1 = make_norm(config)
@@ -72,14 +72,14 @@ class Block(nn.Module):
         self.cp = config.cp
         self.ring = _ring().attention() if config.cp > 1 else None
         self.number = number - 1  # layer 0 is the embedding
-        self.segment: list[Block] = []  # that runs again in backward, this block first
-        self.is_led = False  # runs with the first block of its segment
+        self.segment: list[Block] = []  # recomputed together in backward, led by this block
+        self.is_led = False  # recomputed with the first block of its segment
 
     def forward(self, hidden: Tensor, past: Any = None, leads: bool = True) -> Tensor:
-        """(B, T, C) to (B, T, C).
+        """Map (B, T, C) to (B, T, C).
 
-        ``past``: the tokens before these, in slices of a sequence (``hybridcomp.nn.slices``) and in
-        generation. ``leads``: not called by the first block of a segment.
+        ``past``: preceding tokens, for token slices (``hybridcomp.nn.slices``) and generation.
+        ``leads``: False if called by the first block of a segment.
         """
         if past is not None:
             return self._run(hidden, past)
@@ -116,7 +116,7 @@ class Block(nn.Module):
         return out
 
     def _angles(self, length: int, device: torch.device, past: Any) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the positions of this rank's tokens."""
+        """Return cosines and sines of this rank's token positions."""
         if past is not None:
             cos, sin = rotary_table(past.room, self.head_width, device)
             places = past.positions(length, device)
@@ -129,20 +129,20 @@ class Block(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The norm before the output."""
+    """Norm before the output layer."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.norm = make_norm(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+        """Map (B, T, C) to (B, T, C)."""
         out: Tensor = self.norm(hidden)
         return out
 
 
 class Output(nn.Module):
-    """Hidden states (B, T, C) to logits (B, T, V)."""
+    """Map hidden states (B, T, C) to logits (B, T, V)."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Output(nn.Module):
 
 
 def project(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the logits (B, T, V) with the weight of ``layer``, which may be the embedding."""
+    """Return logits (B, T, V) with the weight of ``layer``, which may be the embedding."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return F.linear(hidden, weight)
@@ -167,7 +167,7 @@ def lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The plain form: tokens (B, T) to logits (B, T, V), of which a tensor rank has its part."""
+    """Plain module: tokens (B, T) to logits (B, T, V), of which a tensor rank has its shard."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -186,10 +186,10 @@ class GPT(nn.Module):
 
 
 def pipeline(config: ModelConfig, blocks: Sequence[int] = (), **cut: Any) -> Any:
-    """The same layers as a ``PipelineModule``; ``cut`` is its ``num_stages`` or ``topology``.
+    """Return the layers as a ``PipelineModule``; ``cut`` is its ``num_stages`` or ``topology``.
 
-    ``blocks``: how many each stage has; the embedding is with the first, norm and output with the
-    last. Without it stages are as even in parameters as layers allow.
+    ``blocks``: number of blocks per stage; the first stage also has the embedding, the last norm
+    and output. By default stages balance parameters.
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
@@ -208,7 +208,7 @@ def pipeline(config: ModelConfig, blocks: Sequence[int] = (), **cut: Any) -> Any
 
 
 def join(layers: Iterable[Any], config: ModelConfig) -> None:
-    """Give the first block of every segment that is recomputed those of it that are here."""
+    """Give the first block of each recomputed segment the segment's blocks on this stage."""
     here = {layer.number: layer for layer in layers if isinstance(layer, Block)}
     for start, stop in config.recompute:
         inside = [here[number] for number in range(start, stop) if number in here]
@@ -217,7 +217,7 @@ def join(layers: Iterable[Any], config: ModelConfig) -> None:
 
 
 def _module(blocks: Sequence[int]) -> Any:
-    """Return the class of the module: upstream's, which knows no cuts of a user's own."""
+    """Return the module class: upstream's, which does not support user-defined stages."""
     from deepspeed.pipe import PipelineModule
 
     if not blocks:
@@ -235,7 +235,7 @@ def _module(blocks: Sequence[int]) -> Any:
 
 
 def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """``lm_loss`` of this model's logits."""
+    """Return this model's ``lm_loss`` of its logits."""
     found: Callable[[Tensor, Tensor], Tensor] = _vocabulary(config).lm_loss
     if config.tp2d > 1:
         found = functools.partial(_vocabulary(config).lm_loss, vocabulary=config.vocabulary)
@@ -243,7 +243,7 @@ def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def kinds(config: ModelConfig) -> list[type[nn.Module]]:
-    """Return the classes of all layers, in order; each is made of ``config`` and its number."""
+    """Return the layer classes in order; each takes ``config`` and its number."""
     ends = _vocabulary(config)
     output = ends.TiedOutput if config.tied and config.tp2d > 1 else ends.Output
     return [ends.Embedding, *[Block] * config.layers, FinalNorm, output]
@@ -257,6 +257,6 @@ def _vocabulary(config: ModelConfig) -> Any:
 
 
 def _ring() -> Any:
-    from gpt import context_parallel  # imports hybridcomp, which the example does without
+    from gpt import context_parallel  # imports hybridcomp, otherwise not needed
 
     return context_parallel

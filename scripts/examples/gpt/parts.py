@@ -1,4 +1,4 @@
-"""The linear layers and norms of the example's blocks, by how a configuration cuts them."""
+"""Choose linear layers and norms of the example's blocks by their sharding."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from gpt.weights import Draw, ModelConfig
 
 
 def megatron() -> Any:
-    """Return the module of layers that megatron-core cuts."""
+    """Return the module of layers that megatron-core shards."""
     from gpt import tensor_parallel  # imports megatron-core, which few need
 
     return tensor_parallel
 
 
 def mesh() -> Any:
-    """Return the module of layers that hybridcomp cuts over a mesh."""
-    from gpt import two_dimensional  # imports hybridcomp, which the example does without
+    """Return the module of layers that hybridcomp shards over a mesh."""
+    from gpt import two_dimensional  # imports hybridcomp, otherwise not needed
 
     return two_dimensional
 
 
 def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:
-    """Return a linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
+    """Return a linear layer; --tp shards the outputs of each of its ``parts`` matrices."""
     if config.tp2d > 1:
         meshed: nn.Module = mesh().linear(inputs, outputs, draw, parts)
         return meshed
@@ -38,7 +38,7 @@ def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: in
 
 
 def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module:
-    """A linear layer that adds to the residual stream; tensor parallelism cuts its inputs."""
+    """Return a linear layer that adds to the residual stream; --tp shards its inputs."""
     if config.tp2d > 1:
         meshed: nn.Module = mesh().linear(inputs, outputs, draw.residual)
         return meshed
@@ -51,7 +51,7 @@ def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return the norm of ``config``, NVIDIA apex's where it is installed and there is a GPU."""
+    """Return the norm of ``config``, NVIDIA apex's if installed and on a GPU."""
     if config.tp2d > 1:
         cut: nn.Module = mesh().norm(config)
         return cut

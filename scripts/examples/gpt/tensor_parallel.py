@@ -1,9 +1,9 @@
-"""The tensor-parallel form of the example's layers, made of megatron-core's. Used from --tp 2 on.
+"""Tensor-parallel layers of the example, built on megatron-core. Used from --tp 2 on.
 
-Every weight is drawn whole and cut afterwards, so that any number of ranks begins with the weights
-of one rank. Attention heads and the feed-forward layer are cut over the ranks (arXiv 1909.08053,
-section 3), so is the vocabulary of embedding, output and loss. Megatron's layers work on CPUs as
-they are; its optimizers and its pipeline would not, but those are DeepSpeed's here.
+Every weight is drawn whole and then sharded, so initial weights do not depend on the number of
+ranks. Attention heads, MLP and the vocabulary of embedding, output and loss are sharded over the
+ranks (arXiv 1909.08053, section 3). Megatron's layers run on CPUs; its optimizers and pipeline do
+not, but here these are DeepSpeed's.
 
 Needs megatron-core: ``pip install -e '.[megatron]'`` in the clone.
 """
@@ -23,15 +23,16 @@ from torch.nn import functional as F
 
 from gpt.weights import Draw, ModelConfig
 
-#: fills a whole weight, fp32, in place
+#: initializes a whole weight, fp32, in place
 Fill = Callable[[Tensor], None]
 
 
 def start(tp: int, pp: int) -> Any:
-    """Make megatron-core's groups, and DeepSpeed's topology over the same ranks.
+    """Create megatron-core's groups, and DeepSpeed's topology over the same ranks.
 
-    Raises ValueError when the ranks do not fit. Both count tensor ranks fastest, then data, then
-    stages: the default order "tp-cp-ep-dp-pp" of the one, the axes pipe, data, model of the other.
+    Raises ValueError if the number of ranks does not fit. In both, tensor ranks vary fastest, then
+    data, then stages: Megatron's default order "tp-cp-ep-dp-pp", DeepSpeed's axes pipe, data,
+    model.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
@@ -41,12 +42,12 @@ def start(tp: int, pp: int) -> Any:
 
 
 def grid(topology: Any) -> Any:
-    """Return the ``mpu`` of ``deepspeed.initialize`` for a model that is no PipelineModule."""
+    """Return the ``mpu`` of ``deepspeed.initialize`` for a model other than a PipelineModule."""
     return PipelineParallelGrid(topology=topology)
 
 
 def check_groups(mpu: Any) -> None:
-    """Raise RuntimeError where DeepSpeed and megatron-core would send to different ranks."""
+    """Raise RuntimeError if DeepSpeed and megatron-core would send to different ranks."""
     pairs = {
         "tensor": (
             mpu.get_slice_parallel_group(),
@@ -71,17 +72,17 @@ def check_groups(mpu: Any) -> None:
 def _settings() -> Any:
     return ModelParallelConfig(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        use_cpu_initialization=True,  # whole weights from our generator; DeepSpeed moves them
+        use_cpu_initialization=True,  # our generator draws whole weights; DeepSpeed moves them
         params_dtype=torch.float32,
         gradient_accumulation_fusion=False,  # needs apex and Megatron's optimizers
     )
 
 
 class Column(nn.Module):
-    """A linear layer whose outputs are cut over the ranks, without a bias.
+    """Linear layer without a bias, outputs sharded over the ranks.
 
-    The weight is ``parts`` matrices above each other, each cut for itself: query, key and value of
-    a rank belong to the same heads.
+    The weight stacks ``parts`` matrices that are sharded separately, so query, key and value of a
+    rank belong to the same heads.
     """
 
     def __init__(self, inputs: int, outputs: int, draw: Fill, parts: int = 1) -> None:
@@ -92,13 +93,13 @@ class Column(nn.Module):
         )  # fmt: skip
 
     def forward(self, values: Tensor) -> Tensor:
-        """(..., inputs) to (..., outputs / ranks)."""
+        """Map (..., inputs) to (..., outputs / ranks)."""
         out: Tensor = self.linear(values)[0]
         return out
 
 
 class Row(nn.Module):
-    """A linear layer whose inputs are cut over the ranks, without a bias."""
+    """Linear layer without a bias, inputs sharded over the ranks."""
 
     def __init__(self, inputs: int, outputs: int, draw: Fill) -> None:
         super().__init__()
@@ -108,13 +109,13 @@ class Row(nn.Module):
         )  # fmt: skip
 
     def forward(self, values: Tensor) -> Tensor:
-        """(..., inputs / ranks) to (..., outputs), summed over the ranks."""
+        """Map (..., inputs / ranks) to (..., outputs), summed over the ranks."""
         out: Tensor = self.linear(values)[0]
         return out
 
 
 class _Vocabulary(nn.Module):
-    """A weight (V / ranks, C): this rank's rows, the last rank's filled up with zeros."""
+    """Weight (V / ranks, C) with this rank's rows; the last rank's are zero-padded."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
@@ -128,10 +129,10 @@ class _Vocabulary(nn.Module):
 
 
 class Embedding(_Vocabulary):
-    """Tokens (B, T) to hidden states (B, T, C)."""
+    """Map tokens (B, T) to hidden states (B, T, C)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up where the rows are, and add up."""
+        """Look up local rows and sum over the ranks."""
         local = tokens - self.start
         elsewhere = (local < 0) | (local >= len(self.weight))
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
@@ -141,7 +142,7 @@ class Embedding(_Vocabulary):
 
 
 class Output(_Vocabulary):
-    """Hidden states (B, T, C) to this rank's logits (B, T, V / ranks)."""
+    """Map hidden states (B, T, C) to this rank's logits (B, T, V / ranks)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project."""
@@ -158,6 +159,6 @@ def project(layer: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, fp32, of this rank's logits (B, T, V / ranks) and labels."""
+    """Return mean cross-entropy in nats, fp32, of this rank's logits (B, T, V / ranks)."""
     losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
     return losses.mean()

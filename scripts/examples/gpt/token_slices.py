@@ -1,8 +1,8 @@
-"""The example in a pipeline over token slices (hybridcomp.nn.slices). Used with --slices.
+"""Run the example as a pipeline over token slices (hybridcomp.nn.slices). Used with --slices.
 
-With one long sequence there are no micro-batches that could fill a pipeline; slices of the sequence
-do (TeraPipe, ICML 2021). Every rank is one stage under a plain DeepSpeed engine, to which the whole
-pass is one operation; ranks are counted as DeepSpeed's pipelines count them.
+A single long sequence has no micro-batches to fill a pipeline, but its slices can (TeraPipe, ICML
+2021). Every rank is a stage under a plain DeepSpeed engine, which sees the whole pass as one
+operation; the rank order is that of DeepSpeed's pipelines.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from hybridcomp.nn.slices import KVCache, SlicedStage, chosen_slices
 
 
 class Layers(nn.Module):
-    """The layers of one stage: tokens or hidden states of a slice to hidden states or logits."""
+    """Layers of a stage: tokens or hidden states of a slice to hidden states or logits."""
 
     def __init__(self, config: ModelConfig, cuts: Sequence[int], stage: int) -> None:
-        """``cuts``: blocks of each stage."""
+        """``cuts``: number of blocks of each stage."""
         super().__init__()
         every = kinds(config)
-        stops = [0, *(1 + stop for stop in accumulate(cuts))]  # the embedding with the first
-        stops[-1] = len(every)  # norm and output with the last
+        stops = [0, *(1 + stop for stop in accumulate(cuts))]  # the first stage has the embedding
+        stops[-1] = len(every)  # the last stage has norm and output
         first, last = list(pairwise(stops))[stage]
         self.layers = nn.ModuleList(every[n](config, n) for n in range(first, last))
 
     def forward(self, values: Tensor, past: KVCache) -> Tensor:
-        """Run one slice, behind the tokens of ``past``."""
+        """Run a slice whose preceding tokens are ``past``."""
         for layer in self.layers:
             values = layer(values, past) if isinstance(layer, Block) else layer(values)
         return values
 
 
 def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> tuple[Any, Any]:
-    """Build the stage of this rank, its sequences in one piece for now, and DeepSpeed's grid.
+    """Build this rank's stage, with unsliced sequences for now, and DeepSpeed's grid.
 
-    ``topology``: DeepSpeed's where --tp cuts the layers, None without.
+    ``topology``: DeepSpeed's with --tp, else None.
     """
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
@@ -57,7 +57,7 @@ def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> 
     each, rest = divmod(config.layers, stages)
     blocks = arguments.cuts or [each + (number < rest) for number in range(stages)]
     layers = Layers(config, blocks, stage)
-    if stage and config.tp == 1:  # else DeepSpeed's norm of gradients (ZeRO 0) leaves them out
+    if stage and config.tp == 1:  # otherwise DeepSpeed's gradient norm (ZeRO 0) skips them
         for parameter in layers.parameters():
             parameter.model_parallel = True  # type: ignore[attr-defined]
     group = grid.get_pipe_parallel_group()
@@ -65,16 +65,16 @@ def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> 
 
 
 def trainer(engine: Any, arguments: argparse.Namespace) -> SliceTrainer:
-    """Return the trainer of a stage in the slices of --slices. Raises ParallelismError."""
+    """Return the trainer of a stage with the slices of --slices. Raises ParallelismError."""
     found = SliceTrainer(engine, engine.module.pipeline.loss)
     cut_tokens(engine.module, arguments.slices, arguments.length, found.share.micro_batch)
     return found
 
 
 def cut_tokens(stage: SlicedStage, asked: str, length: int, batch: int) -> None:
-    """Give ``stage`` its slices: ``asked`` is ``auto``, a number of slices, or their lengths.
+    """Set the slices of ``stage``: ``asked`` is ``auto``, a number of slices, or their lengths.
 
-    Raises ParallelismError where they are not those of ``length`` tokens.
+    Raises ParallelismError if they do not add up to ``length`` tokens.
     """
     if asked == "auto":
         found, granule = chosen_slices(stage, length, batch)
@@ -87,9 +87,9 @@ def cut_tokens(stage: SlicedStage, asked: str, length: int, batch: int) -> None:
 
 
 def lengths_of(asked: str, length: int) -> tuple[int, ...]:
-    """Return the tokens of each slice: one number is how many there are. Raises ParallelismError.
+    """Return the tokens per slice; a single number is a count of slices. Raises ParallelismError.
 
-    ``auto`` gives one slice, for the time being.
+    ``auto`` gives a single slice until it is tuned.
     """
     if asked == "auto":
         return (length,)
@@ -109,12 +109,12 @@ def lengths_of(asked: str, length: int) -> tuple[int, ...]:
 
 
 class SliceTrainer(PlainTrainer):
-    """A DeepSpeedEngine around a stage: the module returns the loss, on the last stage alone."""
+    """DeepSpeedEngine around a stage; the module returns a loss on the last stage only."""
 
     def _forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.engine(tokens, labels)
         return loss
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Average over replicas; all stages but the last bring nothing."""
+        """Average over replicas; only the last stage contributes."""
         return super()._mean(losses) * int(self.engine.module.count)

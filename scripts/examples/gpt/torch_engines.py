@@ -1,8 +1,8 @@
-"""The example under torch's own engines: ``fully_shard`` (FSDP2, HSDP), DistributedDataParallel.
+"""The example under torch's engines: ``fully_shard`` (FSDP2, HSDP), DistributedDataParallel.
 
-Batch sizes, AdamW, clipping, bf16 and the schedule come from the same DeepSpeed file; ZeRO and
-"compression" in it are not looked at. With bf16 FSDP2 computes and gathers in bf16 and sums in
-fp32, DDP computes under autocast; both keep fp32 weights, as DeepSpeed's bf16 optimizer does.
+Batch sizes, AdamW, clipping, bf16 and schedule come from the same DeepSpeed file, whose ZeRO and
+"compression" settings are ignored. With bf16, FSDP2 computes and gathers in bf16 and reduces in
+fp32, and DDP computes under autocast; both keep fp32 weights, as DeepSpeed's bf16 optimizer does.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ BUCKET_MB = 25
 
 
 class Engine:
-    """The few things of a DeepSpeed engine that the loop touches, over a model of torch's."""
+    """Subset of a DeepSpeed engine that the loop uses, over a model under torch's engine."""
 
     def __init__(
         self, kind: Kind, model: nn.Module, settings: dict[str, Any],
         sums: torch.dtype | None = None, bucket_mb: float = BUCKET_MB,
     ) -> None:  # fmt: skip
-        """Put ``model``, on its device, under ``kind``; optimizer and schedule by ``settings``.
+        """Wrap ``model``, on its device, in ``kind``; optimizer and schedule from ``settings``.
 
         Args:
             kind: the engine; hsdp is FSDP2 inside a node, with replicas on the others.
             model: fp32.
-            settings: of a DeepSpeed file.
-            sums: what FSDP2 sums gradients in; None for fp32.
-            bucket_mb: megabytes of a bucket of DDP.
+            settings: contents of a DeepSpeed file.
+            sums: reduce dtype of FSDP2; None for fp32.
+            bucket_mb: megabytes of a DDP bucket.
         """
         self.device = next(model.parameters()).device
         self.monitor = type("Monitor", (), {"enabled": False})()
@@ -68,7 +68,7 @@ class Engine:
         return logits
 
     def accumulating(self, last: bool) -> Any:
-        """Surround a micro-batch: gradients travel after the last only."""
+        """Return a micro-batch's context; gradients are reduced only with the last micro-batch."""
         if self.kind != "ddp":
             self.model.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
@@ -88,7 +88,7 @@ class Engine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def save_checkpoint(self, folder: str, client_state: dict[str, Any]) -> None:
-        """Write a checkpoint of torch.distributed.checkpoint, and name it in the file latest."""
+        """Write a torch.distributed.checkpoint and record its name in the file latest."""
         tag = f"step{client_state['step']}"
         save_sharded(self._state(client_state), checkpoint_id=Path(folder) / tag)
         if dist.get_rank() == 0:
@@ -96,7 +96,7 @@ class Engine:
         dist.barrier()
 
     def load_checkpoint(self, folder: str) -> tuple[str | None, dict[str, Any]]:
-        """Take over the latest checkpoint; its path, None without one, and the client's state."""
+        """Load the latest checkpoint; return its path (None without one) and the client state."""
         latest = Path(folder) / "latest"
         if not latest.is_file():
             return None, {}
@@ -120,10 +120,10 @@ class Engine:
 def sharded(
     model: Any, bf16: bool, sums: torch.dtype = torch.float32, nodes: bool = False
 ) -> nn.Module:
-    """``model`` under ``fully_shard``, layer by layer; tied weights stay with the root.
+    """Apply ``fully_shard`` to ``model`` layer by layer; tied weights stay with the root.
 
-    ``sums``: the dtype in which gradients are sent and summed. ``nodes``: shards inside a node and
-    replicas on the others, as torchrun counts ranks.
+    ``sums``: reduce dtype of gradients. ``nodes``: shard within a node and replicate across nodes,
+    in torchrun's rank order.
     """
     mesh = None
     if nodes:
@@ -143,7 +143,7 @@ def sharded(
 
 
 def replicated(model: nn.Module, bucket_mb: float = BUCKET_MB) -> DistributedDataParallel:
-    """``model`` under DistributedDataParallel."""
+    """Wrap ``model`` in DistributedDataParallel."""
     devices = None
     if next(model.parameters()).device.type == "cuda":
         devices = [torch.cuda.current_device()]
@@ -153,7 +153,7 @@ def replicated(model: nn.Module, bucket_mb: float = BUCKET_MB) -> DistributedDat
 
 
 class TorchTrainer:
-    """One of torch's engines behind the loop's protocol."""
+    """Adapts torch's engines to the loop's protocol."""
 
     def __init__(
         self, engine: Engine, loss: Callable[[Tensor, Tensor], Tensor], settings: dict[str, Any]

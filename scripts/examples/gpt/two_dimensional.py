@@ -1,8 +1,8 @@
-"""The example's layers on a mesh of q x q ranks (hybridcomp.nn.tp2d). Used from --tp2d 2 on.
+"""Layers of the example on a mesh of q x q ranks (hybridcomp.nn.tp2d). Used from --tp2d 2 on.
 
-Every weight is drawn whole and cut afterwards, so that any mesh begins with the weights of one
-rank. A mesh takes the micro-batch of one replica: its rows cut the samples, its columns the
-features, the heads and the vocabulary (Optimus, arXiv 2104.05343).
+Every weight is drawn whole and then sharded, so initial weights do not depend on the mesh. A mesh
+is one replica: its rows shard the samples, its columns the features, heads and vocabulary (Optimus,
+arXiv 2104.05343).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from gpt.weights import Draw, ModelConfig
 from hybridcomp.nn import tp2d
 
-#: of this process, once ``start`` has made it
+#: this process's mesh, set by ``start``
 _meshes: list[tp2d.Mesh] = []
 
 
 def start(q: int) -> Any:
-    """Make the mesh of this rank and DeepSpeed's topology over the same ranks.
+    """Create this rank's mesh, and DeepSpeed's topology over the same ranks.
 
-    Both count the ranks of a mesh fastest, then its replicas.
+    In both, ranks of a mesh vary fastest, then replicas.
     """
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -40,7 +40,7 @@ def mesh() -> tp2d.Mesh:
 
 
 def linear(inputs: int, outputs: int, draw: Callable[[Tensor], None], parts: int = 1) -> nn.Module:
-    """A linear layer without a bias; ``parts`` matrices above each other are cut one by one."""
+    """Return a linear layer without a bias; ``parts`` stacked matrices are sharded separately."""
     whole = nn.Linear(inputs, outputs, bias=False)
     draw(whole.weight)
     return tp2d.Linear(mesh(), whole, parts)
@@ -54,7 +54,7 @@ def norm(config: ModelConfig) -> nn.Module:
 
 
 class Embedding(tp2d.Embedding):
-    """Tokens (B, T) of the whole micro-batch to hidden states (B / q, T, C / q)."""
+    """Map tokens (B, T) of the whole micro-batch to hidden states (B / q, T, C / q)."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         whole = nn.Embedding(config.vocabulary, config.width)
@@ -63,7 +63,7 @@ class Embedding(tp2d.Embedding):
 
 
 class Output(tp2d.Linear):
-    """Hidden states (B / q, T, C / q) to logits (B / q, T, V / q)."""
+    """Map hidden states (B / q, T, C / q) to logits (B / q, T, V / q)."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         whole = nn.Linear(config.width, config.vocabulary, bias=False)
@@ -72,7 +72,7 @@ class Output(tp2d.Linear):
 
 
 class TiedOutput(Embedding):
-    """Logits (B / q, T, V / q) with a weight that the model has in common with the embedding."""
+    """Return logits (B / q, T, V / q) with the weight that output and embedding share."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project."""
@@ -80,12 +80,12 @@ class TiedOutput(Embedding):
 
 
 def lm_loss(logits: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    """Mean cross-entropy in nats, fp32, of this rank's logits and the labels (B, T) of all."""
+    """Return mean cross-entropy in nats, fp32, of this rank's logits and all labels (B, T)."""
     return tp2d.cross_entropy(logits, mesh().part(labels), mesh(), vocabulary)
 
 
 def save_plain(model: nn.Module, path: Path) -> None:
-    """Write the weights of the plain model; every rank of the job calls it."""
+    """Write the weights of the plain model; called by every rank of the job."""
     plain = tp2d.gather_state(model, mesh())
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,5 +94,5 @@ def save_plain(model: nn.Module, path: Path) -> None:
 
 
 def load_plain(model: nn.Module, path: Path) -> None:
-    """Take over the weights of the plain model. Raises hybridcomp's ConfigError on others."""
+    """Load weights of the plain model. Raises hybridcomp's ConfigError if they do not match."""
     tp2d.load_state(model, mesh(), torch.load(path, map_location="cpu", weights_only=True))

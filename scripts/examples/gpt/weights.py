@@ -1,4 +1,4 @@
-"""Sizes of the example model, and how its weights are drawn: the same however it is cut."""
+"""Size of the example model, and initialization of its weights independent of their sharding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes. Raises ValueError where they do not fit together."""
+    """Model size. Raises ValueError for inconsistent sizes."""
 
     vocabulary: int
     layers: int = 4
@@ -23,10 +23,10 @@ class ModelConfig:
     norm: Norm = "rmsnorm"
     tied: bool = False  # one weight for embedding and output
     seed: int = 0
-    tp: int = 1  # ranks over which megatron-core cuts the layers
-    tp2d: int = 1  # ranks on a side of the mesh over which hybridcomp cuts the layers
-    cp: int = 1  # ranks over which hybridcomp's ring attention cuts sequences
-    #: of blocks, from 0: each runs forward again in backward, and keeps its first input alone
+    tp: int = 1  # ranks over which megatron-core shards the layers
+    tp2d: int = 1  # side of the mesh over which hybridcomp shards the layers
+    cp: int = 1  # ranks over which hybridcomp's ring attention shards sequences
+    #: segments of blocks, from 0: recomputed in the backward pass, keeping only the first input
     recompute: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -46,18 +46,18 @@ class ModelConfig:
 
 
 class Draw:
-    """Draws the weights of one layer, one after the other: normal, of deviation 0.02."""
+    """Draws the weights of a layer in order: normal, standard deviation 0.02."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         self._generator = torch.Generator().manual_seed(1_000_003 * config.seed + number)
         self._layers = config.layers
 
     def __call__(self, weight: Tensor) -> None:
-        """Fill a whole weight in place."""
+        """Initialize a whole weight in place."""
         self._fill(weight, 0.02)
 
     def residual(self, weight: Tensor) -> None:
-        """Smaller, for what is added to the residual stream."""
+        """Initialize a weight that feeds the residual stream, with a smaller deviation."""
         self._fill(weight, 0.02 / math.sqrt(2 * self._layers))
 
     def _fill(self, weight: Tensor, deviation: float) -> None:

@@ -1,1 +1,1 @@
-"""Code that runs inside the processes of upstream's own tests."""
+"""Code that runs inside the processes of upstream's tests."""

@@ -1,14 +1,14 @@
-"""A plugin of pytest: ranks of DeepSpeed's tests fork from a server that has its imports behind it.
+"""pytest plugin: fork the ranks of DeepSpeed's tests from a server with all imports done.
 
-Every test starts its ranks anew; alone, each of them takes some ten seconds to import torch and
-DeepSpeed. What ``sitecustomize`` arms is armed in the server, before the fork.
+Every test starts new ranks, each of which would import torch and DeepSpeed for some ten seconds.
+``sitecustomize`` arms the patches in the server, before the fork.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 
-#: torch's compiler is imported by the first optimizer and by a decorator of Muon's, for 1.3 s each
+#: the first optimizer and a decorator of Muon import torch's compiler, 1.3 s each
 SERVER = (
     "torch",
     "torch._dynamo",

@@ -1,4 +1,4 @@
-"""One rank of Megatron's unit tests on a CPU: stand-ins for torch.cuda, gloo for NCCL, then pytest.
+"""Run a rank of Megatron's unit tests on a CPU: fake torch.cuda, gloo for NCCL, pytest.
 
 torchrun --nproc-per-node 2 megatron_rank.py REPORTS TEST_FILE[::TEST]...
 """
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def stand_ins() -> Any:
-    """By its path: upstream's tests are a package called ``tests`` too."""
+    """Load the stand-ins by path: upstream's tests are also a package named ``tests``."""
     path = ROOT / "tests/stand_ins/megatron_on_cpu.py"
     spec = importlib.util.spec_from_file_location("megatron_on_cpu", path)
     assert spec is not None and spec.loader is not None
@@ -28,7 +28,7 @@ def stand_ins() -> Any:
 
 
 def main(reports: str, *places: str) -> int:
-    """Run tests of one file; what came of every test goes to ``reports``, one file a rank."""
+    """Run a file's tests; write their outcomes to ``reports``, one file per rank."""
     on_cpu = stand_ins()
     on_cpu.install()
     original = dist.init_process_group
@@ -41,7 +41,7 @@ def main(reports: str, *places: str) -> int:
 
     on_cpu.patch()
     report = Path(reports, f"{Path(places[0].partition('::')[0]).stem}.{os.environ['RANK']}.xml")
-    # without upstream's conftest: it downloads a data set
+    # without upstream's conftest, which downloads a data set
     options = ["-q", "--noconftest", f"--junitxml={report}", "-p", "no:cacheprovider"]
     return int(pytest.main([*options, *places]))
 

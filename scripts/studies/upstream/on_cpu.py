@@ -1,8 +1,8 @@
-"""Give ranks on CPUs what DeepSpeed's tests take for granted.
+"""Provide to CPU ranks the GPU features that DeepSpeed's tests assume.
 
-The processor is asked for once: in every rank DeepSpeed's builders would, which takes seconds.
-Tests hand the number of a device to DistributedDataParallel, gather flags as scalars on it, which
-gloo does not, and keep the random state of the accelerator, of which torch.cpu has no functions.
+It queries the CPU model once; DeepSpeed's builders would do so in every rank, for seconds. Tests
+pass device numbers to DistributedDataParallel, gather scalars, which gloo does not support, and
+save the accelerator's random state, for which torch.cpu has no functions.
 """
 
 from __future__ import annotations

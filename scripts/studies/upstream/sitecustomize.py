@@ -1,7 +1,6 @@
-"""Imported by every Python that has this folder in PYTHONPATH: upstream's tests and their ranks.
+"""Arm hybridcomp in every Python with this folder in PYTHONPATH: upstream's tests and ranks.
 
-Arms hybridcomp where HYBRIDCOMP_CONFIG names a block; the block of the process stands in for
-engines whose configuration has none.
+Needs HYBRIDCOMP_CONFIG to name a block, which also serves engines whose configuration has none.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from wrapt import register_post_import_hook
 
 
 def _without_shm(module: ModuleType) -> None:
-    """An extension that upstream would build for several minutes, and can do without."""
+    """Skip an unneeded extension that upstream would build for several minutes."""
     module.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

@@ -13,7 +13,7 @@ from tests.stand_ins import thread_groups
 
 
 def units_of(widths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Units of consecutive ranks, by level, the innermost first."""
+    """Return units of consecutive ranks, by level, the innermost first."""
     found, width = [], 1
     for more in widths:
         width *= more
@@ -25,7 +25,7 @@ def deep_groups(
     units: Sequence[Sequence[int]],
     codecs: Sequence[Codec | None] = (),
 ) -> tuple[Arrangement, Callable[[int], Levels], list[Any]]:
-    """The arrangement, what makes the levels of a rank, and the boards that its groups use."""
+    """Return the arrangement, a factory of a rank's levels, and the boards of its groups."""
     found = arrange(units)
     assert isinstance(found, Arrangement)
     columns = tuple(zip(*found.grid, strict=True))
@@ -53,7 +53,7 @@ def everywhere(
     run: Callable[[Any, int], Any],
     codecs: Sequence[Codec | None] = (),
 ) -> list[Any]:
-    """What ``run`` returns on each rank, given its levels of ``units``, with ``codecs``."""
+    """Return the result of ``run`` on each rank, with its levels of ``units`` and ``codecs``."""
     ranks = len(units[0])
     with thread_groups.in_process():
         _, levels, boards = deep_groups(units, codecs)
@@ -61,6 +61,6 @@ def everywhere(
 
 
 def flat(ranks: int, run: Callable[[Any, int], Any]) -> list[Any]:
-    """What ``run`` returns on each rank of a group in one level."""
+    """Return the result of ``run`` on each rank of a group in one level."""
     with thread_groups.in_process():
         return thread_groups.run(ranks, run)

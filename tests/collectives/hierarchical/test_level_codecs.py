@@ -1,4 +1,4 @@
-"""Levels with a codec of their own: what their sums leave out is bounded, and all ranks agree."""
+"""Levels with separate codecs: errors are bounded, and all ranks agree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_on(run: Any, codecs: Sequence[Codec | None]) -> list[Any]:
 
 
 def summed(numel: int, dtype: torch.dtype, codecs: Sequence[Codec | None]) -> list[Any]:
-    """The sum on each of the ranks, and the bytes that it sent."""
+    """Return the sum and the bytes sent on each rank."""
 
     def run(levels: Levels, rank: int) -> tuple[Tensor, int, int]:
         tensor, meter = values_of(rank, numel, dtype), Meter()
@@ -41,7 +41,7 @@ def summed(numel: int, dtype: torch.dtype, codecs: Sequence[Codec | None]) -> li
 
 
 def limit(inputs: Sequence[Tensor], codecs: Sequence[Codec | None], hops: int) -> float:
-    """Bound of the error: of each level's codec for what it encodes, then of the one between."""
+    """Return the error bound: each level's codec for its encodings, then the codec between."""
     values, noise = [each.float() for each in inputs], 0.0
     for width, codec in zip(WIDTHS, codecs, strict=True):
         rows = [values[i : i + width] for i in range(0, len(values), width)]
@@ -76,7 +76,7 @@ def test_a_lossless_level_changes_no_bit_and_sends_less_inside_a_site() -> None:
         native, exact, coarse, strict=True
     ):
         assert torch.equal(right, found) and far == there == same
-        # half of its stretch of 2048 fp32 sums goes to the other node of the site
+        # half of its chunk of 2048 fp32 sums goes to the other node of the site
         assert whole - fewer == 1024 * 4 - EIGHT.wire_nbytes(1024, torch.float32)
 
 
@@ -103,7 +103,7 @@ def test_reduce_scatters_and_owners() -> None:
 
 
 def _discovered() -> tuple[list[str], str, list[str]]:
-    """Notes of a job of two sites of two nodes, its sum, and the codecs that it met."""
+    """Return the log of a job of two sites of two nodes, its sum, and the codecs used."""
     nodes, meter = discover([2, 2], (None, EIGHT)), Meter()
     notes = nodes.prepare([tuple(range(RANKS))])
     tensor = values_of(dist.get_rank(), 1000, torch.float32)

@@ -1,4 +1,4 @@
-"""Three levels and more: sums of sums, within the bound of two quantizations, whoever is where."""
+"""Three or more levels: nested sums, within the bound of two quantizations, for any placement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OWNERS = [
 
 
 def site_sum(values: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """The fp32 sum of a unit's ranks, level by level, in the order in which they take part."""
+    """Return the fp32 sum of a unit's ranks, level by level, in the order of summation."""
     for width in widths:
         values = [rank_order_sum(list(values[i : i + width])) for i in range(0, len(values), width)]
     (total,) = values
@@ -53,7 +53,7 @@ def site_sum(values: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 def check(
     result: Tensor, codec: Codec, inputs: Sequence[Tensor], widths: Sequence[int], hops: int
 ) -> None:
-    """Lossless: the sum of sums, bit by bit. Else within the bound of so many quantizations."""
+    """Check the result: nested sums bit by bit if lossless, else the bound of the quantizations."""
     dtype, width = inputs[0].dtype, math.prod(widths)
     sums = [site_sum(inputs[i : i + width], widths) for i in range(0, len(inputs), width)]
     if codec.lossless:
@@ -68,7 +68,7 @@ def check(
 
 
 def on_levels(widths: Sequence[int], ranks: int, run: Callable[[Levels, int], Any]) -> list[Any]:
-    """What ``run`` returns on each of the ranks, which are threads."""
+    """Return the result of ``run`` on each rank, which is a thread."""
     return everywhere(units_of(widths, ranks), run)
 
 
@@ -94,7 +94,7 @@ def test_all_reduce(widths: tuple[int, ...], ranks: int, codec: Codec) -> None:
 
 
 def between(codec: Codec, numel: int, dtype: torch.dtype, levels: Levels) -> int:
-    """Closed form of what a rank sends out of its largest unit."""
+    """Return the bytes that a rank sends out of its largest unit, in closed form."""
     start, stop = chunk_ranges(numel, levels.width)[levels.local]
     sent = dtype if codec.lossless else torch.float32
     return all_reduce_wire(codec, stop - start, sent, levels.node, levels.nodes)
@@ -138,7 +138,7 @@ def test_all_gather_has_the_bits_of_one_level(widths: tuple[int, ...], codec: Co
 
 
 def test_a_gather_over_four_levels() -> None:
-    """Sixteen ranks: payloads go over two levels of relays, and come out in group order."""
+    """Sixteen ranks: payloads pass two levels of relays, and arrive in group order."""
     for codec in (make_codec("blockint", bits=8), make_codec("radix", error_bound=1e-2)):
         shards = [values_of(rank, 100, torch.bfloat16) for rank in range(16)]
 
@@ -153,10 +153,10 @@ def test_a_gather_over_four_levels() -> None:
 
 @pytest.mark.parametrize("codec", [Identity(), make_codec("expcode"), Int8()], ids=str)
 def test_whole_numbers_are_summed_as_in_one_level(codec: Codec) -> None:
-    """Their fp32 sums are exact in any order: so the flat sum's bits, with 127 as the largest."""
+    """Their fp32 sums are exact in any order, so equal the flat sum's bits; the largest is 127."""
     inputs = [torch.full((300,), float(rank % 3)) for rank in range(12)]
     for values in inputs:
-        values[::10] = 127 / 12  # Int8's step is a whole number
+        values[::10] = 127 / 12  # makes Int8's step a whole number
 
     def run(group: Any, rank: int) -> Tensor:
         tensor = inputs[rank].round().clone()
@@ -173,7 +173,7 @@ def test_whole_numbers_are_summed_as_in_one_level(codec: Codec) -> None:
 
 
 def _processes(codec: Codec) -> dict[str, Any]:
-    """All sums of a job of eight ranks: two sites of two nodes of two ranks."""
+    """Compute all sums of a job of eight ranks: two sites of two nodes of two ranks."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     nodes = discover(list(WIDTHS))
     (note,) = nodes.prepare([tuple(range(ranks))])
@@ -226,7 +226,7 @@ def _processes(codec: Codec) -> dict[str, Any]:
         calls.all_gather(shard, out, codec, group, meter=Meter(), async_op=True)
         for shard, out in zip(shards, several, strict=True)
     ]
-    for handle in handles:  # waited for in the order in which they began, on all ranks
+    for handle in handles:  # waited for in their order of start, the same on all ranks
         handle.wait()
     found["several"] = digest(*several)
     return found
@@ -239,7 +239,7 @@ def test_processes(on_ranks: RunRanks, codec: Codec) -> None:
 
 
 def test_nothing_is_lost() -> None:
-    """What was given is what was delivered and what the residuals of all ranks hold."""
+    """The given gradients equal the delivered sums plus the residuals of all ranks."""
     for codec in (Int8(), make_codec("blockint", bits=4)):
 
         def run(levels: Levels, me: int, codec: Codec = codec) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,7 +252,7 @@ def test_nothing_is_lost() -> None:
 
 
 def _of_parts() -> list[Any]:
-    """Groups inside one site, over sites with one rank a node, and inside one node."""
+    """Use groups inside one site, over sites with one rank per node, and inside one node."""
     me = dist.get_rank()
     nodes = discover([2, 2])
     groups = [(0, 1, 2, 3), (4, 6), (5, 7), (0, 2, 4, 6), (1, 3, 5, 7)]
@@ -339,7 +339,7 @@ def test_units_come_from_the_launcher(on_ranks: RunRanks) -> None:
 
 
 def test_the_layout_of_a_checkpoint_has_every_level() -> None:
-    """Residuals are split by it: two jobs with the same nodes and other sites differ."""
+    """Residuals are split by it: jobs with the same nodes but other sites differ."""
     plain, deep = Nodes([0, 0, 1, 1], "test"), Nodes([0, 0, 1, 1], "test", [0, 0, 0, 0])
     assert plain.layout is None and deep.layout is None, "no group in levels yet"
     for nodes in (plain, deep):

@@ -28,14 +28,14 @@ CODECS: tuple[Codec, ...] = (
     Identity(), Int8(), Wide(), make_codec("expcode"), make_codec("blockint", bits=4),
     make_codec("zfp", rate=8.0), make_codec("radix", error_bound=1e-2),
 )  # fmt: skip
-#: (ranks, ranks on a node)
+#: (ranks, ranks per node)
 SHAPES = [(4, 2), (6, 2), (6, 3)]
 NUMELS = (1, 33, 100, 1000, 4096)
 _nodes: dict[int, Nodes] = {}
 
 
 def levels_of(width: int) -> Levels:
-    """The two levels of the default group, made once on a kept rank."""
+    """Return the two levels of the default group, created once per persistent rank."""
     if width not in _nodes:
         _nodes[width] = discover(width)
         (note,) = _nodes[width].prepare([tuple(range(dist.get_world_size()))])
@@ -47,17 +47,17 @@ def levels_of(width: int) -> Levels:
 
 
 def inside(codec: Codec, inputs: Sequence[Tensor], width: int) -> list[Tensor]:
-    """What every node encodes."""
+    """Return the values that every node encodes."""
     dtype = inputs[0].dtype
     sums = [rank_order_sum(list(inputs[i : i + width])) for i in range(0, len(inputs), width)]
     return [total.to(dtype) if codec.lossless else total for total in sums]
 
 
 def check(result: Tensor, codec: Codec, inputs: Sequence[Tensor], width: int, hops: int) -> None:
-    """Against the sum in fp32: the bound of a flat sum over the nodes, and over all ranks."""
+    """Compare with the fp32 sum: the bound of a flat sum over the nodes, and over all ranks."""
     sums = inside(codec, inputs, width)
     exact = rank_order_sum(sums)
-    if codec.lossless:  # a second hop carries sums in the dtype of the message
+    if codec.lossless:  # a second hop carries sums in the message's dtype
         assert torch.equal(result.to(inputs[0].dtype), exact.to(inputs[0].dtype))
         return
     error = float((result.float() - exact).abs().max()) if result.numel() else 0.0
@@ -85,14 +85,14 @@ def _all_reduce(codec: Codec, width: int) -> list[str]:
 
 
 def between(codec: Codec, numel: int, dtype: torch.dtype, levels: Levels) -> int:
-    """Closed form of what a rank sends to other nodes in an all_reduce."""
+    """Return the bytes a rank sends to other nodes in an all_reduce, in closed form."""
     start, stop = chunk_ranges(numel, levels.width)[levels.local]
     sent = dtype if codec.lossless else torch.float32
     return all_reduce_wire(codec, stop - start, sent, levels.node, levels.nodes)
 
 
 def inside_nbytes(numel: int, dtype: torch.dtype, levels: Levels) -> int:
-    """Closed form of what a rank sends inside its node: native, and there and back."""
+    """Return the bytes a rank sends inside its node, in closed form: native, both directions."""
     lengths = [b - a for a, b in chunk_ranges(numel, levels.width)]
     return dtype.itemsize * (numel - lengths[levels.local] + (levels.width - 1) * max(lengths))
 
@@ -105,7 +105,7 @@ def test_all_reduce(on_ranks: RunRanks, ranks: int, width: int, codec: Codec) ->
 
 
 def _flat_and_levels(width: int, numel: int) -> tuple[int, int]:
-    """Bytes to other nodes of an all_reduce, flat and in two levels."""
+    """Return bytes to other nodes of an all_reduce, flat and in two levels."""
     levels, codec = levels_of(width), Identity()
     flat, two = Meter(), Meter()
     group = _nodes[width].group(None, two_levels=False)
@@ -116,7 +116,7 @@ def _flat_and_levels(width: int, numel: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("ranks", "width"), SHAPES)
 def test_bytes_between_nodes(on_ranks: RunRanks, ranks: int, width: int) -> None:
-    """The all-to-all sends 1/L, the gather what a ring over N nodes needs instead of one over W."""
+    """The all-to-all sends 1/L; the gather sends the bytes of a ring over N nodes instead of W."""
     numel = 32 * ranks * 8
     nodes, nbytes = ranks // width, numel * 4
     flat, two = (
@@ -210,7 +210,7 @@ def _all_gather(codec: Codec, width: int) -> str:
             slot = codec.wire_nbytes(numel, torch.bfloat16)
             assert meter.inter_nbytes == (levels.nodes - 1) * slot
         found.append(digest(out))
-    shard = values_of(me, 1000, torch.bfloat16)  # cut at 900: as two messages
+    shard = values_of(me, 1000, torch.bfloat16)  # split at 900, as two messages
     whole = torch.empty(ranks * 1000, dtype=torch.bfloat16)
     calls.all_gather(shard, whole, codec, levels, meter=Meter(), cuts=[900]).wait()
     places = torch.split(whole.view(ranks, -1), [900, 100], 1)
@@ -228,7 +228,7 @@ def test_all_gather(on_ranks: RunRanks, ranks: int, width: int, codec: Codec) ->
 
 
 def _dealt(codec: Codec) -> None:
-    """On nodes that were dealt their ranks in turns, shards of a gather and of a sum find home."""
+    """With ranks dealt to nodes round-robin, shards of gathers and sums reach their owners."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     nodes = Nodes([rank % 2 for rank in range(ranks)], "test")
     nodes.prepare([tuple(range(ranks))])
@@ -266,7 +266,7 @@ def test_nothing_is_lost(on_ranks: RunRanks, ranks: int, width: int) -> None:
 
 
 def _subsets() -> list[Any]:
-    """Data-parallel groups of two pipeline stages, one over two nodes and one inside a node."""
+    """Use data-parallel groups of two stages, one across two nodes and one inside a node."""
     nodes, me = discover(2), dist.get_rank()
     stages = [(0, 1, 4, 5), (2, 3)]
     own = [stage for stage in stages if me in stage]
@@ -288,7 +288,7 @@ def test_groups_that_are_subsets_of_the_job(on_ranks: RunRanks) -> None:
 
 
 def _remade() -> bool:
-    """One rank sees that its groups were destroyed; all of them make new ones."""
+    """One rank detects that its groups were destroyed; all of them create new ones."""
     ranks = tuple(range(4))
     before, again, after = (discover(2) for _ in range(3))
     before.prepare([ranks])
@@ -299,7 +299,7 @@ def _remade() -> bool:
     assert kept is second.outer.process_group, "made once"
     dist.destroy_process_group(kept)
     after.prepare([ranks])
-    _nodes[2] = after  # for the tests that follow on this rank
+    _nodes[2] = after  # for later tests on this rank
     third = after.group(None, two_levels=True).levels
     assert third is not None and third.outer.process_group is not kept
     tensor = torch.full((64,), float(dist.get_rank()))
@@ -342,7 +342,7 @@ def _discovered() -> list[Any]:
         os.environ["CROSS_RANK"] = str(rank % 2)
         found.append(discover("auto"))
         if rank == 1:
-            del os.environ["CROSS_RANK"]  # not on all ranks: it says nothing
+            del os.environ["CROSS_RANK"]  # set on some ranks only, so it is ignored
         found.append(discover("auto"))
     finally:
         os.environ.pop("GROUP_RANK", None)
@@ -369,7 +369,7 @@ def _said_of_one_node(hierarchy: Any, absent: frozenset[Any]) -> list[str]:
 
 
 def test_ranks_of_one_node_are_told_that_there_is_little_to_gain(on_ranks: RunRanks) -> None:
-    """Of the dimensions that the job has: DDP gathers no parameters."""
+    """It covers the dimensions of the job: DDP gathers no parameters."""
     (ddp, *same) = on_ranks(2, _said_of_one_node, "auto", frozenset({"zero"}))
     assert same == [ddp] and len(ddp) == 1
     assert ddp[0].startswith("dp: all ranks share one node (by ")

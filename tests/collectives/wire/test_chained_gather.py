@@ -1,4 +1,4 @@
-"""Gathers over several hops: what they post and when, and a hop that fails."""
+"""Gathers over several hops: the order of posts, and a failing hop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridcomp.collectives.wire import chained_gather, transport
 
 
 class Posted(Work):
-    """A gather that is done when it is waited for, or fails."""
+    """A gather that completes, or fails, in ``wait``."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_a_hop_is_posted_when_the_one_before_has_arrived() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_hop_that_fails_is_raised_again_and_again(failing: int) -> None:
-    """A rank that is lost between two hops: no handle says that it is done."""
+    """A rank is lost between two hops: no handle reports completion."""
     works = [Posted(index == failing) for index in range(2)]
     with mock.patch.object(transport, "all_gather", side_effect=works) as posted:
 

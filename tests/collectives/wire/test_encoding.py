@@ -1,4 +1,4 @@
-"""Sums of 16-bit values into fp32: what torch adds, by faster kernels; coders of planned slots."""
+"""Adding 16-bit values into fp32: torch's result by faster kernels; encoders of planned slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.collectives.common import DTYPES, values_of
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equal bits, but for the payload of a NaN."""
+    """Compare bits, except for NaN payloads."""
     bits = first.view(torch.int32) == second.view(torch.int32)
     return bool((bits | (first.isnan() & second.isnan())).all())
 
@@ -64,7 +64,7 @@ def test_kernels_that_were_looked_up_do_what_the_codec_does(
 
 def test_a_codec_that_does_more_than_its_kernels_is_asked_itself() -> None:
     class Noted(BlockInt):
-        """Does something of its own."""
+        """Overrides an operation."""
 
         def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
             super().decode_add(payload, out, dtype)

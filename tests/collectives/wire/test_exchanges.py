@@ -1,4 +1,4 @@
-"""Long messages in rounds: the same bytes, bits and residuals as in one."""
+"""Long messages in rounds: same bytes, bits and residuals as in a single exchange."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.ranks import RunRanks
 from tests.stand_ins import thread_groups
 
 ALIGN = chunking.SEGMENT_ALIGN
-#: of one rank
+#: per rank
 ALONE = Group(cast(Any, None), 0, 1)
 FIXED = [codec for codec in CODECS if codec.fixed_size]
 FIXED_LOSSY = [codec for codec in LOSSY if codec.fixed_size]
@@ -47,7 +47,7 @@ NUMEL = 3 * 4 * ALIGN + 1003
 
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Segments of ALIGN elements, in ranks that are threads."""
+    """Use segments of ALIGN elements, in ranks that are threads."""
     monkeypatch.setattr(message_rounds, "ROUND", ALIGN)
     monkeypatch.setattr(message_rounds, "HALF", ALIGN)
     with thread_groups.in_process():
@@ -80,14 +80,14 @@ def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int)
             assert high <= last
             assert (low - first) % ALIGN == 0
         even = total / len(cut)
-        for share in cut:  # a link is never idle for longer than a cut may be off
+        for share in cut:  # a link idles at most as long as a split may be off
             assert abs(sum(b - a for a, b in share[index]) - even) <= ALIGN
 
 
 @pytest.mark.parametrize("codec", FIXED, ids=str)
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 def test_a_cut_leaves_bytes_and_values(codec: Codec, dtype: torch.dtype) -> None:
-    """What ALIGN promises."""
+    """ALIGN guarantees it."""
     numel = 2 * ALIGN + 777
     values = values_of(0, numel, dtype)
     values[5] = torch.nan
@@ -148,7 +148,7 @@ def to_owners(ranges: list[OwnedRange]) -> Collective:
     return reduce
 
 
-#: each rank owns a third in two places; one rank owns nearly all; two share
+#: each rank owns a third in two places; a single rank owns nearly all; two share
 SIXTHS = [part * NUMEL // 6 for part in range(7)]
 TURNS = [OwnedRange(SIXTHS[part], SIXTHS[part + 1], (part % 3,)) for part in range(6)]
 INCAST = [OwnedRange(0, 777, (1,)), OwnedRange(777, NUMEL, (2,))]
@@ -170,7 +170,7 @@ def test_ranges_take_both_plans() -> None:
 def both(
     run: Callable[[Any, int, Meter], Found], monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> list[list[tuple[Found, Meter]]]:
-    """``run`` on all ranks in rounds, and then in one."""
+    """Run ``run`` on all ranks in rounds, and then in a single exchange."""
 
     def once(group: Any, me: int) -> tuple[Found, Meter]:
         meter = Meter()
@@ -205,7 +205,7 @@ def test_the_same_as_in_one_piece(
     for (found, meter), (expected, one) in zip(cut, whole, strict=True):
         assert same(found[0], expected[0]), "results"
         assert same(found[1], expected[1]), "residuals"
-        # slots are padded to the longest: with cuts another rank's may be that in every round
+        # slots are padded to the longest: with splits another rank's may be that in every round
         more = 16 * meter.messages if feedback and name == "all_reduce" else 0
         assert one.wire_nbytes <= meter.wire_nbytes <= one.wire_nbytes + more
         assert meter.messages >= 3 * one.messages
@@ -240,7 +240,7 @@ def test_all_messages_leave_before_a_sender_decodes_its_own(
 
 @pytest.mark.parametrize("codec", FIXED, ids=str)
 def test_gathers_are_the_same(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And everything is posted before the first wait: the shard may be overwritten then."""
+    """Everything is posted before the first wait, after which the shard may be overwritten."""
     numel = 3 * ALIGN + 99
 
     def run(group: Any, me: int, meter: Meter) -> Found:
@@ -268,18 +268,18 @@ def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
     assert message_rounds.rounds(rows, [FIXED[0], even], CPU, ALONE) == whole
     with patch.object(payload_sizes, "in_front", return_value=True):
         assert len(message_rounds.rounds(rows, [FIXED[0], even], CPU, ALONE)) == 8
-        # a cut inside a segment would give its parts steps of their own
+        # a split inside a segment would give its parts different steps
         assert message_rounds.rounds(rows, [FIXED[0], odd], CPU, ALONE) == whole
 
 
 def _forget_plans() -> None:
-    """They were made with another shortest round."""
+    """Forget plans made with another shortest round."""
     owner_plan.range_rounds.cache_clear()
     owner_plan.part_rounds.cache_clear()
 
 
 def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
-    """On gloo; in rounds of 1024 elements and in one."""
+    """On gloo: in rounds of 1024 elements and in a single exchange."""
     expected = everything(codec, dtype, True, 2)
     with ExitStack() as stack:
         stack.enter_context(patch.object(chunking, "SEGMENT_ALIGN", 512))

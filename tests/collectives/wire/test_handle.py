@@ -1,4 +1,4 @@
-"""Asynchronous calls: what wait() covers, several in flight, buffers, failures."""
+"""Asynchronous calls: scope of wait(), several in flight, buffers, failures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.collectives.common import CODECS, LOSSLESS, LOSSY, digest, values_of
 from tests.ranks import RunRanks
 from tests.selection import by_day
 
-#: payloads of a size of their own, of the size of the values, and of any size
+#: payloads of fixed size, of the values' size, and of variable size
 DAY = [codec for codec in CODECS if codec.name in ("int8", "blockint", "expcode")]
 
 
 def _one_of_each(codec: Codec, seed: int, async_op: bool) -> list[str]:
-    """Posts all four kinds, then waits in another order than posted."""
+    """Post all four kinds, then wait in another order."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     done: list[str] = []
     reduced = values_of(me, 5000, seed=seed)
@@ -85,7 +85,7 @@ def test_many_in_flight(on_ranks: RunRanks) -> None:
 
 
 def _forgotten(codec: Codec) -> None:
-    """A handle that is dropped must not lend its buffers to the next call."""
+    """A dropped handle must not lend its buffers to the next call."""
     me = dist.get_rank()
     for seed in range(MOST_FORGOTTEN + 3):
         out = torch.zeros(2000)

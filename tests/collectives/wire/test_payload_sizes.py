@@ -1,4 +1,4 @@
-"""Sizes that stay on the device: the bits and bytes of sizes that encoders return, fewer waits."""
+"""Sizes kept on the device: the same bits and bytes as host sizes, with fewer waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.selection import by_day
 
 
 class Counting(EmulatedLauncher):
-    """Counts launches of kernels, but those with which a CPU adds values of another dtype."""
+    """Counts kernel launches, except those that a CPU uses to add values of another dtype."""
 
     launches = 0
 
@@ -44,7 +44,7 @@ CODECS = [
 
 
 def both(codec: Codec, dtype: torch.dtype, feedback: bool, emulate: bool, bits: int = 32) -> int:
-    """Compare the ways; how many sizes' exchanges the late one waited for."""
+    """Compare both ways; return the number of size exchanges that the device one waited for."""
     steps = 1 if emulate else 2
     with sizes_ahead():
         expected = everything(codec, dtype, feedback, steps, bits)
@@ -72,7 +72,7 @@ def test_bits_bytes_and_residuals_are_those_of_sizes_that_are_returned(
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("ranks", by_day([2, 3], [3]))
 def test_with_the_kernels_of_a_device(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
-    """Of which those for all pieces of a message do the sums and residuals, too."""
+    """Kernels for all pieces of a message also compute sums and residuals."""
     for image in ((f"{codec.name}.cu",), (f"{codec.name}.cu", *IMAGE), ("pieces.cu",)):
         emulated(*image)  # built once, or skipped
     assert min(on_ranks(ranks, both, codec, torch.bfloat16, True, True)) > 5
@@ -83,7 +83,7 @@ def test_with_the_kernels_of_a_device(on_ranks: RunRanks, ranks: int, codec: Cod
 def test_residuals_of_few_bits_are_those_of_a_cpu(
     on_ranks: RunRanks, bits: int, aligned: bool
 ) -> None:
-    """All pieces of a message at once, with borders between blocks of a residual and inside."""
+    """All pieces of a message at once, with borders between and inside blocks of a residual."""
     codec = make_codec("radix", error_bound=1e-2, segment=256)
     assert min(on_ranks(3, _few, codec, bits, aligned)) > 5
 
@@ -98,7 +98,7 @@ def _few(codec: Codec, bits: int, aligned: bool) -> int:
 
 @pytest.mark.parametrize("bits", by_day([4, 8, 16], [8]))
 def test_launches_do_not_grow_with_pieces_of_few_bits(on_ranks: RunRanks, bits: int) -> None:
-    """Of 1, 8 and 64 pieces; a piece alone has no table."""
+    """For 1, 8 and 64 pieces; a single piece has no table."""
     codec, steps = make_codec("expcode"), (NUMEL, 1152, 128)
     for one, several, many in on_ranks(3, _launches, codec, torch.bfloat16, steps, bits):
         assert several == many and max(several) <= 32, (one, several, many)
@@ -108,7 +108,7 @@ def test_launches_do_not_grow_with_pieces_of_few_bits(on_ranks: RunRanks, bits: 
 def _launches(
     codec: Codec, dtype: torch.dtype, steps: Sequence[int] = (3000, 500), bits: int = 32
 ) -> list[list[int]]:
-    """Launches of each reduction, with borders so far from each other."""
+    """Return launches of each reduction, with borders so far apart."""
     found = []
     for step in steps:
 
@@ -150,7 +150,7 @@ def _bounded() -> int:
 
 
 def _in_front(codec: Codec, dtype: torch.dtype) -> tuple[int, int]:
-    """Compare with sizes that travel ahead; messages here and there."""
+    """Compare with sizes sent ahead; return numbers of messages."""
     with sizes_ahead():
         ahead = everything(codec, dtype, True, 2)
     found = everything(codec, dtype, True, 2)
@@ -173,7 +173,7 @@ def test_sizes_in_front_of_payloads_change_no_bit(
 
 
 def _waits(codec: Codec) -> dict[str, tuple[int, int]]:
-    """By collective: the waits for sizes, and all that was read from tensors."""
+    """Return by collective the waits for sizes, and all reads of tensors."""
     sums, found = Sums(codec, torch.float32, True), {}
     calls: list[Callable[[int, Meter], object]] = [
         sums.all_reduce, sums.reduce_scatter, sums.direct, sums.balanced
@@ -194,9 +194,9 @@ def _waits(codec: Codec) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_host_waits_once_for_an_exchange(on_ranks: RunRanks, codec: Codec) -> None:
-    """And reads nothing else, however many payloads there are."""
+    """It reads nothing else, for any number of payloads."""
     for rank, found in enumerate(on_ranks(3, _waits, codec)):
-        # an owner's second hop, the other way of a pair: a receiver reads a header
+        # a second hop, or the other direction of a pair: a receiver reads a header
         sent = {0: (1, 1), 1: (0, 1), 2: (0, 0)}[rank]
         header = {0: (0, 0), 1: (0, 1), 2: (0, 0)}[rank]
         assert found == {
@@ -206,7 +206,7 @@ def test_the_host_waits_once_for_an_exchange(on_ranks: RunRanks, codec: Codec) -
 
 
 def _overlapping() -> list[int]:
-    """Waits after two handles were made, after the first was met, and after both."""
+    """Return waits after creating two handles, after the first wait, and after both."""
     codec, found = make_codec("expcode"), []
     tensors = [values_of(dist.get_rank() + index, NUMEL) for index in range(2)]
     expected = [tensor.clone() for tensor in tensors]
@@ -229,7 +229,7 @@ def test_nobody_waits_before_a_handle_is_met(on_ranks: RunRanks) -> None:
 
 
 class Recorder(payload_sizes.SizeReader):
-    """Writes down what happens on which stream."""
+    """Records the operations of each stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Recorder(payload_sizes.SizeReader):
 
 
 def test_on_a_gpu_sizes_travel_beside_the_callers_stream() -> None:
-    """In the order of the calls; what they do on a GPU is not seen here."""
+    """Checks the order of calls; their effect on a GPU is not visible here."""
     found = Recorder()
     words = mock.Mock(is_cuda=True, device=torch.device("cuda", 0))
     with (

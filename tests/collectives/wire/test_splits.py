@@ -1,4 +1,4 @@
-"""Lengths that are read once: found again by their list, never stale."""
+"""Split sizes are read once: cached by their list, never stale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_list_that_comes_back_is_not_read_again() -> None:
 
 def test_lists_at_one_address_are_told_apart() -> None:
     seen = set()
-    for index in range(100):  # Python reuses the address of a list that was freed
+    for index in range(100):  # Python reuses the address of a freed list
         given = [index, 1]
         seen.add(id(given))
         assert Splits.of(given).numels == [index, 1]
@@ -50,9 +50,9 @@ def test_few_lists_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in kept[1:]:
         Splits.of(given)
     assert len(module._known) == module.MOST_KNOWN
-    assert Splits.of(kept[0]) is not first  # forgotten, and read again
+    assert Splits.of(kept[0]) is not first  # evicted, and read again
     assert Splits.of(range(4)).numels == [0, 1, 2, 3]
-    tensors: list[Any] = [torch.tensor(5), torch.tensor(2)]  # torch takes them as lengths, too
+    tensors: list[Any] = [torch.tensor(5), torch.tensor(2)]  # torch accepts them as lengths, too
     assert Splits.of(tensors).numels == [5, 2]
     assert len(module._known) == module.MOST_KNOWN
 

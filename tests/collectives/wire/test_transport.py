@@ -1,4 +1,4 @@
-"""Messages between pairs over gloo: what arrives, and that receives are posted first."""
+"""Pairwise messages over gloo: results, and receives posted first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.transport import Works
 from tests.ranks import RunRanks
 
-#: bytes from each of three ranks to each; some send nothing, one nothing at all
+#: bytes from each of three ranks to each; some are zero, and a rank may send nothing
 SPLITS = [[5, 0, 700_000], [17, 3, 0], [0, 0, 0]]
 
 
@@ -24,7 +24,7 @@ def _parts(sender: int, receiver: int) -> Tensor:
 
 
 def _uneven(_: None) -> bool:
-    """Three exchanges under way at once, waited for in another order."""
+    """Run three exchanges at once, waited for in another order."""
     me, ranks = dist.get_rank(), range(3)
     values = torch.cat([_parts(me, rank) for rank in ranks])
     expected = torch.cat([_parts(rank, me) for rank in ranks])
@@ -45,7 +45,7 @@ def test_parts_of_any_length_arrive_in_order(on_ranks: RunRanks) -> None:
 
 
 def _gathered(_: None) -> list[int]:
-    """In a group that leaves out rank 0, so that ranks of the group are not those of the job."""
+    """Gather in a group without rank 0, so that group ranks differ from job ranks."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return []

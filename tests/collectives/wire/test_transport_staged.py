@@ -1,4 +1,4 @@
-"""Groups on gloo with tensors of a GPU: torch.distributed sees staged host memory only."""
+"""GPU tensors on gloo groups: torch.distributed sees staged host memory only."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from tests.collectives.common import digest, values_of
 from tests.collectives.late import sizes_ahead
 from tests.ranks import RunRanks
 
-#: what hands tensors to torch.distributed
+#: functions that pass tensors to torch.distributed
 CALLS = ("all_reduce", "isend", "irecv")
 
 
 class Pretended(staging.Staging):
-    """Takes every tensor for one of a GPU, and remembers what it staged."""
+    """Treats every tensor as a GPU tensor, and records staged ones."""
 
     devices = frozenset({"cpu"})
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []  # what was staged; addresses stay theirs
+        self.kept: list[Tensor] = []  # staged tensors; keeps their addresses
         self.calls: dict[str, int] = {}
 
     def needed(self, tensor: Tensor, group: Group) -> bool:
@@ -52,12 +52,12 @@ class Pretended(staging.Staging):
         return found
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in what was staged."""
+        """Return whether ``tensor`` lies in staged memory."""
         starts = [(found.data_ptr(), found.nbytes) for found in self.kept]
         return any(0 <= tensor.data_ptr() - start <= nbytes for start, nbytes in starts)
 
     def guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, refusing tensors that were not staged."""
+        """Wrap ``call`` to reject tensors that were not staged."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             for tensor in (arg for arg in args if isinstance(arg, Tensor)):
@@ -82,7 +82,7 @@ def pretended() -> Iterator[Pretended]:
 
 
 def everything(codec_name: str, settings: dict[str, Any]) -> list[str]:
-    """The digests of all collectives' results."""
+    """Return the digests of all collectives' results."""
     codec, rank, world = make_codec(codec_name, **settings), dist.get_rank(), dist.get_world_size()
     numel, results = 3001, []
     start, stop = chunk_ranges(numel, world)[rank]
@@ -111,7 +111,7 @@ def everything(codec_name: str, settings: dict[str, Any]) -> list[str]:
 
 
 def levels_of(inner: Any, outer: Any) -> Levels:
-    """A node for each of two ranks."""
+    """Return levels with a node for each of two ranks."""
     return Levels(((0,), (1,)), dist.get_rank(), 0, Group.of(inner), Group.of(outer))
 
 
@@ -150,7 +150,7 @@ def pipe(_: None) -> list[str]:
 
 
 def compare(function: Callable[..., list[str]], *args: Any) -> tuple[bool, dict[str, int]]:
-    """``(the same results with and without staging, calls into torch.distributed)``."""
+    """Return ``(same results with and without staging, calls into torch.distributed)``."""
     expected = function(*args)
     with pretended() as found:
         return function(*args) == expected, found.calls

@@ -1,4 +1,4 @@
-"""A rank that says its payloads are longer than they can be: one error, and no memory for them."""
+"""A rank that announces oversized payloads: a single error, and no memory allocated for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import RunRanks
 from tests.stand_ins.allocated import Allocated
 
 N, LIAR, CODEC = 6144, 1, make_codec("expcode")
-#: bytes that the liar's payloads are said to have more: less than a machine has, or none at all
+#: bytes added to the liar's sizes: within a machine's memory, or beyond any
 LIES = (1 << 28, -(1 << 28))
 CALLS: dict[str, Callable[[Tensor], object]] = {
     "all_gather": lambda values: all_gather(
@@ -40,12 +40,12 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
 
 
 class _Told(Exception):
-    """The liar has told its sizes, and sends nothing more."""
+    """Raised after the liar has sent its sizes; it sends nothing more."""
 
 
 @contextmanager
 def _lying(lie: int) -> Iterator[None]:
-    """Change sizes that this rank sends ahead; the payloads behind them are not sent."""
+    """Change the sizes that this rank sends ahead; their payloads are not sent."""
 
     def changed(send: Callable[..., Any]) -> Callable[..., Any]:
         def call(out: Tensor, values: Tensor, *more: Any) -> Any:
@@ -64,7 +64,7 @@ def _lying(lie: int) -> Iterator[None]:
 
 @contextmanager
 def _lying_in_front(lie: int) -> Iterator[None]:
-    """Change sizes that this rank writes in front of its payloads."""
+    """Change the sizes that this rank writes in front of its payloads."""
     write = payload_sizes.write_head
 
     def changed(message: Tensor, nbytes: list[int]) -> None:
@@ -75,7 +75,7 @@ def _lying_in_front(lie: int) -> Iterator[None]:
 
 
 def _heard(name: str, ahead: str, lie: int) -> tuple[str, int]:
-    """What this rank says, and the most bytes that it took."""
+    """Return this rank's error, and its peak allocation."""
     values, said = values_of(dist.get_rank(), N), ""
     lying = _lying_in_front if ahead == "in front" else _lying
     where: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -112,7 +112,7 @@ def test_all_that_see_it_say_so_and_take_no_memory(
 
 
 def _parcel() -> str:
-    """What this rank says of the parcel that the liar passes on."""
+    """Return this rank's error about the parcel that the liar forwards."""
     ring = Ring(CODEC, group_of(None), Meter(), torch.device("cpu"))
     values = values_of(dist.get_rank(), N)
     with _lying_in_front(LIES[0]) if dist.get_rank() == LIAR else ExitStack():

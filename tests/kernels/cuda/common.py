@@ -1,8 +1,7 @@
-"""Comparing a back end with the CPU's: payloads, decoded values and sums, bit for bit.
+"""Compare a back end with the CPU's: payloads, decoded values and sums, bit for bit.
 
-A NaN that arithmetic made or moved is compared as a NaN: the codec contract leaves its sign and
-payload to the device, and a GPU makes 0x7fffffff of every one. Payloads, and what a lossless codec
-decodes, are compared with those bits too.
+NaNs from arithmetic compare equal: the codec contract leaves sign and payload to the device, and a
+GPU makes each 0x7fffffff. Payloads, and values of lossless codecs, compare all bits.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ CODECS: list[Codec] = [
 
 @contextmanager
 def kernels_replaced(kernels: Kernels) -> Iterator[None]:
-    """Every codec runs on ``kernels``, whatever the device."""
+    """Run every codec on ``kernels``, on any device."""
     with mock.patch("hybridcomp.kernels.kernels_of", lambda device: kernels):
         yield
 
 
 def payload_of(codec: Codec, values: Tensor) -> Tensor:
-    """The payload, in a buffer that was full of something else."""
+    """Return the payload, encoded into a dirty buffer."""
     room = values.new_full(
         (codec.wire_nbytes(values.numel(), values.dtype),), 0xA5, dtype=torch.uint8
     )
@@ -59,21 +58,21 @@ def payload_of(codec: Codec, values: Tensor) -> Tensor:
 
 
 def decoded(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """Bit patterns of the values, as ``dtype``."""
+    """Return bit patterns of the values, as ``dtype``."""
     out = torch.full((numel,), 3.0, dtype=dtype, device=payload.device)
     codec.decode(payload, out)
     return arrays.bits_of(out)
 
 
 def summed(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """Bit patterns of a sum, with ``dtype`` that of the message."""
+    """Return bit patterns of a sum; ``dtype``: the message's."""
     out = torch.linspace(-1, 1, numel).to(payload.device)
     codec.decode_add(payload, out, dtype)
     return arrays.bits_of(out)
 
 
 def results(codec: Codec, values: Tensor) -> list[Tensor]:
-    """Everything that a codec makes of ``values``."""
+    """Return all results of a codec on ``values``."""
     payload, numel = payload_of(codec, values), values.numel()
     dtypes = (values.dtype,) if codec.lossless else VALUE_DTYPES
     found = [payload, summed(codec, payload, numel, values.dtype)]
@@ -81,17 +80,17 @@ def results(codec: Codec, values: Tensor) -> list[Tensor]:
 
 
 def as_contract(codec: Codec, bits: Tensor, dtype: torch.dtype, *, summed: bool = False) -> Tensor:
-    """Bit patterns of ``dtype``, in which every NaN that arithmetic may have touched is one NaN."""
+    """Return bit patterns of ``dtype`` with NaNs from arithmetic unified."""
     return bits if codec.lossless and not summed else bits_but_nan(bits.view(dtype))
 
 
 def bits_but_nan(values: Tensor) -> Tensor:
-    """Bit patterns in which every NaN is the same one."""
+    """Return bit patterns with all NaNs unified."""
     return arrays.bits_of(values.masked_fill(values.isnan(), torch.nan))
 
 
 def assert_same(codec: Codec, values: Tensor, expected: list[Tensor], found: list[Tensor]) -> None:
-    """Compare ``results``; says where they differ first, and in what."""
+    """Compare ``results``; report the first difference."""
     dtypes = (values.dtype,) if codec.lossless else VALUE_DTYPES
     named = [("payload", None), ("sum", torch.float32), *(("decoded", dtype) for dtype in dtypes)]
     for (name, dtype), right, wrong in zip(named, expected, found, strict=True):

@@ -1,4 +1,4 @@
-"""Stand-in for a GPU: kernels of a ``.cu`` file, built for the emulator of ``emulator.h``."""
+"""Stand-in for a GPU: a ``.cu`` file's kernels, built for the emulator of ``emulator.h``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ HERE = Path(__file__).resolve().parent
 KERNELS, FORMATS = images.FOLDER, images.FORMATS
 THREADS = 256
 ARGUMENTS = 12
-#: variable of the environment: lanes of a wave, for kernels as HIP compiles them
+#: environment variable: lanes of a wave, for kernels as HIP compiles them
 WAVE = "HYBRIDCOMP_EMULATED_WAVE"
-#: as the CPU kernels are built: the same bytes with and without fused multiply-add. With -O1
-#: expcode's take 12 s of a core and not 3, and its tests as long
+#: flags of the CPU kernels: the same bytes with and without fused multiply-add. With -O1 expcode's
+#: build takes 12 core seconds instead of 3, and its tests no longer
 FLAGS = (
     "-std=c++17", "-O0", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-shared",
     "-Wno-unknown-pragmas", "-Wno-attributes", "-x", "c++", "-include", str(HERE / "emulator.h"),
@@ -50,9 +50,9 @@ class Emulated:
         self, kernel: str, grid: tuple[int, int], *arguments: int, threads: int = THREADS,
         table: bytes | None = None,
     ) -> None:  # fmt: skip
-        """Run ``kernel`` over ``grid`` blocks; the order of the lanes differs at every call.
+        """Run ``kernel`` over ``grid`` blocks; the order of lanes differs at every call.
 
-        A ``table`` comes first, as an address.
+        A ``table`` is passed first, as an address.
         """
         held = None if table is None else ctypes.create_string_buffer(table, len(table))
         if held is not None:
@@ -66,7 +66,7 @@ class Emulated:
 
 @cache
 def _folder() -> Path:
-    """Shared by the ranks of a test, and by sessions until a source changes."""
+    """Return a build folder shared by a test's ranks, and by sessions until a source changes."""
     digest = hashlib.sha256(images.sources_digest().encode())
     for path in sorted((HERE / "emulator.h", *HERE.glob("*.cu"))):
         digest.update(path.read_bytes())
@@ -78,9 +78,9 @@ def _folder() -> Path:
 
 @cache
 def emulated(source: str, *defines: str) -> Emulated:
-    """``hybridcomp/kernels/cuda/<source>``, or a source beside this file, with its whole path.
+    """Build ``hybridcomp/kernels/cuda/<source>``, or a source in this folder by its full path.
 
-    Built with ``defines`` (``NAME=VALUE``).
+    ``defines``: macros (``NAME=VALUE``).
     """
     if wave := os.environ.get(WAVE):
         defines = (*defines, f"HC_WAVE={wave}")
@@ -106,13 +106,13 @@ def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
 
 
 class EmulatedLauncher:
-    """What ``cuda.CudaKernels`` launches with, on tensors of the CPU."""
+    """Launcher of ``cuda.CudaKernels`` for CPU tensors."""
 
     def launch(
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
         *words: int, threads: int = THREADS, table: bytes | None = None,
     ) -> None:  # fmt: skip
-        """See ``launcher.Launcher``. One library has the kernels of all dtypes."""
+        """See ``launcher.Launcher``. A single library has the kernels of all dtypes."""
         macros = (define for define in defines if not define.startswith("HC_DTYPE="))
         emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
 
@@ -121,7 +121,7 @@ class EmulatedLauncher:
         return torch.zeros(words, dtype=torch.int64)
 
     def empty(self, words: int) -> Tensor:
-        """See ``launcher.Launcher``: what nobody may rely on."""
+        """See ``launcher.Launcher``; fills with garbage."""
         return torch.full((words,), -0x5A5A5A5A5A5A5A5B)
 
     def words(self, values: Words) -> Tensor:

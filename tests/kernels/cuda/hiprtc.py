@@ -1,4 +1,4 @@
-"""hipRTC of this machine, as CuPy for ROCm offers it, and what its images say of themselves."""
+"""This machine's hipRTC, with the interface of CuPy for ROCm, and a reader of its images."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-#: newest first; since ROCm 6 hipRTC is a library of its own
+#: newest first; since ROCm 6 hipRTC is a separate library
 LIBRARIES = (
     "libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5", "libhiprtc.so", "libamdhip64.so.5",
     "libamdhip64.so",
 )  # fmt: skip
-METADATA = 32  # kind of a note
-RSRC1 = 48  # where a kernel's descriptor has its modes
+METADATA = 32  # type of a note
+RSRC1 = 48  # offset of a kernel descriptor's modes
 
 
 @cache
 def library() -> Any:
-    """hipRTC; skips the test where there is none."""
+    """Return hipRTC; skip the test without it."""
     for name in LIBRARIES:
         try:
             found = ctypes.CDLL(name)
@@ -40,7 +40,7 @@ def library() -> Any:
 
 @cache
 def known_targets() -> frozenset[str]:
-    """What the compiler behind hipRTC has code for: it crashes for another one."""
+    """Return the targets that hipRTC's compiler supports: it crashes for others."""
     comgr = ctypes.CDLL("libamd_comgr.so.2")
     count, name, found = ctypes.c_size_t(), ctypes.c_char_p(), set()
     assert comgr.amd_comgr_get_isa_count(ctypes.byref(count)) == 0
@@ -52,10 +52,10 @@ def known_targets() -> frozenset[str]:
 
 
 class HipRtc:
-    """``cupy_backends.cuda.libs.nvrtc`` of CuPy for ROCm: its functions, over the same library."""
+    """``cupy_backends.cuda.libs.nvrtc`` of CuPy for ROCm: its functions, over this library."""
 
     class NVRTCError(RuntimeError):
-        """As CuPy raises."""
+        """CuPy's exception class."""
 
     def __init__(self) -> None:
         self._library = library()
@@ -82,7 +82,7 @@ class HipRtc:
         return self._bytes("hiprtcGetProgramLog", program)[:-1].decode()
 
     def getPTX(self, program: ctypes.c_void_p) -> bytes:
-        """The code object without its last byte, which CuPy takes for the end of a text."""
+        """Return the code object without its last byte, which CuPy drops as a terminator."""
         return self._bytes("hiprtcGetCode", program)[:-1]
 
     def destroyProgram(self, program: ctypes.c_void_p) -> None:
@@ -103,13 +103,13 @@ class HipRtc:
 
 @dataclass(frozen=True)
 class HipKernel:
-    """What an image says of a kernel: registers, bytes of memory, and its modes of arithmetic."""
+    """A kernel's metadata in an image: registers, memory, and its floating-point modes."""
 
     name: str
-    registers: int  # of a lane, for vectors
+    registers: int  # vector registers per lane
     scalars: int
-    spills: int  # of registers for vectors, to memory
-    held: int  # registers for scalars that found room in lanes of the others
+    spills: int  # vector registers spilled to memory
+    held: int  # scalar registers kept in lanes of others
     shared: int
     scratch: int
     wave: int
@@ -118,7 +118,7 @@ class HipKernel:
 
 
 def kernels_of(image: bytes) -> list[HipKernel]:
-    """All kernels of a code object."""
+    """Return all kernels of a code object."""
     msgpack = pytest.importorskip("msgpack", reason="reads what images say of their kernels")
     at = image.index(b"AMDGPU\0")
     _, size, kind = struct.unpack_from("<III", image, at - 12)
@@ -140,7 +140,7 @@ def kernels_of(image: bytes) -> list[HipKernel]:
 
 
 def _symbols(image: bytes) -> dict[str, int]:
-    """Where in the file the objects of an ELF image lie."""
+    """Return the positions of an ELF image's symbols in the file."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count = struct.unpack_from("<HH", image, 58)
     heads = [struct.unpack_from("<IIQQQQIIQQ", image, table + i * size) for i in range(count)]
@@ -158,7 +158,7 @@ def _symbols(image: bytes) -> dict[str, int]:
 
 
 def instructions(image: bytes, folder: Path) -> str | None:
-    """The image's instructions, or None where no LLVM is installed that reads them."""
+    """Return the image's instructions, or None if no LLVM can disassemble them."""
     folders = sorted(Path("/usr/lib").glob("llvm-*/bin"), reverse=True)
     places = ":".join([*map(str, folders), "/opt/rocm/llvm/bin"])
     tool = shutil.which("llvm-objdump") or shutil.which("llvm-objdump", path=places)
@@ -170,5 +170,5 @@ def instructions(image: bytes, folder: Path) -> str | None:
 
 
 def count(pattern: str, text: str) -> int:
-    """How often an instruction that begins so occurs."""
+    """Count the instructions with such a prefix."""
     return len(re.findall(rf"^\s+{pattern}\w*", text, re.MULTILINE))

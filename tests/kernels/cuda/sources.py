@@ -1,4 +1,4 @@
-"""The images of all kernels, for tests that ask compilers about them."""
+"""Images of all kernels, for tests that run compilers on them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hybridcomp.kernels.cuda import images
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 BLOCKINT = ("blockint.cu", "blockint_sum.cu")
 OF_KEPT = (*BLOCKINT, "residual.cu")
-#: with kernels that take all pieces of a message as an image of their own
+#: sources with a separate image of kernels for all pieces of a message
 OF_PIECES = ("expcode.cu", "mpc.cu", "radix.cu")
 WIDTHS = (4, *((2, 3, 5, 6, 7, 8) if NIGHTLY else ()))
 ROTATED = (2, 3, 4) if NIGHTLY else ()
-#: bits of residuals: their kernels are images of their own
+#: bits of residuals, whose kernels are separate images
 KEPT = (8, 4, 16) if NIGHTLY else (8,)
 FEW = tuple(f"HC_KEPT={bits}" for bits in KEPT)
-#: of all dtypes at once; a run compiles those of its own
+#: all dtypes in one image; a run compiles those it needs
 SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *((name, (f"HC_BITS={bits}",)) for name in BLOCKINT for bits in WIDTHS),
     *((name, ("HC_BITS=4", "HC_LEVELS=2")) for name in BLOCKINT if NIGHTLY),
@@ -33,7 +33,7 @@ SOURCES: list[tuple[str, tuple[str, ...]]] = [
         for f in FEW
     ),
 ]
-#: every kernel, and blockint's with residuals of few bits, rotated, with Gaussian levels
+#: every kernel, and blockint's with low-bit residuals, rotated, with Gaussian levels
 FORMS: list[tuple[str, tuple[str, ...]]] = [
     *((name, ("HC_BITS=4",)) for name in BLOCKINT),
     *((name, ("HC_BITS=4", "HC_KEPT=8")) for name in (*BLOCKINT, "blockint_table.cu")),

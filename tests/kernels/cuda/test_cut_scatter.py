@@ -1,4 +1,4 @@
-"""Reduce-scatters with cuts in two launches, however many cuts and ranks: bits as on CPUs."""
+"""Reduce-scatters split at cuts take two launches and give the CPU's bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 def cut_scatter(
     fused: bool, chunk: int, bits: int, cuts: list[int]
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """Sum and residual of two reduce-scatters with cuts, and what the second launched."""
+    """Return sum and residual of two reduce-scatters with cuts, and the second one's launches."""
     torch.set_num_threads(1)
     codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
     values, launcher = arrays.make("normal", world * chunk - 96, rank, torch.bfloat16), Counting()
@@ -50,7 +50,7 @@ def cut_scatter(
     return [*found, *(as_fp32(left) for left in kept or ())], launcher.kernels
 
 
-#: elements of a shard, bits of its residual (0: none), cuts; those of few bits lie in blocks
+#: elements of a shard, bits of its residual (0: none), cuts; low-bit residuals have blocks
 CHUNKS = [
     (2400, 0, [40, 1100]), (2405, 0, [40, 1100]), (2405, 32, [40, 1100]),
     (2400, 8, [64, 1088]), (2400, 16, [32]),
@@ -63,7 +63,7 @@ def every_cut_scatter(fused: bool) -> list[tuple[list[torch.Tensor], list[str]]]
 
 
 def test_a_reduce_scatter_with_cuts_takes_two_launches() -> None:
-    """However many cuts and ranks: bits, residuals and bytes as on CPUs."""
+    """For any number of cuts and ranks; bits, residuals and bytes equal the CPU's."""
     macros = blockint_macros(BlockInt(bits=4)._setting)
     for source in ("blockint_table.cu", "blockint_sum.cu"):
         emulated(source, *macros)
@@ -77,13 +77,13 @@ def test_a_reduce_scatter_with_cuts_takes_two_launches() -> None:
 
 
 def between_blocks(fused: bool) -> torch.Tensor:
-    """The first sum with a residual of 8 bits whose blocks the cuts divide."""
+    """Return the first sum with an 8-bit residual whose blocks the cuts split."""
     found, _ = cut_scatter(fused, 2400, 8, [40, 1100])
     return found[0]
 
 
 def test_cuts_inside_of_blocks_of_a_residual() -> None:
-    """It is fp32 for the message: what is sent and summed has the bits that CPUs give."""
+    """It is fp32 within the message; payloads and sums have the CPU's bits."""
     right = run_ranks(3, between_blocks, False)
     for expected, found in zip(right, run_ranks(3, between_blocks, True), strict=True):
         assert torch.equal(expected, found)

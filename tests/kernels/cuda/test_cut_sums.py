@@ -1,5 +1,4 @@
-"""All-reduces with cuts, and buckets with cuts or several owners: launches do not grow, bits as on
-CPUs."""
+"""All-reduces and buckets with cuts or several owners: constant launches, the CPU's bits."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ from tests.ranks import run_ranks
 
 NUMEL = 6000
 CUTS = [40, 1064, 3000, 3001]
-#: cuts that begin at blocks of every chunk's residual, for residuals of few bits
+#: cuts at block borders of every chunk's residual, for low-bit residuals
 EVEN = [64, 1088, 4032]
 Results = list[tuple[list[torch.Tensor], list[str]]]
 
 
 def residual_of(bits: int, start: int, stop: int, seed: int) -> Any:
-    """A residual of ``bits`` bits (0: none) with the same values on every way."""
+    """Return a residual of ``bits`` bits (0: none) with the same values in every variant."""
     if not bits:
         return None
     values = arrays.make("normal", stop - start, seed) / 100
@@ -50,7 +49,7 @@ def residual_of(bits: int, start: int, stop: int, seed: int) -> Any:
 
 
 def twice(message: Any, how: Reduction, fused: bool) -> tuple[list[torch.Tensor], list[str]]:
-    """Results of two messages, with residuals and bytes, and what the second launched."""
+    """Return results of two messages, with residuals and bytes, and the second one's launches."""
     launcher = Counting()
     with kernels_replaced(CudaKernels(launcher)) if fused else nullcontext():
         found = list(message(how))
@@ -93,7 +92,7 @@ def every_all_reduce(fused: bool, sums: list[Any] = SUMS) -> Results:
     return found
 
 
-#: between two ranks, in one hop: owned by both, by turns by both or one; then in two hops
+#: between two ranks in one hop: owners are both, alternating or one; then in two hops
 SHARED = [OwnedRange(600 * i, 600 * i + 600, ((0, 1), (i % 2,))[i % 3 == 0]) for i in range(10)]
 Bucket = tuple[list[OwnedRange], list[int]]
 DIRECT: list[Bucket] = [([OwnedRange(0, NUMEL, (0, 1))], []), (SHARED, []), (SHARED, CUTS)]
@@ -119,7 +118,7 @@ def every_bucket(fused: bool) -> Results:
                 return reduce_to_owners(values, ranges, how)
 
             how = reduction(cuts, bits, hops)
-            if bits == 8:  # of the owner alone: chunks begin inside of blocks of the other one
+            if bits == 8:  # the owner's alone: chunks begin inside blocks of the other one
                 how.residual = None
             found.append(twice(message, how, fused))
     return found
@@ -133,7 +132,7 @@ def built() -> None:
 
 
 def compared(ranks: int, job: Any) -> list[list[list[str]]]:
-    """Compare both ways; return what every rank launched for every message."""
+    """Compare both variants; return every rank's launches per message."""
     names = []
     pairs = zip(run_ranks(ranks, job, False), run_ranks(ranks, job, True), strict=True)
     for rank, (right, found) in enumerate(pairs):
@@ -146,11 +145,11 @@ def compared(ranks: int, job: Any) -> list[list[list[str]]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_all_reduce_with_cuts(ranks: int) -> None:
-    """Four launches, three between two ranks, whatever the cuts, ranks and residuals."""
+    """Four launches, three between two ranks, for any cuts, ranks and residuals."""
     hops = ("encode", "decode", "sum") if ranks == 2 else ("encode", "sum", "encode", "decode")
     for of_rank in compared(ranks, every_all_reduce):
         for (_, bits, _), names in zip(SUMS, of_rank, strict=True):
-            if bits == 8:  # chunks begin inside of blocks of the residual, which becomes fp32
+            if bits == 8:  # chunks begin inside blocks of the residual, which becomes fp32
                 names.remove("residual_load")
                 names.remove("residual_store")
             assert [name.split("_")[0] for name in names] == list(hops), (bits, names)
@@ -158,7 +157,7 @@ def test_an_all_reduce_with_cuts(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_buckets_with_cuts_and_several_owners(ranks: int) -> None:
-    """Two launches a hop, and for what a rank shares one more, or two where it sums it."""
+    """Two launches a hop; one more for a shared range, or two where this rank sums it."""
     for of_rank in compared(ranks, every_bucket):
         for names in of_rank:
             kinds = [name.split("_")[0] for name in names if not name.startswith("residual")]
@@ -166,11 +165,11 @@ def test_buckets_with_cuts_and_several_owners(ranks: int) -> None:
             if ranks == 3:
                 hops = ["encode", "sum", "encode", "decode", "decode"]
             left = iter(hops)
-            assert all(kind in left for kind in kinds), names  # some have nothing to do
+            assert all(kind in left for kind in kinds), names  # some ranks have nothing to do
 
 
 def test_cuts_inside_of_blocks_of_a_residual() -> None:
-    """It is fp32 for the message: what is sent has the bits that CPUs give."""
+    """It is fp32 within the message; payloads have the CPU's bits."""
     case = [(torch.bfloat16, 8, CUTS)]
     pairs = zip(
         run_ranks(3, every_all_reduce, False, case),

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the host: the CPU's bytes, and nothing touched beside the arrays."""
+"""The CUDA kernels run on the host: the CPU's bytes, and no access beyond the arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.selection import by_day
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 KERNELS = CudaKernels(EmulatedLauncher())
 VARIABLE = [codec for codec in CODECS if not codec.fixed_size]
-#: by day without five settings of blockint: each takes two libraries of its own
+#: five settings of blockint run nightly only: each needs two more libraries
 DAY = [codec for number, codec in enumerate(CODECS) if number not in (6, 7, 9, 12, 14)]
 
 
@@ -53,7 +53,7 @@ def test_bytes_are_the_cpus(codec: Codec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 @pytest.mark.parametrize("codec", VARIABLE, ids=str)
 def test_sizes_are_left_on_the_device(codec: Codec, dtype: torch.dtype) -> None:
-    """The one that the CPU returns, in its own word; nobody asks for it, nor for damage."""
+    """Equal to the CPU's, in a device word; neither size nor damage is read by the host."""
     refuse = AssertionError("the host waited")
     for kind, numel in (("normal", 0), ("outliers", 1), ("sparse", 9000), ("nonfinite", 4099)):
         values = arrays.make(kind, numel, 3, dtype)
@@ -64,7 +64,7 @@ def test_sizes_are_left_on_the_device(codec: Codec, dtype: torch.dtype) -> None:
         with kernels_replaced(KERNELS):
             with mock.patch.object(DamageFlag, "check", side_effect=refuse):
                 codec.encode_into(values, room, sizes[1:2])
-            codec.decode(room, out)  # all of the slot
+            codec.decode(room, out)  # the whole slot
         assert sizes.tolist() == [-7, expected.numel(), -7]
         assert torch.equal(room[: expected.numel()], expected)
         assert torch.equal(arrays.bits_of(out), arrays.bits_of(decoded))
@@ -107,7 +107,7 @@ def test_views_that_are_not_aligned(codec: Codec, offset: int) -> None:
 
 @pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
 def test_nothing_beside_the_arrays_is_touched(codec: Codec) -> None:
-    """Arrays that end where memory ends: one byte further is a crash."""
+    """Arrays end at an unreadable page: an access beyond crashes."""
     with kernels_replaced(KERNELS):
         for dtype in VALUE_DTYPES:
             values = guarded.copy(arrays.make("nonfinite", 2531, 1, dtype))
@@ -136,7 +136,7 @@ def test_damaged_payloads_are_told_at_the_check(name: str) -> None:
 
 
 def test_random_bytes_never_crash() -> None:
-    """Nothing in a payload is believed before it was compared with its length."""
+    """All payload fields are checked against the length."""
     generator = torch.Generator().manual_seed(0)
     for name in ("mpc", "radix", "expcode"):
         codec, values = make_codec(name), arrays.make("normal", 2500, 1)
@@ -173,7 +173,7 @@ def test_the_ledgers_report_is_where_damage_is_told(monkeypatch: pytest.MonkeyPa
 def test_damage_is_told_without_waiting_and_without_a_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is asked for after one step is looked at after the next."""
+    """A flag copied after one step is checked after the next."""
     codec, values = make_codec("radix"), arrays.make("normal", 5000, 1)
     broken = payload_of(codec, values)
     broken[0] ^= 1
@@ -185,5 +185,5 @@ def test_damage_is_told_without_waiting_and_without_a_report(
     channels.close_step(False, torch.device("cpu"))  # of the state before: nothing was damaged
     with pytest.raises(CodecError, match="go on from the last checkpoint"):
         channels.close_step(False, torch.device("cpu"))
-    for _ in range(3):  # told once
+    for _ in range(3):  # reported once
         channels.close_step(False, torch.device("cpu"))

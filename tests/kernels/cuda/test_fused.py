@@ -1,4 +1,4 @@
-"""Reductions of three and two launches: the bits and the bytes of those that go step by step."""
+"""Reductions in three and two launches: bits and bytes of the unfused ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 
 class Counting(EmulatedLauncher):
-    """Remembers what was launched."""
+    """Records launches."""
 
     def __init__(self) -> None:
         self.kernels: list[str] = []
@@ -45,7 +45,7 @@ def built(macros: tuple[str, ...]) -> None:
 def compare(
     numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype
 ) -> tuple[bool, Any, Any, Any]:
-    """``(same bits, wire bytes step by step, wire bytes fused, kernels launched)``."""
+    """Return ``(same bits, unfused wire bytes, fused wire bytes, kernels launched)``."""
     torch.set_num_threads(1)
     codec, rank = make_codec("blockint", **settings), dist.get_rank()
     values = arrays.make(kind, numel, rank, dtype)
@@ -80,7 +80,7 @@ def test_same_bits_and_bytes_with_three_launches() -> None:
         for dtype in VALUE_DTYPES
     ]  # fmt: skip
     for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
-        built(macros)  # once, before the ranks want it
+        built(macros)  # once, before the ranks need it
     for found in run_ranks(3, many, cases):
         for case, (same, plain, fused, kernels) in zip(cases, found, strict=True):
             assert same, case
@@ -90,11 +90,11 @@ def test_same_bits_and_bytes_with_three_launches() -> None:
                 assert [name.split("_")[1] for name in kernels] == ["encode", "reduce", "decode"]
 
 
-Held = tuple[bool, bool]  # whether there are residuals of the first and of the second encoding
+Held = tuple[bool, bool]  # residuals of the first and of the second encoding
 
 
 def residuals(numel: int, held: Held) -> list[torch.Tensor | None]:
-    """Residuals that hold something from the steps before."""
+    """Return nonzero residuals of earlier steps."""
     start, stop = chunk_ranges(numel, dist.get_world_size())[dist.get_rank()]
     first = arrays.make("outliers", numel, 50 + dist.get_rank()) / 100
     second = arrays.make("normal", stop - start, 60 + dist.get_rank()) / 100
@@ -104,7 +104,7 @@ def residuals(numel: int, held: Held) -> list[torch.Tensor | None]:
 def feedback(
     numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype, held: Held
 ) -> list[Any]:
-    """What differs after two steps, and the kernels launched in one."""
+    """Return differences after two steps, and the kernels launched in a step."""
     codec, rank, launcher = make_codec("blockint", **settings), dist.get_rank(), Counting()
     plain, fused = residuals(numel, held), residuals(numel, held)
     found: list[Any] = []
@@ -166,7 +166,7 @@ def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals() -> 
 
 
 def cut(numel: int) -> bool:
-    """Blocks that may not reach across parameters are encoded one by one."""
+    """Encode blocks one by one if they must not cross parameters."""
     codec = make_codec("blockint", bits=4)
     with mock.patch("hybridcomp.collectives.all_reduction.fused_all_reduce") as fused:
         launcher = Counting()
@@ -179,7 +179,7 @@ def cut(numel: int) -> bool:
 def scattered(
     lengths: list[int], settings: dict[str, Any], kind: str, dtype: torch.dtype, held: bool
 ) -> list[Any]:
-    """What differs after two steps from shards that go one by one, and the kernels of a step."""
+    """Return differences after two steps from separate shards, and a step's kernels."""
     codec, rank, numel = make_codec("blockint", **settings), dist.get_rank(), sum(lengths)
     start = arrays.make("outliers", numel, 50 + rank) / 100
     plain, fused, launcher = start.clone(), start.clone(), Counting()
@@ -202,7 +202,7 @@ def scattered(
             found.append((step, first, second))
         for name, (right, wrong) in {"sum": sums, "residual": (plain, fused)}.items():
             differs = arrays.bits_of(right) != arrays.bits_of(wrong)
-            # which of two NaNs an addition keeps is up to the processor
+            # the processor chooses which of two NaNs an addition keeps
             where = (differs & ~(right.isnan() & wrong.isnan())).nonzero().flatten()
             if len(where):
                 found.append((step, name, len(where), int(where[0])))
@@ -249,7 +249,7 @@ def test_which_shards_follow_each_other() -> None:
 
 
 def moved(numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype) -> list[Any]:
-    """What differs when shards are gathered and swapped by CPU kernels, and the launches."""
+    """Return differences from gathering and swapping shards by CPU kernels, and the launches."""
     codec, rank, launcher = make_codec("blockint", **settings), dist.get_rank(), Counting()
     world, found = dist.get_world_size(), list[Any]()
     values = arrays.make(kind, world * numel, rank, dtype)
@@ -294,7 +294,7 @@ def test_what_is_only_moved_takes_two_launches() -> None:
 
 
 def exchanged(dtype: torch.dtype) -> list[Any]:
-    """Parts of any length, also of none: whether bits and bytes are the same, and the launches."""
+    """Exchange parts of any length, also empty; return if bits and bytes agree, and launches."""
     rank, codec, launcher = dist.get_rank(), make_codec("blockint", bits=4), Counting()
     table = [[100, 0, 2000], [300, 33, 7], [0, 1025, 64]]
     gives, takes = table[rank], [row[rank] for row in table]
@@ -319,7 +319,7 @@ def test_parts_of_any_length_take_two_launches() -> None:
 
 
 def with_cuts(_: None) -> bool:
-    """Whether shards with cuts are taken for whole chunks."""
+    """Return whether shards with cuts are treated as whole chunks."""
     with (
         kernels_replaced(CudaKernels(EmulatedLauncher())),
         mock.patch("hybridcomp.collectives.all_gather_all_to_all.fused_all_gather") as fused,

@@ -37,11 +37,11 @@ from tests.kernels.cuda.common import (
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # partly untyped
 
 
 class Recorder:
-    """A launcher that launches nothing, and notes which images it would need."""
+    """Launcher that records the images it would need and launches nothing."""
 
     def __init__(self) -> None:
         self.needed: set[tuple[str, tuple[str, ...]]] = set()
@@ -60,7 +60,7 @@ class Recorder:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Compile on all cores into the folder of images; one after the other takes a minute."""
+    """Compile on all cores into the image cache; one after the other takes a minute."""
     recorder = Recorder()
     kernels: Any = CudaKernels(recorder)
     for codec, dtype in itertools.product(CODECS, VALUE_DTYPES):
@@ -73,7 +73,7 @@ def compiled() -> None:
 
 
 def check(codec: Codec, *batch: Tensor) -> None:
-    """All of a batch at once: each copy waits for the device, and its turn where others use it."""
+    """Compare a batch at once: each copy waits for the device."""
     sent = _cut(_bytes(batch).cuda(), batch)
     found = [results(codec, values) for values in sent]
     right = [results(codec, values) for values in batch]
@@ -84,13 +84,13 @@ def check(codec: Codec, *batch: Tensor) -> None:
 
 
 def _bytes(parts: Sequence[Tensor]) -> Tensor:
-    # one value may have any stride
+    # a single value may have any stride
     whole = [part.clone(memory_format=torch.contiguous_format) for part in parts]
     return torch.cat([part.view(torch.uint8) for part in whole])
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Parts of bytes as long as those of ``like``, and of their dtypes."""
+    """Split bytes into parts with the lengths and dtypes of ``like``."""
     parts = torch.split(flat, [part.nbytes for part in like])
     return [part.clone().view(one.dtype) for part, one in zip(parts, like, strict=True)]
 
@@ -123,7 +123,7 @@ def test_runs_on_the_callers_stream(codec: Codec) -> None:
     stream = cuda.Stream()
     with cuda.stream(stream):
         there = values.cuda(non_blocking=True)
-        cuda._sleep(50_000_000)  # what follows must wait for this stream
+        cuda._sleep(50_000_000)  # later work must wait for this stream
         there.mul_(1.0)
         found = payload_of(codec, there)
     stream.synchronize()
@@ -132,7 +132,7 @@ def test_runs_on_the_callers_stream(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if not codec.fixed_size], ids=str)
 def test_sizes_are_left_on_the_device_and_nobody_waits(codec: Codec) -> None:
-    """Error feedback included: the residual is what all of the slot decodes to."""
+    """Includes error feedback: the residual follows from decoding the whole slot."""
     values = arrays.make("outliers", 300_000, 1)
     expected, there = payload_of(codec, values), values.cuda()
     sizes = torch.full((3,), -7, device="cuda")
@@ -199,7 +199,7 @@ def test_residuals_of_few_bits_are_the_cpus(dtype: torch.dtype, bits: int) -> No
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 def test_a_graph_replays_the_kernels_of_an_all_reduce(dtype: torch.dtype, feedback: bool) -> None:
-    """The same bits as without a graph, step after step."""
+    """The same bits as without a graph, in every step."""
     numel, ranks, me = 100_000, 4, 1
     codec = make_codec("blockint", bits=4)
     fused = codec.fused(torch.device("cuda"))
@@ -244,7 +244,7 @@ def test_a_graph_replays_the_kernels_of_an_all_reduce(dtype: torch.dtype, feedba
 
 
 def _reduced_on(device: str, dtype: torch.dtype, codec: Codec) -> list[Tensor]:
-    """Bits after two all_reduces and a reduce_scatter with error feedback."""
+    """Return bits after two all_reduces and a reduce_scatter with error feedback."""
     numel, rank = 70_001, dist.get_rank()
     start, stop = chunk_ranges(numel, dist.get_world_size())[rank]
     residual = torch.zeros(numel, device=device)
@@ -275,7 +275,7 @@ def test_ranks_on_gloo_share_a_gpu_and_sum_as_on_the_cpu(codec: Codec) -> None:
 
 
 def _gathered_on(device: str) -> list[Tensor]:
-    """What a variable-size codec, a pipeline message and an exchange bring, on gloo."""
+    """Return results of a variable-size codec, a pipeline message and an exchange, on gloo."""
     rank, codec = dist.get_rank(), make_codec("expcode")
     values = arrays.make("normal", 5000, rank).to(device)
     out, swapped = values.new_empty(10_000), values.new_empty(5000)
@@ -295,7 +295,7 @@ def test_every_collective_works_on_gloo() -> None:
 
 
 def _compiled_and_encoded(folder: str) -> Tensor:
-    """The payload of a process that finds nothing compiled."""
+    """Return the payload of a process with an empty image cache."""
     os.environ["CUPY_CACHE_DIR"] = folder
     dist.barrier()
     return payload_of(make_codec("radix"), arrays.make("outliers", 50_000, 4).cuda()).cpu()
@@ -317,7 +317,7 @@ def test_every_device_has_its_own_kernels() -> None:
 
 
 def test_damage_is_heard_of_without_waiting() -> None:
-    """``poll`` starts a copy and looks at it in a later call; nothing else asks the device."""
+    """``poll`` starts a copy and reads it in a later call; nothing else synchronizes."""
     codec, values = make_codec("radix"), torch.randn(5000, device="cuda")
     broken = payload_of(codec, values)
     broken[0] ^= 1
@@ -328,7 +328,7 @@ def test_damage_is_heard_of_without_waiting() -> None:
     codec.decode(broken, torch.empty_like(values))
     cuda.synchronize()
     with pytest.raises(CodecError, match="go on from the last checkpoint"):
-        for _ in range(3):  # one copy may be on its way that began before
+        for _ in range(3):  # an earlier copy may be in flight
             kernels.poll_payloads()
             cuda.synchronize()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""hardware.h: no kernel goes past it, and its forms agree, also with two warps in a wave of 64."""
+"""hardware.h: no kernel bypasses it, and its variants agree, also in waves of 64."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.kernels.cuda import emulated as stand_in
 from tests.paths import ROOT
 
 HERE = Path(__file__).resolve().parent
-#: of these names CUDA and HIP have the same
+#: names that are the same in CUDA and HIP
 SHARED = {
     "__global__", "__device__", "__shared__", "__syncthreads", "__launch_bounds__", "__VA_ARGS__"
 }  # fmt: skip
-#: HIP means something else by a second number
+#: HIP interprets a second number differently
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*,")
-#: what only the two headers of the hardware may hold: intrinsics, instructions, architectures
+#: names allowed only in the two hardware headers: intrinsics, instructions, architectures
 RAW = re.compile(
     r"\b__\w+|\basm\b|\bHC_SM\b|\bHC_AMD\b|\bvolatile\b|\bwarpSize\b|\bgfx\d+|\bsm_\d+"
 )
@@ -30,20 +30,20 @@ THREADS, ROWS = 256, 141
 
 
 def raw_names(path: Path) -> list[str]:
-    """What a source names past ``hardware.h``, comments aside."""
+    """Return a source's names that bypass ``hardware.h``, comments aside."""
     text = re.sub(r"//.*", "", path.read_text())
     return [name for name in RAW.findall(text) if name not in SHARED] + BOUNDS.findall(text)
 
 
 def sources() -> list[Path]:
-    """Of the kernels, but for the two headers."""
+    """Return the kernels' sources but the two headers."""
     formats = [images.FORMATS / name for name in included()]
     kernels = [*images.FOLDER.glob("*.cu"), *images.FOLDER.glob("*.h")]
     return [path for path in (*kernels, *formats) if path.name not in ("hardware.h", "portable.h")]
 
 
 def included() -> set[str]:
-    """Headers of formats that kernels read, straight or through one another."""
+    """Return headers of formats that kernels include, directly or indirectly."""
     found: set[str] = set()
     waiting = [*images.FOLDER.glob("*.cu"), *images.FOLDER.glob("*.h")]
     while waiting:
@@ -70,7 +70,7 @@ def test_what_is_raw_is_seen(tmp_path: Path) -> None:
 
 
 def probed(wave: str | None, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """Rows of words, one for each thread; ``wave``: AMD's form."""
+    """Return rows of words, one per thread; ``wave``: AMD's variant."""
     if wave is None:
         monkeypatch.delenv(stand_in.WAVE, raising=False)
     else:
@@ -104,7 +104,7 @@ EMULATED = (
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EMULATED)
 def test_kernels_in_waves_of_64(name: str) -> None:
-    """The day's tests of the emulated kernels once more, as HIP would compile them."""
+    """Repeat the day's tests of the emulated kernels as HIP would compile them."""
     environment = {**os.environ, stand_in.WAVE: "64", "HYBRIDCOMP_NIGHTLY": "0"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
     found = subprocess.run(

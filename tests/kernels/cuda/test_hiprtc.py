@@ -1,6 +1,6 @@
-"""AMD's compiler on every kernel, without a GPU; what is asked for where torch is built for ROCm.
+"""Compile every kernel with AMD's compiler, without a GPU; options where torch uses ROCm.
 
-By night. ``pytest -m nightly -s tests/kernels/cuda/test_hiprtc.py`` prints the table of
+Nightly. ``pytest -m nightly -s tests/kernels/cuda/test_hiprtc.py`` prints the table of
 docs/results/gpu.md.
 """
 
@@ -35,19 +35,19 @@ from tests.kernels.cuda.test_launch import own_extension
 #: waves of 64 lanes, twice, and of 32
 TARGETS = ("gfx90a", "gfx942", "gfx1030")
 WAVES = {"gfx90a": 64, "gfx942": 64, "gfx1030": 32}
-#: registers with which two waves of 64 lanes fit a SIMD of an MI200, and shared memory of a block
+#: registers that let two waves of 64 lanes fit a SIMD of an MI200, and shared memory per block
 MOST_REGISTERS, MOST_SHARED = 256, 64 << 10
 Case = tuple[str, tuple[str, ...], str]
 
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that is built for ROCm 7."""
+    """Pretend that torch is built for ROCm 7."""
     monkeypatch.setattr(torch.version, "hip", "7.0.51831")
 
 
 def compiled(source: str, defines: tuple[str, ...], target: str) -> bytes:
-    """By the options of every run, and no warning."""
+    """Compile with the options of every run, without warnings."""
     with mock.patch.object(images, "_nvrtc", HipRtc):
         image, log = images.compiled(source, defines, target, "-Werror")
     assert not log.strip(), log
@@ -56,7 +56,7 @@ def compiled(source: str, defines: tuple[str, ...], target: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[bytes]]]:
-    """The image of every case that was selected: two at a time."""
+    """Build the image of every selected case, two at a time."""
     library()
     items: list[Any] = request.session.items
     chosen = [i.callspec.params for i in items if "built" in getattr(i, "fixturenames", ())]
@@ -73,14 +73,14 @@ def built(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[bytes]]]
 def test_compiles_without_spills(
     source: str, defines: tuple[str, ...], target: str, built: dict[Case, Future[bytes]]
 ) -> None:
-    """Registers, memory and modes of arithmetic of every kernel."""
+    """Reports registers, memory and floating-point modes of every kernel."""
     if target not in known_targets():
         pytest.skip(f"the hipRTC of this machine does not know {target}")
     image = built[source, defines, target].result()
     kernels = kernels_of(image)
     assert kernels
     for kernel in kernels:
-        # memory of a lane's own: what is spilled, arrays that are indexed, tables that were copied
+        # per-lane memory: spills, indexed arrays, copied tables
         assert kernel.spills == kernel.scratch == 0 and kernel.wave == WAVES[target], kernel
         assert kernel.registers <= MOST_REGISTERS and kernel.shared <= MOST_SHARED, kernel
         assert kernel.rounding == 0 and kernel.subnormals == 0b11, kernel
@@ -93,7 +93,7 @@ def test_compiles_without_spills(
 
 @pytest.mark.nightly
 def test_arithmetic_is_the_cpus(tmp_path: Path) -> None:
-    """With the options of all kernels nothing is fused, and a division is rounded correctly."""
+    """With the common options nothing is fused, and division rounds correctly."""
     library()
     kernel = 'extern "C" __global__ void k(float* o, float a, float b, float c) {{ *o = {}; }}'
     found = {}
@@ -119,7 +119,7 @@ def test_what_amds_compiler_says_is_told() -> None:
 
 @pytest.mark.nightly
 def test_amds_own_driver_answers(tmp_path: Path) -> None:
-    """Without a GPU: the functions are found, and its error is told."""
+    """Without a GPU its functions are present, and its error is reported."""
     library()
     extension = own_extension(tmp_path)
     extension.open_driver("libamdhip64.so")
@@ -173,7 +173,7 @@ def test_a_compiler_without_a_gpu_compiles_for_one_of_amds(monkeypatch: pytest.M
 
 
 def test_a_launcher_on_an_amd_gpu(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images for the name that AMD gives the device, AMD's runtime, and a warning."""
+    """Images for AMD's name of the device, AMD's runtime, and a warning."""
     cupy, extension = mock.MagicMock(), mock.MagicMock()
     cupy.cuda.runtime.is_hip = True
     cupy.cuda.Module.return_value.get_function.return_value = mock.Mock(ptr=11)
@@ -202,7 +202,7 @@ def test_a_launcher_on_an_amd_gpu(rocm: None, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_options_of_amds_compiler() -> None:
-    """Nothing is fused or flushed, defines come along, and the last byte of the image is there."""
+    """Nothing is fused or flushed, defines are passed, and the image keeps its last byte."""
     binding = mock.Mock(NVRTCError=RuntimeError)
     binding.getPTX.return_value, binding.getProgramLog.return_value = b"\x7fELF image", ""
     with mock.patch.object(images, "_nvrtc", lambda: binding):

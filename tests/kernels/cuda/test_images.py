@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: by several ranks at once, whole or not at all, and without a disk."""
+"""Compiled kernels on disk: by several ranks at once, atomically, and without a disk."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hybridcomp.kernels.cuda.launcher import CudaLauncher
 from tests.ranks import RankPool
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason=install_hint("gpu"))
-ONE = ("mpc.cu", (), 80)  # the quickest
+ONE = ("mpc.cu", (), 80)  # the fastest to compile
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where images are kept during a test."""
+    """Return a test's image cache."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
     images._warn.cache_clear()
     return tmp_path / "kept"
@@ -39,14 +39,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def compiler(*found: bytes) -> Iterator[mock.Mock]:
-    """One that gives ``found``, call by call."""
+    """Return a compiler that gives ``found``, call by call."""
     calls = [(image, "") for image in found]
     with mock.patch.object(images, "compiled", side_effect=calls) as replaced:
         yield replaced
 
 
 def _image(folder: str, compiles: bool) -> tuple[str, int]:
-    """The digest of what a rank gets, and how often it compiled."""
+    """Return the digest of a rank's image, and its number of compilations."""
     real, calls = images.compiled, 0
 
     def counted(*args: Any) -> tuple[bytes, str]:
@@ -139,7 +139,7 @@ def test_a_full_disk_leaves_nothing_behind(folder: Path) -> None:
 
 
 def test_an_image_is_whole() -> None:
-    """CuPy hands out one byte less; the tables of sections and segments end with the image."""
+    """CuPy returns one byte less; the tables of sections and segments end with the image."""
     found, _ = images.compiled(*ONE)
     segments, sections = struct.unpack_from("<QQ", found, 32)
     sizes = struct.unpack_from("<4H", found, 54)
@@ -148,7 +148,7 @@ def test_an_image_is_whole() -> None:
 
 
 def test_subnormals_are_not_flushed_and_newer_gpus_get_ptx() -> None:
-    """CuPy's own way to compile flushes them."""
+    """CuPy's default compilation flushes them."""
     found, _ = images.compiled("mpc.cu", (), 999)
     assert b"add.f32" in found or b"add.rn.f32" in found
     assert b".target sm_" in found and b".ftz" not in found
@@ -175,7 +175,7 @@ def test_a_cupy_that_cannot_make_its_folder(
 
 
 def test_a_kernel_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for CuPy and the driver: what is loaded for which device, and launched how."""
+    """Stand-ins for CuPy and the driver record loads and launches by device."""
     cupy, extension = mock.MagicMock(), mock.MagicMock()
     cupy.cuda.Device.return_value.compute_capability = "90"
     cupy.cuda.Module.return_value.get_function.side_effect = [mock.Mock(ptr=11), mock.Mock(ptr=12)]
@@ -203,7 +203,7 @@ def test_a_kernel_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_that_come_at_once_share_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that lost its place would be unloaded, and its functions' addresses kept."""
+    """Otherwise a replaced module would be unloaded while its functions' addresses are cached."""
     cupy, both = mock.MagicMock(), threading.Barrier(2, timeout=20)
     cupy.cuda.Device.return_value.compute_capability = "90"
     cupy.cuda.Module.return_value.get_function.return_value = mock.Mock(ptr=11)

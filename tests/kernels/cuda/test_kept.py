@@ -1,4 +1,4 @@
-"""Residuals of few bits in CUDA kernels: the CPU's payloads, sums and bits of residuals."""
+"""Low-bit residuals in CUDA kernels: the CPU's payloads, sums and residual bits."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ALL: list[dict[str, Any]] = [
     *({"bits": bits, "rotate": True} for bits in (2, 3, 4)),
     {"bits": 4, "levels": "gaussian", "rotate": True}, {"bits": 4, "rounding": "random"},
 ]  # fmt: skip
-#: setting and bits of the residual: all of them in the nightly run, as each takes its own libraries
+#: settings and residual bits: all of them in the nightly run, as each needs separate libraries
 CASES = list(itertools.product(ALL, FEW)) if NIGHTLY else [({"bits": 4}, 8)]
 ENCODED = CASES if NIGHTLY else [*CASES, ({"bits": 4, "rotate": True}, 4)]
 DTYPES = VALUE_DTYPES if NIGHTLY else (torch.bfloat16,)
 
 
 def kept_of(numel: int, bits: int, seed: int) -> QuantizedResidual:
-    """A residual that holds something from the steps before."""
+    """Return a nonzero residual of earlier steps."""
     return QuantizedResidual.of(arrays.make("outliers", numel, seed) / 100, bits)
 
 
@@ -74,7 +74,7 @@ def test_loaded_and_stored(bits: int) -> None:
 
 @pytest.mark.parametrize(("settings", "bits"), ENCODED, ids=str)
 def test_encoded_in_one_pass(settings: dict[str, Any], bits: int) -> None:
-    """Also of a view, from a block in the middle on."""
+    """Also for a view that begins at a block in the middle."""
     codec = blockint(settings)
     kinds = (("normal", 5000), ("nonfinite", 1030), ("sparse", 40), ("near max", 2048))
     for dtype, (kind, numel) in itertools.product(VALUE_DTYPES, kinds):
@@ -90,7 +90,7 @@ def test_encoded_in_one_pass(settings: dict[str, Any], bits: int) -> None:
 
 @pytest.mark.parametrize(("settings", "bits"), CASES, ids=str)
 def test_encoded_in_tables(settings: dict[str, Any], bits: int) -> None:
-    """Several tensors, and several stretches of one, in one launch."""
+    """Several tensors, and several slices of a tensor, in one launch."""
     codec, launcher = blockint(settings), Counting()
     lengths, starts, numel = (1024, 32, 2112, 7), (0, 1024, 1088, 3200), 3207
     values, first = arrays.make("outliers", numel, 5, torch.bfloat16), kept_of(numel, bits, 6)
@@ -118,7 +118,7 @@ def test_encoded_in_tables(settings: dict[str, Any], bits: int) -> None:
 
 @pytest.mark.parametrize(("settings", "bits"), CASES, ids=str)
 def test_sums_of_a_plan(settings: dict[str, Any], bits: int) -> None:
-    """The sums of a launch for each stretch, which the CPU's are compared with below."""
+    """The sums of a launch per slice, which are compared with the CPU's below."""
     codec, launcher, ranks, me = blockint(settings), EmulatedLauncher(), 3, 1
     lengths, starts, slot = (1024, 2080, 33), (0, 1024, 3104), 0
     rows = []
@@ -154,7 +154,7 @@ RANGES = {
 
 
 class Step:
-    """What one rank gives and keeps in the steps of a reduction."""
+    """A rank's gradients and residuals in the steps of a reduction."""
 
     def __init__(self, codec: Codec, bits: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -166,7 +166,7 @@ class Step:
             kept_of(stop - start, bits, 60 + rank),
         )
         self.shards = kept_of(sum(gaps), bits, 70 + rank)
-        for place in range(3):  # nothing is kept in the gaps
+        for place in range(3):  # the gaps have no residual
             self.shards[sum(gaps[:place]) + LENGTHS[place] : sum(gaps[: place + 1])].zero_()
 
     def run(self, name: str, values: Tensor) -> list[Tensor]:
@@ -188,7 +188,7 @@ class Step:
         )  # fmt: skip
 
     def held(self) -> list[Tensor]:
-        """What is kept; where a block ends in a gap, the step of zeros depends on who wrote it."""
+        """Return the residuals; where a block ends in a gap, its scale depends on the writer."""
         return [self.first._data, self.owner._data, self.shards.unpack()]
 
 
@@ -196,7 +196,7 @@ Found = tuple[str, str, torch.dtype, list[int], list[str]]
 
 
 def compared(settings: dict[str, Any], bits: int, kinds: tuple[str, ...]) -> list[Found]:
-    """By reduction, kind of values and dtype: which results differ, and a step's launches."""
+    """Return, by reduction, kind of values and dtype, differing results and a step's launches."""
     torch.set_num_threads(1)
     found, codec = [], blockint(settings)
     names = ("all_reduce", "reduce_scatter", *RANGES)
@@ -218,7 +218,7 @@ def compared(settings: dict[str, Any], bits: int, kinds: tuple[str, ...]) -> lis
     return found
 
 
-#: launches of a step; two more where a run begins inside of a block: the residual is fp32 meanwhile
+#: launches per step; two more if a run begins inside a block: the residual is fp32 meanwhile
 LAUNCHES = {
     "all_reduce": ["encode_feedback", "reduce_feedback", "decode"],
     "reduce_scatter": ["encode_feedback", "sum_feedback"],
@@ -238,6 +238,6 @@ def test_reductions(settings: dict[str, Any], bits: int) -> None:
     for found in run_ranks(3, compared, settings, bits, kinds):
         for name, kind, dtype, different, kernels in found:
             short = [kernel.removeprefix("blockint_") for kernel in kernels]
-            # a block of two runs is quantized once here, and after each run on a CPU
+            # a block of two runs is quantized once here, but after each run on a CPU
             assert name == "inside" or not different, (name, kind, dtype, different)
             assert len(kernels) <= 6 and short == LAUNCHES.get(name, short), (name, kernels)

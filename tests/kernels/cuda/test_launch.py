@@ -1,4 +1,4 @@
-"""launch.cpp, against a stand-in for libcuda that says what it was called with."""
+"""launch.cpp against a stand-in for libcuda that records its calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hybridcomp.kernels.cuda import launcher
 from hybridcomp.kernels.cuda.workspaces import SLAB, Workspaces
 
 HERE = Path(__file__).resolve().parent
-CONTEXT = 0x77  # of the stand-in
+CONTEXT = 0x77  # the stand-in's
 
 
 def own_extension(folder: Path) -> Any:
-    """A copy of the extension: the one that other tests launch with keeps its driver."""
+    """Copy the extension: other tests' instance keeps its driver."""
     found = importlib.util.find_spec("hybridcomp.kernels._launch")
     assert found is not None and found.origin is not None, "the extension is not built"
     copied = Path(shutil.copy(found.origin, folder))
@@ -42,35 +42,35 @@ class Driver:
         self.library = ctypes.CDLL(str(library))
 
     def expect(self, words: int, table_words: int = 0, fails: int = 0) -> None:
-        """What the next launch has."""
+        """Set what the next launch must have."""
         for name, value in (("words", words), ("table_words", table_words), ("fails", fails)):
             ctypes.c_int.in_dll(self.library, name).value = value
 
     def seen(self, count: int) -> list[int]:
-        """Function, grid, block, shared memory, stream, context, ``extra``; then the arguments."""
+        """Return function, grid, block, shared memory, stream, context, ``extra``, arguments."""
         return list((ctypes.c_uint64 * 24).in_dll(self.library, "seen"))[:count]
 
 
 def stand_in(folder: Path, source: str) -> Driver:
-    """The extension with a driver of ours."""
+    """Load the extension with a fake driver."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     library = folder / "driver.so"
-    flags = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # one of several that are open for all to see
+    flags = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # one of several libraries with global symbols
     subprocess.run([compiler, *flags, "-o", str(library), str(HERE / source)], check=True)
     return Driver(library)
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    """NVIDIA's."""
+    """NVIDIA's driver."""
     return stand_in(tmp_path_factory.mktemp("libcuda"), "fake_libcuda.cpp")
 
 
 @pytest.fixture(scope="module")
 def hip_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    """AMD's: its device takes the place of the context."""
+    """AMD's driver: its device takes the context's place."""
     return stand_in(tmp_path_factory.mktemp("libamdhip"), "fake_libamdhip.cpp")
 
 
@@ -87,7 +87,7 @@ def test_a_table_is_the_first_argument(driver: Driver) -> None:
 
 
 def test_another_context_is_pushed_for_the_launch_only(driver: Driver) -> None:
-    """A thread that has not used the device yet is in none."""
+    """A thread that has not used the device has no context."""
     driver.expect(0)
     driver.extension.launch(1, 0x55, 1, 1, 256, 0, None)
     assert driver.seen(10)[9] == 0x55
@@ -105,7 +105,7 @@ def test_what_the_driver_says_is_told(driver: Driver) -> None:
 
 
 def test_a_launch_on_another_device_of_amds_leaves_the_current_one(hip_driver: Driver) -> None:
-    """The words of CUDA's launch, with a device in place of the context."""
+    """CUDA's launch arguments, with a device in place of the context."""
     extension = hip_driver.extension
     assert extension.current_context() == 1
     hip_driver.expect(1, table_words=2)
@@ -122,7 +122,7 @@ def test_a_launch_on_another_device_of_amds_leaves_the_current_one(hip_driver: D
 
 
 def test_a_library_that_is_no_driver(driver: Driver, tmp_path: Path) -> None:
-    """What is missing is named, and the driver that is open stays."""
+    """The error names the missing function, and the open driver stays."""
     (tmp_path / "empty.cpp").write_text("")
     library = tmp_path / "empty.so"
     command = ["-shared", "-fPIC", "-o", str(library), str(tmp_path / "empty.cpp")]

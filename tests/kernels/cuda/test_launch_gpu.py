@@ -17,7 +17,7 @@ cuda: Any = torch.cuda  # parts of it are untyped
 
 
 def encoded(codec: Any, values: torch.Tensor) -> torch.Tensor:
-    """The payload of ``values``, where they are."""
+    """Return the payload of ``values``, on their device."""
     room = torch.zeros(
         codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device
     )
@@ -25,7 +25,7 @@ def encoded(codec: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_thread_that_has_not_used_the_device_yet() -> None:
-    """The driver has no context there before the first launch; torch makes none for one of ours."""
+    """It has no context before its first launch, and torch creates none for our launches."""
     codec, values = make_codec("blockint", bits=8), torch.randn(5000)
     there, right = values.cuda(), encoded(codec, values)
     room = torch.zeros(len(right), dtype=torch.uint8, device="cuda")
@@ -56,7 +56,7 @@ def test_every_device_with_another_one_current() -> None:
 
 
 def test_streams_share_no_workspace() -> None:
-    """Encoders on two streams, many of them: each finds zeros, also when slabs are replaced."""
+    """Encoders on two streams find zeroed workspaces, even when slabs are replaced."""
     codec = make_codec("expcode")
     values = [arrays.make("normal", 40_000, seed, torch.bfloat16) for seed in range(4)]
     right = [encoded(codec, v) for v in values]
@@ -104,7 +104,7 @@ def test_a_graph_zeroes_its_workspace_at_every_replay() -> None:
     "settings", [{"bits": 8}, {"bits": 4}, {"bits": 3, "rotate": True}], ids=str
 )
 def test_a_table_on_the_device(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """200 tensors of all lengths, some of which begin where no vector does."""
+    """200 tensors of all lengths, some of them unaligned for vector loads."""
     codec = make_codec("blockint", **settings)
     lengths = [0, 1, 31, 1024, 70_000, *(7 * n for n in range(195))]
     values = [

@@ -1,4 +1,4 @@
-"""Sums over more ranks than wait in a kernel's ring at once are those of the CPU, in rank order."""
+"""Sums over more ranks than fit a kernel's ring equal the CPU's, in rank order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridcomp.kernels.cuda.fused import FusedBlockInt
 from tests.codecs import arrays
 from tests.kernels.cuda.emulated import EmulatedLauncher
 
-NUMEL = 2 * 1024 + 1000  # the last tile is not whole, nor is the last group of 64 values
+NUMEL = 2 * 1024 + 1000  # neither the last tile nor the last group of 64 values is full
 KINDS = ("normal", "outliers", "sparse", "subnormal", "normal")
-#: once each: sums of several would be Inf or NaN wherever one looks
+#: special values, once each: sums of several would be Inf or NaN nearly everywhere
 RARE = {1: "wide", 2: "nonfinite", 3: "near max"}
 
 
 def payload_of(codec: BlockInt, values: Tensor) -> Tensor:
-    """What ``codec`` makes of the values."""
+    """Encode the values with ``codec``."""
     room = torch.zeros(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
     assert codec.encode(values, room) == room.numel()
     return room
@@ -29,7 +29,7 @@ def payload_of(codec: BlockInt, values: Tensor) -> Tensor:
 def contributions(
     codec: BlockInt, ranks: int, me: int, own: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The payloads of the others, and the fp32 sum in rank order with ``own`` in its place."""
+    """Return the others' payloads, and the fp32 sum in rank order with ``own`` in its place."""
     payloads, total = [], torch.full((NUMEL,), -0.0) if start is None else start
     for rank in range(ranks):
         if rank == me:
@@ -77,5 +77,5 @@ def test_sums_are_the_cpus(
     _, further = contributions(codec, ranks, me, own.float(), begun.clone())
     fused.sum(payloads, own, ranks, me, begun, begin=begun)
     assert torch.equal(arrays.bits_of(begun), arrays.bits_of(further))
-    if dtype != torch.float16:  # what overflows it is encoded as Inf
+    if dtype != torch.float16:  # its overflow is encoded as Inf
         assert torch.equal(out, encoded)

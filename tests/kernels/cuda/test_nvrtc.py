@@ -1,4 +1,4 @@
-"""The CUDA compiler's word on every kernel, for every architecture, without a GPU."""
+"""NVRTC compiles every kernel for every architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason=install_hint("cuda13
 
 #: Turing, A100, RTX 30, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer is used.
 ARCHITECTURES = (75, 80, 86, 90, 100)
-#: registers of a thread with which two blocks of 256 fit a multiprocessor, or eight of 64
+#: registers per thread that let a multiprocessor hold two blocks of 256, or eight of 64
 MOST_REGISTERS, MOST_OF_64 = 128, 128
 
 Case = tuple[str, tuple[str, ...], int]
-#: by hand every source for every architecture; in CI every source and every architecture, in turns:
-#: the assembler takes longest here of all that CI does
+#: locally every source for every architecture; in CI every source and every architecture in
+#: rotation: the assembler takes longest of all CI
 CASES: list[Case] = [
     (source, defines, architecture)
     for index, (source, defines) in enumerate(SOURCES)
@@ -32,7 +32,7 @@ CASES: list[Case] = [
 
 
 def report_of(source: str, defines: tuple[str, ...], architecture: int) -> str:
-    """The assembler's."""
+    """Return the assembler's report."""
     found, log = images.compiled(source, defines, architecture, "--ptxas-options=-v")
     assert len(found) > 1000
     return log
@@ -40,7 +40,7 @@ def report_of(source: str, defines: tuple[str, ...], architecture: int) -> str:
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[str]]]:
-    """The report of every case that was selected: two at a time, as CuPy lets go of the GIL."""
+    """Return the report of every selected case, two at a time, as CuPy releases the GIL."""
     items: list[Any] = request.session.items
     chosen = [i.callspec.params for i in items if "reports" in getattr(i, "fixturenames", ())]
     with ThreadPoolExecutor(2) as threads:

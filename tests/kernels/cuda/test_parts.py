@@ -1,4 +1,4 @@
-"""Parts of one tensor in one launch, a few and many: the bytes and bits of a launch for each."""
+"""Slices of a tensor in one launch, few and many: the bytes and bits of a launch per slice."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.stand_ins.gpu.machine import DEVICE, Gpu
 __all__ = ["gpu"]  # a fixture
 
 SETTINGS: list[dict[str, Any]] = [{"bits": 4}, {"bits": 4, "rotate": True}]
-#: one value, whole tiles and parts of them, nothing, more than the block of threads takes
+#: one value, full and partial tiles, none, more than a thread block holds
 FEW = (1, 1024, 33, 0, 5000, 2048, 17)
 MANY = tuple((7 * i) % 50 for i in range(NEAR + 60))
 
 
 class Tables(EmulatedLauncher):
-    """Remembers the kernels, and whether their table lay on the device."""
+    """Records kernels, and whether their table was on the device."""
 
     def __init__(self) -> None:
         self.kernels: list[tuple[str, bool]] = []
@@ -97,7 +97,7 @@ def test_parts_without_values_and_a_wrong_place() -> None:
 
 
 def test_a_table_on_a_device_is_copied_once_and_kept_once_for_graphs(gpu: Gpu) -> None:
-    """However often a graph is captured again; the host waits for none of it."""
+    """For any number of graph captures; the host does not wait."""
     codec = make_codec("blockint", bits=3)
     kernel = codec.planned(DEVICE)
     assert isinstance(kernel, PlannedBlockInt)
@@ -116,7 +116,7 @@ def test_a_table_on_a_device_is_copied_once_and_kept_once_for_graphs(gpu: Gpu) -
 
 @pytest.mark.parametrize("skip", [0, 3, 5, len(FEW) - 1])
 def test_parts_that_follow_each_other(skip: int) -> None:
-    """Laid out in one pass as by columns, for ``skip`` with and without values."""
+    """One pass gives the layout of separate columns, for ``skip`` with and without values."""
     codec, numels = make_codec("blockint", bits=4), np.array(FEW, dtype=np.int64)
     sizes = codec.wire_nbytes_of(numels, torch.bfloat16)
     assert sizes.tolist() == [codec.wire_nbytes(n, torch.bfloat16) for n in FEW]

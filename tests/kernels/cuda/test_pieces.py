@@ -1,4 +1,4 @@
-"""Payloads of variable size of a message, all in a constant number of launches."""
+"""Variable-size payloads of a message, all in a constant number of launches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ VARYING = [
     make_codec("expcode"), make_codec("mpc", dim=1), make_codec("mpc", dim=3), make_codec("radix"),
     make_codec("radix", error_bound=1e-5, mode="abs", segment=256),
 ]  # fmt: skip
-#: nothing, one value, parts of tiles, several blocks of tiles; more pieces than come by value
+#: none, one value, partial tiles, several blocks of tiles; more pieces than fit the arguments
 LENGTHS = (1, 0, 31, 4099, 8192, 70_001, 513, 2)
 MANY = (5, 40, 1, 0) * (pieces.NEAR // 4 + 4)
 
 
 class CountingLauncher(EmulatedLauncher):
-    """Remembers the kernels that were launched; runs none of them where ``dry``."""
+    """Records launched kernels; runs none if ``dry``."""
 
     def __init__(self, dry: bool = False) -> None:
         self.kernels: list[str] = []
@@ -48,14 +48,14 @@ class CountingLauncher(EmulatedLauncher):
 
 
 def kernel_of(codec: Codec) -> PieceKernel:
-    """The codec's, on the back end that is in place."""
+    """Return the codec's kernel on the installed back end."""
     found = codec.pieces(torch.device("cpu"))
     assert found is not None
     return found
 
 
 def places_of(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Stretches of a message, one behind the other, each behind a value that nobody sends."""
+    """Return consecutive slices of a message, each after an unsent value."""
     ends = torch.tensor(lengths).add(1).cumsum(0).tolist()
     return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
@@ -63,7 +63,7 @@ def places_of(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
 def encoded(
     codec: Codec, values: Tensor, places: list[tuple[int, int]]
 ) -> tuple[list[Tensor], list[int]]:
-    """The slots of all pieces, and the sizes."""
+    """Return the slots of all pieces, and the sizes."""
     parts = [values[start:stop] for start, stop in places]
     sizes = [codec.wire_nbytes(part.numel(), values.dtype) for part in parts]
     slots = list(torch.split(torch.full((sum(sizes),), 0xA5, dtype=torch.uint8), sizes))
@@ -74,7 +74,7 @@ def encoded(
 
 
 def steps_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Values of a message with such pieces, and what they are steps from, of several kinds."""
+    """Return a message's values with such pieces, and their references, of several kinds."""
     kinds = ("many", "nothing", "everything", "few", "far")
     pairs = [
         stepcode_reference.pair("normal", kinds[i % 5], max(n, 1), i, BF16)
@@ -109,14 +109,14 @@ def test_steps_of_all_pieces(lengths: tuple[int, ...]) -> None:
 
 
 def values_of(lengths: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values of a message with such pieces, of several kinds."""
+    """Return a message's values with such pieces, of several kinds."""
     kinds, one = ("normal", "nonfinite", "sparse", "wide", "subnormal"), torch.zeros(1, dtype=dtype)
     parts = [arrays.make(kinds[i % 5], n, i, dtype) for i, n in enumerate(lengths)]
     return torch.cat([each for part in parts for each in (one, part)])
 
 
 def outcomes(codec: Codec, payloads: list[Tensor], out: list[Tensor]) -> list[Tensor]:
-    """What a launch for each decodes and adds."""
+    """Return the results of one launch per piece."""
     totals = [torch.linspace(-1, 1, one.numel()) for one in out]
     for payload, one, total in zip(payloads, out, totals, strict=True):
         codec.decode(payload, one)
@@ -127,7 +127,7 @@ def outcomes(codec: Codec, payloads: list[Tensor], out: list[Tensor]) -> list[Te
 @pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:2]), ids=str)
 @pytest.mark.parametrize("codec", by_day(VARYING, [VARYING[i] for i in (0, 1, 3)]), ids=str)
 def test_all_pieces(codec: Codec, dtype: torch.dtype) -> None:
-    """The bytes of the CPU's encoder; values and sums are its bits, in one launch each."""
+    """Payloads are the CPU encoder's; values and sums are its bits, in one launch each."""
     for lengths in (LENGTHS[:5], MANY):
         values, places, launcher = values_of(lengths, dtype), places_of(lengths), CountingLauncher()
         kernels = CudaKernels(launcher)
@@ -153,7 +153,7 @@ def test_all_pieces(codec: Codec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:2]), ids=str)
 @pytest.mark.parametrize("codec", by_day(VARYING, [VARYING[i] for i in (0, 1, 3)]), ids=str)
 def test_sums_over_ranks(codec: Codec, dtype: torch.dtype, ranks: int) -> None:
-    """In one launch the bits of additions in the order of the ranks."""
+    """A single launch gives the bits of additions in rank order."""
     lengths, launcher = (5, 4099, 0, 300) if ranks < 40 else (5, 0, 70), CountingLauncher()
     rows = [
         [payload_of(codec, arrays.make("normal", n, 100 * i + r, dtype)) for r in range(ranks)]
@@ -173,8 +173,8 @@ def test_sums_over_ranks(codec: Codec, dtype: torch.dtype, ranks: int) -> None:
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
-    """Of tensors of any address, by three launches; what is left of no number is 0."""
-    lengths = (1, 0, 5000, 33, 4096) * 14  # more than come by value
+    """Of unaligned tensors, by three launches; the residual of non-finite values is 0."""
+    lengths = (1, 0, 5000, 33, 4096) * 14  # more than fit the arguments
     whole, places = torch.full((sum(lengths) + len(lengths),), 7.0), places_of(lengths)
     out, more = whole.clone(), values_of(lengths, dtype)
     launcher = CountingLauncher()
@@ -201,7 +201,7 @@ def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [2, 64, 1024])
 @pytest.mark.parametrize("codec", VARYING, ids=str)
 def test_launches(codec: Codec, count: int) -> None:
-    """One to encode, one to decode and one to add, however many pieces and ranks there are."""
+    """One to encode, one to decode and one to add, for any number of pieces and ranks."""
     launcher, lengths = CountingLauncher(dry=True), (1000,) * count
     with kernels_replaced(CudaKernels(launcher)):
         slots, _ = encoded(codec, torch.zeros(1001 * count), places_of(lengths))
@@ -213,7 +213,7 @@ def test_launches(codec: Codec, count: int) -> None:
 
 @pytest.mark.parametrize("count", [2, 64, 1024])
 def test_launches_of_steps(count: int) -> None:
-    """Five to encode and two to decode, however many pieces there are."""
+    """Five to encode and two to decode, for any number of pieces."""
     launcher, lengths = CountingLauncher(dry=True), (1000,) * count
     codec = ExactSteps().against(torch.zeros(1001 * count, dtype=BF16))
     with kernels_replaced(CudaKernels(launcher)):
@@ -250,7 +250,7 @@ def test_a_damaged_piece_is_told_at_the_check() -> None:
 
 
 def test_nothing_beside_the_pieces_is_touched() -> None:
-    """Values, references and payloads that end where memory ends."""
+    """Values, references and payloads end at an unreadable page."""
     values, reference = (guarded.copy(one) for one in steps_of((8200,)))
     codec, sizes = ExactSteps().against(reference), torch.zeros(2, dtype=torch.int64)
     parts = [values[1:100], values[100:]]
@@ -265,7 +265,7 @@ def test_nothing_beside_the_pieces_is_touched() -> None:
 
 @pytest.mark.parametrize("codec", [*VARYING, ExactSteps()], ids=str)
 def test_payloads_that_are_too_short_are_damage(codec: Codec) -> None:
-    """Their lengths come from other ranks; one byte read behind them is a crash."""
+    """Lengths come from other ranks; reading a byte beyond crashes."""
     kernels, numel = CudaKernels(EmulatedLauncher()), 100_000
     held = torch.zeros(numel, dtype=BF16)
     bound = codec.against(held) if isinstance(codec, ExactSteps) else codec

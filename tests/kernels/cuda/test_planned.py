@@ -1,4 +1,4 @@
-"""Stretches of a plan in one launch: the bytes and bits of a launch for each."""
+"""Slices of a plan in one launch: the bytes and bits of a launch per slice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.codecs import arrays
 from tests.kernels.cuda.emulated import EmulatedLauncher
 
 SETTINGS: list[dict[str, Any]] = [{"bits": 8}, {"bits": 4, "rotate": True}]
-#: where stretches begin, some where no vector does: one value, nothing, whole tiles and parts
+#: starts of slices, some unaligned: one value, none, full and partial tiles
 STARTS, NUMEL = (0, 1, 1025, 1058, 1058, 6058, 8106), 8123
 LENGTHS = (1, 1024, 33, 0, 5000, 2048, 17)
 
@@ -32,7 +32,7 @@ def blockint(settings: dict[str, Any]) -> BlockInt:
 
 
 def laid_out(codec: BlockInt, order: tuple[int, ...]) -> tuple[list[PlannedStretch], int]:
-    """Stretches with payloads in ``order``, and the bytes of these."""
+    """Return slices with payloads in ``order``, and the bytes of these."""
     places, position = {}, 0
     for index in order:
         places[index] = position
@@ -71,7 +71,7 @@ def test_stretches_have_the_payloads_of_single_calls(
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("held", [False, True], ids=["apart", "held"])
 def test_residuals_keep_what_is_left(settings: dict[str, Any], held: bool) -> None:
-    """``held``: the residual has the sum of values and residual already."""
+    """``held``: the residual already holds the sum of values and residual."""
     codec, values = blockint(settings), arrays.make("normal", NUMEL, 2, torch.bfloat16)
     left = arrays.make("nonfinite", NUMEL, 3) / 100
     left[7:9] = -0.0

@@ -1,4 +1,4 @@
-"""radix on a GPU, where its kernels go other ways than the CPU: the same bytes and values."""
+"""radix on a GPU, where its kernels take other paths than the CPU's: same bytes and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(values: Tensor, bound: float, segment: int, mode: str = "rel") -> None
 
 
 def near_powers_of_two(numel: int, dtype: torch.dtype) -> Tensor:
-    """What a rounding to 16 bits may carry over a power of two, on both of its sides."""
+    """Return values near powers of two that rounding to 16 bits may carry across."""
     generator = torch.Generator().manual_seed(0)
     powers = 2.0 ** torch.randint(-8, 3, (numel,), generator=generator)
     signs = torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
@@ -35,8 +35,8 @@ def near_powers_of_two(numel: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("bound", "segment"),
-    # so coarse or so fine that every block is compared; E is a multiple of a spacing; one, two and
-    # four digits a word; segments that leave threads, or half of a mask's byte, without a block
+    # so coarse or fine that every block is compared; E a multiple of a spacing; one, two and four
+    # digits per word; segments that leave threads, or half of a mask's byte, without a block
     [(0.9, 4096), (3e-7, 272), (0.25, 4096), (2**-7, 4096), (1e-2, 64), (1e-2, 208), (1e-3, 4096)],
 )
 def test_bounds_and_segments(bound: float, segment: int, dtype: torch.dtype) -> None:

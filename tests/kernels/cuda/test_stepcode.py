@@ -24,10 +24,10 @@ from tests.kernels.cuda.emulated import EmulatedLauncher
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 KERNELS = CudaKernels(EmulatedLauncher())
 CODEC = StepCode()
-#: bytes of ``Plan`` in front of its counts
+#: bytes of ``Plan`` before its counts
 PLAN_HEAD = 32
 DTYPES = (torch.bfloat16, torch.float16)
-#: tiles that are empty, coded and stored; messages that are stored
+#: empty, coded and stored tiles; stored messages
 CASES = (
     ("normal", "few", 1), ("normal", "nothing", 31), ("normal", "many", 1025),
     ("zeros", "far", 300),
@@ -45,7 +45,7 @@ def encoded(values: Tensor, reference: Tensor) -> Tensor:
 
 
 def check(values: Tensor, reference: Tensor, place: Callable[[Tensor], Tensor]) -> None:
-    """Compare bytes and values; ``place`` moves a tensor to where the kernels run."""
+    """Compare bytes and values; ``place`` moves a tensor to the kernels' device."""
     expected = encoded(values, reference)
     there, old = place(values), place(reference)
     with kernels_replaced(KERNELS) if there.device.type == "cpu" else mock.MagicMock():
@@ -66,7 +66,7 @@ def test_bytes_are_the_cpus(case: tuple[str, str, int], dtype: torch.dtype) -> N
 
 
 def test_tiles_of_several_kinds() -> None:
-    """Noise, steps and nothing changed in one message of many tiles."""
+    """Noise, small deltas and unchanged values in one message of many tiles."""
     values, reference = stepcode_reference.pair("normal", "many", 90_001, 3, torch.bfloat16)
     noise, _ = stepcode_reference.pair("normal", "everything", 30_000, 3, torch.bfloat16)
     values[20_000:50_000] = noise
@@ -76,7 +76,7 @@ def test_tiles_of_several_kinds() -> None:
 
 
 class NoSampleIsUnchanged(EmulatedLauncher):
-    """Forgets the samples of unchanged values: as in long messages, where most are no samples."""
+    """Drops the samples of unchanged values, as in long messages, where most are not sampled."""
 
     def launch(self, *given: Any, **options: Any) -> None:
         if given[2] == "stepcode_model":
@@ -87,7 +87,7 @@ class NoSampleIsUnchanged(EmulatedLauncher):
 
 @pytest.mark.parametrize("changed", [0, 1, 512])
 def test_unchanged_values_that_take_more_room_than_a_tile_has(changed: int) -> None:
-    """Before the coder comes to the first values, which are what has changed."""
+    """The coder processes a tile backwards, so it meets the changed first values last."""
     old = torch.ones(9000, dtype=torch.bfloat16)
     new = old.clone()
     new[:changed] = 1.5
@@ -108,7 +108,7 @@ def test_views_that_are_not_aligned(offset: int) -> None:
 
 
 def test_nothing_beside_the_arrays_is_touched() -> None:
-    """Arrays that end where memory ends: one byte further is a crash."""
+    """Arrays end at an unreadable page: an access beyond crashes."""
     for change in ("few", "many", "far", "everything"):
         pair = stepcode_reference.pair("normal", change, 9531, 3, torch.bfloat16)
         values, reference = (guarded.copy(one) for one in pair)

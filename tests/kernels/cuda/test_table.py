@@ -28,12 +28,12 @@ from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher, emulated
 from tests.ranks import run_ranks
 
 SETTINGS: list[dict[str, Any]] = [{"bits": 8}, {"bits": 4, "rotate": True}]
-#: one value, whole tiles and parts of them, nothing, more than the block of threads takes
+#: one value, full and partial tiles, none, more than a thread block holds
 LENGTHS = (1, 1024, 33, 0, 5000, 2048, 17)
 
 
 class Counting(EmulatedLauncher):
-    """Remembers what was launched, and with how many rows."""
+    """Records launches and their row counts."""
 
     def __init__(self) -> None:
         self.kernels: list[str] = []
@@ -48,7 +48,7 @@ class Counting(EmulatedLauncher):
 
 
 def pieces(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
-    """Arrays of different kinds; every second begins where no vector does."""
+    """Return arrays of different kinds; every second is unaligned."""
     kinds = ("normal", "nonfinite", "outliers", "near max")
     return [
         torch.cat([torch.zeros(1, dtype=dtype), arrays.make(kinds[i % 4], n, i, dtype)])[1:]
@@ -135,7 +135,7 @@ CUTS = [40, 1064, 3000, 3001]
 
 
 def collectives(dtype: torch.dtype, held: bool) -> list[torch.Tensor]:
-    """What collectives with parameters' borders give, and the residuals that they leave."""
+    """Return results and residuals of collectives with parameter borders."""
     codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
     values = arrays.make("normal", 6000, rank, dtype)
     out = torch.empty(world * 3500, dtype=dtype)
@@ -161,7 +161,7 @@ def collectives(dtype: torch.dtype, held: bool) -> list[torch.Tensor]:
 
 
 def both(dtype: torch.dtype, held: bool) -> tuple[list[int], list[str]]:
-    """Which results differ between the two ways, and what was launched."""
+    """Return the results that differ between both variants, and the launches."""
     torch.set_num_threads(1)
     right, launcher = collectives(dtype, held), Counting()
     with kernels_replaced(CudaKernels(launcher)):
@@ -181,13 +181,14 @@ def test_messages_with_borders_take_few_launches(held: bool) -> None:
         emulated(source, *macros)
     for different, kernels in run_ranks(3, both, torch.bfloat16, held):
         assert not different, (different, kernels)
-        # five stretches of the shard, the same ones of three ranks
+        # five slices of the shard, the same for three ranks
         assert kernels[:2] == ["planned_encode_bf16 5", "planned_decode_bf16 5"], kernels
-        # of each message two a hop, of shared ranges two more; shards with gaps one by one
+        # two launches a hop per message, two more for shared ranges; shards with gaps one by one
         assert len(kernels) <= (20 if held else 14), kernels
 
 
-#: of one owner and nearly of one, which go the balanced way, and of all in turns, also with CUTS
+#: ranges of one owner and nearly one, which use the balanced plan, and of alternating owners, also
+#: with CUTS
 BUCKETS: dict[str, list[OwnedRange]] = {
     "one": [OwnedRange(0, 6000, (2,))],
     "two": [OwnedRange(0, 777, (1,)), OwnedRange(777, 777, (0,)), OwnedRange(777, 6000, (2,))],
@@ -199,7 +200,7 @@ BUCKETS["cut"] = BUCKETS["turns"]
 def to_owners(
     dtype: torch.dtype, held: bool, fused: bool, name: str
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """Sums and residuals of two messages of a bucket, and what the second launched."""
+    """Return sums and residuals of two messages of a bucket, and the second one's launches."""
     torch.set_num_threads(1)
     codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
     values, launcher = arrays.make("normal", 6000, rank, dtype), Counting()
@@ -220,12 +221,12 @@ def to_owners(
 
 
 def all_buckets(dtype: torch.dtype, fused: bool) -> list[tuple[list[torch.Tensor], list[str]]]:
-    """``to_owners`` of each bucket, without and with residuals."""
+    """Run ``to_owners`` for each bucket, without and with residuals."""
     return [to_owners(dtype, held, fused, name) for name in BUCKETS for held in (False, True)]
 
 
 def test_buckets_take_two_launches_a_hop() -> None:
-    """Of which some have nothing to do on some ranks; bits, residuals and bytes as on CPUs."""
+    """Some ranks have nothing to do in some; bits, residuals and bytes equal the CPU's."""
     macros = blockint_macros(BlockInt(bits=4)._setting)
     for source in ("blockint_table.cu", "blockint.cu", "blockint_sum.cu"):
         emulated(source, *macros)

@@ -27,7 +27,7 @@ LENGTHS = (1, 63, 4096, 4097, 12345)
 
 
 def outcomes(codec: TopK, values: Tensor, place: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The payload, bits of decoded values and of a sum; ``place`` moves to where kernels run."""
+    """Return payload, bits of values and of a sum; ``place`` moves to the kernels' device."""
     there, total = place(values), place(torch.linspace(-1, 1, values.numel()))
     room = torch.full((codec.wire_nbytes(values.numel(), values.dtype),), 77, dtype=torch.uint8)
     slot = place(room)
@@ -66,7 +66,7 @@ def test_more_chunks_than_are_added_up_at_once() -> None:
 
 
 def test_places_far_apart_and_views() -> None:
-    """Empty chunks between others, more gaps than a block decodes, values of any address."""
+    """Empty chunks between others, more gaps than a block decodes, unaligned values."""
     values = torch.zeros(20 * 4096)
     values[3], values[-5] = 2.0, -1.0
     check(TopK(bits=8, density=1.0), values)
@@ -90,7 +90,7 @@ def test_sizes_are_left_on_the_device() -> None:
 
 
 def test_nothing_beside_the_arrays_is_touched() -> None:
-    """Arrays that end where memory ends: one byte further is a crash."""
+    """Arrays end at an unreadable page: an access beyond crashes."""
     for codec in (TopK(), TopK(bits=8, density=1.0)):
         for dtype in INTEGERS:
             values = guarded.copy(torch.randn(5001).to(dtype))

@@ -1,4 +1,4 @@
-"""Tiles of expcode and chunks of mpc off the common path of a warp: the CPU's bytes."""
+"""Tiles of expcode and chunks of mpc on a warp's uncommon paths: the CPU's bytes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.kernels.cuda.emulated import EmulatedLauncher
 
 KERNELS = CudaKernels(EmulatedLauncher())
 TILE, BLOCK = 2048, 32
-#: more tiles than a block of threads has warps, the last one ragged
+#: more tiles than a thread block has warps, the last one partial
 NUMEL = 9 * TILE + 700
 
 
 def _one_zero_block(values: Tensor) -> None:
-    """In every tile another one, the first and the last among them."""
+    """Zero a different block in every tile, including the first and the last."""
     for tile in range(9):
         block = tile * 8 - (tile == 8)
         values[tile * TILE + block * BLOCK :][:BLOCK] = 0
 
 
 def _few_blocks(values: Tensor) -> None:
-    """Fewer than are sampled; a tile without any."""
+    """Return fewer blocks than are sampled; a tile without any."""
     kept = values.clone()
     values.zero_()
     for block in (5, 64, 127, 3 * 64 + 1):
@@ -37,13 +37,13 @@ def _few_blocks(values: Tensor) -> None:
 
 
 def _late_low_half(values: Tensor) -> None:
-    """bf16 widened, but for one value of a block that is not sampled."""
+    """Return widened bf16, except for one value of an unsampled block."""
     values.copy_(values.bfloat16().to(values.dtype))
     values[3 * TILE + 9 * BLOCK + 5] = 1.2345678
 
 
 def _misleading_sample(values: Tensor) -> None:
-    """Sampled blocks hold one exponent, the others all: escapes make the tile too long."""
+    """Give sampled blocks a single exponent, others all: escapes make the tile too long."""
     wide = arrays.make("bits", values.numel(), 5, values.dtype)
     values.copy_(wide)
     for block in range(0, values.numel() // BLOCK, 8):
@@ -51,12 +51,12 @@ def _misleading_sample(values: Tensor) -> None:
 
 
 def _zeros_and_few_exponents(values: Tensor) -> None:
-    """The code for zero, and bases that tie."""
+    """Use the code for zero, and bases that tie."""
     values.copy_(torch.where(values > 0.5, 1.5, torch.where(values < -0.5, -2.5, 0.0)))
 
 
 def _small_exponents(values: Tensor) -> None:
-    """Exponents next to zero: windows that begin below the lowest one."""
+    """Use exponents close to zero: windows that begin below the lowest one."""
     tiny = torch.finfo(values.dtype).tiny
     values.copy_(values.float().abs().clamp(0, 3) * tiny)
 
@@ -83,7 +83,7 @@ def test_tiles_that_are_not_plain(change: Callable[[Tensor], None], dtype: torch
 
 @pytest.mark.parametrize("dim", [1, 2, 7, 32])
 def test_chunks_of_every_dim(dim: int) -> None:
-    """More chunks than a block has warps; ends that are ragged inside a group and after one."""
+    """More chunks than a block has warps; partial ends inside a group and after a group."""
     codec = make_codec("mpc", dim=dim)
     for numel in (9 * 1024 + 64, 9 * 1024 + 77):
         values = arrays.make("walk", numel, dim)
@@ -96,7 +96,7 @@ def test_chunks_of_every_dim(dim: int) -> None:
 
 @pytest.mark.parametrize("name", ["mpc", "expcode"])
 def test_damage_beyond_the_first_tiles_is_told(name: str) -> None:
-    """By whichever warp meets it."""
+    """Any warp may detect it."""
     codec, values = make_codec(name), arrays.make("normal", NUMEL, 4)
     payload = payload_of(codec, values)
     cut = payload[: payload.numel() - 64 & ~15].clone()
@@ -108,7 +108,7 @@ def test_damage_beyond_the_first_tiles_is_told(name: str) -> None:
         return
     tiles = -(-NUMEL // TILE)
     offset = int(payload[32 + 4 * 3 :][:4].view(torch.int32))
-    escapes = 32 + 4 * tiles + 4 * offset + 2  # of the fourth tile
+    escapes = 32 + 4 * tiles + 4 * offset + 2  # in the fourth tile
     payload[escapes] ^= 1
     with kernels_replaced(KERNELS):
         codec.decode(payload, torch.empty_like(values))

@@ -1,9 +1,8 @@
-"""Simulate pipelines without a flush in one process, in fp64, from the formulas of the papers.
+"""Simulate flushless pipelines in one process, in fp64, from the papers' formulas.
 
-A stage s of S multiplies tanh of its input with its weight; w[s][t] is that weight after t steps.
-Nothing here knows passes or messages: micro-batch m belongs to step t = m // M, and its pass
-forward through stage s meets the weights of step max(0, (m - d) // M), with
-d = (S - 1 - s) (1 + slack).
+Stage s of S multiplies tanh of its input by its weight; w[s][t] is that weight after t steps. There
+are no passes or messages: micro-batch m belongs to step t = m // M, and its forward pass through
+stage s uses the weights of step max(0, (m - d) // M), with d = (S - 1 - s) (1 + slack).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Gradients = list[Tensor]
 
 
 def gradients(index: int, forward: Sequence[Tensor], backward: Sequence[Tensor]) -> Gradients:
-    """Of one micro-batch by the chain rule, the pass backward with weights of its own."""
+    """Return a micro-batch's gradients by the chain rule, with given weights in backward."""
     values, targets = micro_batch(index)
     squashed = []
     for matrix in forward:
@@ -34,7 +33,7 @@ def gradients(index: int, forward: Sequence[Tensor], backward: Sequence[Tensor])
 
 
 class Simulation:
-    """Weights of all stages and steps; subclasses say where gradients are taken and what steps."""
+    """Weights of all stages and steps; subclasses choose the gradients' weights and the update."""
 
     def __init__(self, job: AsyncJob, stages: int) -> None:
         self.job, self.stages, self.rate = job, stages, job.rate
@@ -45,7 +44,7 @@ class Simulation:
         self.delays: list[float] = [ahead / self.count for ahead in self.lead]
 
     def seen(self, micro: int, stage: int) -> int:
-        """The steps that stage had made at the pass forward."""
+        """Return the steps that a stage had taken at the forward pass."""
         return max(0, (micro - self.lead[stage]) // self.count)
 
     def forward(self, micro: int, stage: int) -> Tensor:
@@ -84,7 +83,7 @@ class TwoVersions(Simulation):
 
 
 class Newest(Simulation):
-    """Pipelined backpropagation without stashing: newest weights in the pass backward."""
+    """Pipelined backpropagation without stashing: newest weights in the backward pass."""
 
     def backward(self, micro: int, stage: int) -> Tensor:
         return self.weights[stage][micro // self.count]

@@ -1,4 +1,4 @@
-"""Older weights in passes: places in shared storages, versions that are needed, bounds."""
+"""Older weights in passes: positions in shared storages, required versions, bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSIONS: tuple[Versions, ...] = ("stash", 2, 1)
 
 
 def flat_model() -> nn.Sequential:
-    """Layers whose parameters lie in one storage, as those of ZeRO do."""
+    """Return layers whose parameters share a storage, as under ZeRO."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
     flat = torch.cat([p.data.flatten() for p in model.parameters()])
@@ -26,7 +26,7 @@ def flat_model() -> nn.Sequential:
 
 @pytest.mark.parametrize("older", [True, False])
 def test_backward_has_the_weights_that_it_is_given(older: bool) -> None:
-    """Of the pass forward (``older``): gradients of the weights before a step in place."""
+    """It uses the forward pass's weights (``older``): those before an in-place step."""
     model, inputs = flat_model(), torch.randn(4, 5)
     expected = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
     versions = WeightVersions(model.parameters())
@@ -35,7 +35,7 @@ def test_backward_has_the_weights_that_it_is_given(older: bool) -> None:
     versions.before_step({0})
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2)  # an error of autograd, had it saved the parameter itself
+            parameter.mul_(2)  # an error of autograd if it had saved the parameter itself
     versions.after_step()
     own = [p.data_ptr() for p in model.parameters()]
     with versions.inside(versions.at(0) if older else None):
@@ -67,7 +67,7 @@ def test_a_failed_pass_leaves_the_newest_weights() -> None:
 @pytest.mark.parametrize("versions", VERSIONS)
 @pytest.mark.parametrize(("ahead", "micro_batches"), [(0, 1), (3, 1), (3, 2), (6, 4), (3, 8)])
 def test_orders(versions: Versions, ahead: int, micro_batches: int) -> None:
-    """Every version that a pass asks for is there, and no more than the bound are held."""
+    """Every requested version is available, and no more than the bound are kept."""
     if versions == 2 and micro_batches < ahead:
         pytest.skip("refused")
     model = nn.Linear(2, 2)

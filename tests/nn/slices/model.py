@@ -1,4 +1,4 @@
-"""A stage of two that the tests slice: attention, dropout, and a buffer that counts calls."""
+"""A two-stage model for tests of slices: attention, dropout, and a call-counting buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, HEADS, LENGTH, GRANULE, STAGES = 8, 2, 64, 4, 2
 
 
 class Layers(nn.Module):
-    """One stage, with dropout, which draws numbers, and a buffer that counts calls."""
+    """A stage with dropout, which draws random numbers, and a call-counting buffer."""
 
     calls: Tensor
 

@@ -1,4 +1,4 @@
-"""Slices under activation checkpointing: gradients are those without it, and come once each."""
+"""Slices under activation checkpointing: unchanged gradients, once each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import RunRanks
 
 
 class Again(nn.Module):
-    """A layer that is computed a second time in the backward pass."""
+    """A layer that is recomputed in the backward pass."""
 
     def __init__(self, layer: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Again(nn.Module):
 
 
 class Dropping(Layer):
-    """A layer that draws numbers, which the second computation has to draw again."""
+    """A layer with random numbers, which recomputation has to reproduce."""
 
     def forward(self, values: Tensor, past: KVCache) -> Tensor:
         return nn.functional.dropout(super().forward(values, past), 0.2)
 
 
 def gradients(reentrant: bool | None, engine: bool) -> tuple[list[Tensor], set[int]]:
-    """Of this rank's stage in 3 micro-batches; how often a parameter's hook of them was called."""
+    """Return this stage's gradients over 3 micro-batches, and the calls of a parameter's hook."""
     stage, calls = model(torch.float32)[dist.get_rank()], Counter[str]()
     for number, layer in enumerate(stage.layers):
         layer.__class__ = Dropping

@@ -1,4 +1,4 @@
-"""Keys and values of earlier slices: kept once, and their gradients those of one whole graph."""
+"""Keys and values of earlier slices: kept once, with the gradients of a whole graph."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EDGES = list(pairwise(accumulate(SLICES, initial=0)))
 
 
 def draw(width: int, seed: int) -> Tensor:
-    """(B, H, T, D) in fp64."""
+    """Draw (B, H, T, D) in fp64."""
     return torch.randn(
         2, 3, LENGTH, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
 
 
 def passed(past: KVCache, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What each slice sees."""
+    """Return the keys and values that each slice sees."""
     seen = []
     for start, stop in EDGES:
         own = past.at(start)
@@ -77,7 +77,7 @@ def test_layers_and_passes_without_gradients_stand_for_themselves() -> None:
 
 
 def test_a_name_comes_once_a_slice() -> None:
-    """Two layers of one name would overwrite each other's keys, and add gradients twice."""
+    """Layers with the same name would overwrite each other's keys, and add gradients twice."""
     past, key = KVCache(LENGTH), draw(4, 1)
     past.extend("a", key[:, :, :3], key[:, :, :3])
     with pytest.raises(ConfigError, match="layer a, which gave 3 of the same slice"):

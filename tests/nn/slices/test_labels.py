@@ -1,4 +1,4 @@
-"""Labels that do not count, and stages that do not train: as in the whole model."""
+"""Ignored labels and frozen stages give the whole model's results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hybridcomp.nn.slices import KVCache, SlicedStage, SlicePipeline
 from tests.nn.slices.test_pipeline import LENGTH, SLICES, STAGES, WIDTH, batch, loss_of, model
 from tests.ranks import RunRanks
 
-#: which tokens (from, to) of each of the two sequences have no label
+#: ranges of tokens without a label (from, to), for each of the two sequences
 PADDED = [[(3, 5), (16, LENGTH)], [(0, 4), (17, LENGTH)]]
 
 
 def padded(ignore: int) -> tuple[Tensor, Tensor]:
-    """A batch in which slices have 11, 13, 1 and no labels that count."""
+    """Return a batch whose slices have 11, 13, 1 and no counted labels."""
     tokens, labels = batch()
     labels = labels.clone()
     for row, gaps in zip(labels, PADDED, strict=True):
@@ -29,7 +29,7 @@ def padded(ignore: int) -> tuple[Tensor, Tensor]:
 
 
 def against_the_whole(ignore: int, engine: bool, frozen: Sequence[int]) -> list[float]:
-    """Relative L2 errors of gradients and of the loss, in fp64; stages of ``frozen`` are so."""
+    """Return relative L2 errors of gradients and loss in fp64, with stages of ``frozen`` frozen."""
 
     def loss_of_counted(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore)
@@ -82,7 +82,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
 
 
 def of_nothing() -> None:
-    """A batch whose labels all do not count: NaN, as torch says of a mean over nothing."""
+    """Train on a batch without counted labels: NaN, as torch's mean over nothing."""
     tokens, labels = batch()
     stage = model(torch.float32)[dist.get_rank()]
     loss = SlicePipeline(stage, SLICES, WIDTH, loss_of).step(tokens, torch.full_like(labels, -100))

@@ -1,4 +1,4 @@
-"""Token slices: equal to brute force, unequal where later slices attend to more."""
+"""Lengths of token slices: equal to brute force, unequal as later slices attend to more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cost = dict[tuple[int, int], float]
 
 
 def brute(granules: int, stages: int, cost: Cost, hops: Cost) -> float:
-    """The fastest of all 2^(granules - 1) ways to slice."""
+    """Return the fastest of all 2^(granules - 1) slicings."""
     best = float("inf")
     for count in range(granules):
         for inner in combinations(range(1, granules), count):
@@ -50,7 +50,7 @@ def test_as_fast_as_brute_force(longest: float) -> None:
 
 
 def attention(start: int, stop: int) -> float:
-    """A launch, products by token, and attention to all the tokens before."""
+    """Return the time of a launch, products by token, and attention to all preceding tokens."""
     pairs = (stop * (stop + 1) - start * (start + 1)) / 2
     return 0.3 + 1.0 * (stop - start) + 0.05 * pairs
 

@@ -23,7 +23,7 @@ SLICES = (9, 7, 5, 3)
 
 
 class Layer(nn.Module):
-    """Attention to all tokens before, and an MLP."""
+    """Attention to all preceding tokens, and an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """The layers of stage ``number``: two, with the table in front or the output behind."""
+    """Two layers of stage ``number``, with the embedding before or the output after."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def model(dtype: torch.dtype) -> list[Stage]:
-    """All stages, the same on all ranks."""
+    """Return all stages, the same on all ranks."""
     torch.manual_seed(5)
     return [Stage(number).to(dtype) for number in range(STAGES)]
 
@@ -78,7 +78,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def trained(
     slices: Sequence[int], dtype: torch.dtype, block: Mapping[str, Any] | None = None
 ) -> tuple[Tensor | None, list[Tensor], Channels | None]:
-    """Loss (last stage) and gradients of this rank's stage; its channels."""
+    """Return the loss (last stage), this stage's gradients and its channels."""
     stage = model(dtype)[dist.get_rank()]
     channels = None if block is None else Channels(CompressionConfig.parse(dict(block)))
     pipeline = SlicePipeline(stage, slices, WIDTH, loss_of, dtype=dtype, channels=lambda: channels)
@@ -87,7 +87,7 @@ def trained(
 
 
 def errors(slices: Sequence[int], dtype: torch.dtype) -> list[float]:
-    """Relative L2 errors of loss and gradients against the whole model in one piece."""
+    """Return relative L2 errors of loss and gradients against the whole model."""
     stages, (tokens, labels) = model(dtype), batch()
     values: Tensor = tokens
     for stage in stages:
@@ -118,7 +118,7 @@ def under_autocast() -> list[float]:
 
 
 def test_autocast_is_that_of_the_whole_sequence(on_ranks: RunRanks) -> None:
-    """Stages put out bf16 then, and receive what their messages are made for."""
+    """Stages then output bf16, and their messages have that dtype."""
     for found in on_ranks(STAGES, under_autocast):
         assert max(found) <= 0.05
 
@@ -135,7 +135,7 @@ def test_lossless_codecs_are_native_to_the_bit(on_ranks: RunRanks) -> None:
 
 
 def counted() -> None:
-    """Bytes of the ledger: each slice once each way, from every stage that has such a neighbour."""
+    """Return the ledger's bytes: each slice once per direction and neighbouring stage."""
     block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
     _, native, _ = trained(SLICES, torch.float32)
     _, found, channels = trained(SLICES, torch.float32, block)
@@ -169,7 +169,7 @@ def test_slices_that_do_not_fit_are_refused(on_ranks: RunRanks) -> None:
 
 
 def unlike() -> None:
-    """Stages that were made for other messages: all are told; and one that makes others."""
+    """Build stages for different messages: all get an error; also a stage that sends others."""
     rank = dist.get_rank()
     for key, mine, theirs in (
         ("width", WIDTH, 2 * WIDTH), ("slices", SLICES, SLICES[::-1]),

@@ -1,4 +1,4 @@
-"""Lines through the times of slices: exact where times are lines, and the slices they choose."""
+"""Linear fits of slice times: exact for linear times, and the slices chosen from them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_slowest_stage_counts_and_the_chosen_slices_win() -> None:
 
 
 def measured(block: dict[str, Any] | None) -> SliceTimes:
-    """Real times; what they must leave as it is."""
+    """Measure real times; return the state that they must preserve."""
     channels = None if block is None else Channels(CompressionConfig.parse(block))
     model = stage(channels)
     before = torch.get_rng_state()
@@ -98,7 +98,7 @@ def frozen_first() -> tuple[Any, ...]:
 
 
 def test_a_frozen_first_stage_is_timed_too(on_ranks: RunRanks) -> None:
-    """It has no backward pass, and its neighbour would wait for it in vain."""
+    """It has no backward pass, and its neighbour must not wait for it."""
     one, other = on_ranks(STAGES, frozen_first)
     assert one == other and sum(one[0].lengths(GRANULE)) == LENGTH
 
@@ -120,7 +120,7 @@ def test_a_stage_that_fails_keeps_no_other_waiting() -> None:
 
 
 def chosen() -> tuple[Any, ...]:
-    """What is chosen where slices take what known lines say: the second stage twice as long."""
+    """Return the slices chosen for known linear times, the second stage twice as slow."""
     factor = 1 + dist.get_rank()
 
     def once(timer: timing._Timer, start: int, stop: int) -> float:
@@ -147,7 +147,7 @@ def test_chosen_slices_are_the_best_by_what_was_timed(on_ranks: RunRanks) -> Non
 
 
 def test_posting_a_message_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is waited for has done what was posted, which a stage does not wait for."""
+    """Synchronizing a GPU would include the posted message, which a stage does not wait for."""
     under_way: list[str] = []
 
     class Message:

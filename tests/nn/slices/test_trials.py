@@ -1,4 +1,4 @@
-"""Real steps in some ways of slicing: the fastest is taken, and nothing is left behind."""
+"""Trials of slicings with real steps: the fastest is chosen, and no state remains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINE = [0.05, 10.0, 50.0, 60.0, 2.0]
 
 
 def known() -> SliceTimes:
-    """Later slices take clearly longer."""
+    """Use times in which later slices take clearly longer."""
     each = FittedTimes(LINE, LINE, [0.0, 0.0], [0.0, 0.0])
     return SliceTimes([each], STAGES, GRANULE, LENGTH // GRANULE)
 
@@ -54,7 +54,7 @@ def test_dearer_calls_make_fewer_slices() -> None:
 
 
 def untouched() -> list[tuple[int, ...]]:
-    """What real trials must leave as it is; the slices that they found fastest first."""
+    """Return the state that real trials must preserve; then the fastest slices."""
     block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
     channels = Channels(CompressionConfig.parse(block))
     model = stage(channels)
@@ -76,7 +76,7 @@ def test_trials_leave_nothing_behind(on_ranks: RunRanks) -> None:
 
 
 def steps(seconds: Callable[[tuple[int, ...]], float]) -> Any:
-    """Steps that take what ``seconds`` says of their slices, and longer on the later stage."""
+    """Return step times by ``seconds`` of their slices, longer on the later stage."""
 
     class Steps:
         def __init__(self, _: SlicedStage, lengths: tuple[int, ...], batch: int) -> None:
@@ -91,7 +91,7 @@ def steps(seconds: Callable[[tuple[int, ...]], float]) -> Any:
 
 
 def decided(equal: float, limit: float) -> tuple[Any, ...]:
-    """What is chosen where equal slices take so many seconds and all others one."""
+    """Return the choice if equal slices take so many seconds and all others 1."""
     ran, steps_take = steps(lambda lengths: 1.0 if max(lengths) - min(lengths) > GRANULE else equal)
     said: list[str] = []
     with (

@@ -43,7 +43,6 @@ def first(folder: str) -> list[Tensor | None]:
     weight = table.full_weight()
     table.save(folder)  # again, in place of the first
     step(table, optimizer, 3)
-    host_rows.PIECE_NBYTES = 64 << 20
     return [weight, table.full_weight()]
 
 
@@ -57,7 +56,6 @@ def then(folder: str, save_again: bool) -> list[Tensor | None]:
         dist.barrier()
         table.save(folder)
     step(table, optimizer, 3)
-    host_rows.PIECE_NBYTES = 64 << 20
     return [weight, table.full_weight()]
 
 
@@ -151,6 +149,7 @@ def test_a_folder_taken_on_one_rank_is_refused_on_all(on_ranks: RunRanks, tmp_pa
 
 def killed(folder: str) -> int:
     """A save whose rank 1 ends after its files, as one that is killed; then one that fails."""
+    host_rows.PIECE_NBYTES = 256  # as ``damaged`` reads it
     table, optimizer = fresh()
     table.save(folder)
     step(table, optimizer, 1)

@@ -1,4 +1,4 @@
-"""``hybridcomp.install()`` after what it is for was built is an error that says where to put it."""
+"""``hybridcomp.install()`` after building an engine raises an error that says where to put it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = {"dp": "bf16", "min_bytes": 0}
 
 
 def installed(block: dict[str, Any] | None = None) -> str:
-    """What ``install`` raises, else nothing; it leaves no trace."""
+    """Return the error of ``install``, or None; undo its effects."""
     try:
         hybridcomp.install(block)
     except ConfigError as error:
@@ -30,7 +30,7 @@ def installed(block: dict[str, Any] | None = None) -> str:
 
 
 def make_engine(block: dict[str, Any] | None) -> Any:
-    """A DeepSpeed engine, built by whatever is installed now."""
+    """Build a DeepSpeed engine with the current patches."""
     import deepspeed
     import deepspeed.ops
 
@@ -50,7 +50,7 @@ def make_engine(block: dict[str, Any] | None) -> Any:
 
 
 def engines() -> dict[str, str]:
-    """What ``install`` says, by what was built before it."""
+    """Return the error of ``install``, by the engine built before it."""
     hybridcomp.uninstall()
     process.configure(None)
     gc.collect()
@@ -83,7 +83,7 @@ def test_deepspeed() -> None:
 
 
 def wrapper() -> tuple[str, str]:
-    """What ``install`` says after Megatron's DDP was built, without a block and with one."""
+    """Return the error of ``install`` after Megatron's DDP was built, without and with a block."""
     from tests.stand_ins import megatron_on_cpu
 
     megatron_on_cpu.install()

@@ -1,4 +1,4 @@
-"""Layers under tensor and sequence parallelism on a GPU that keeps account; sampled steps there."""
+"""Layers under tensor and sequence parallelism on a fake GPU; sampled steps there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUP = fake_group(RANKS, RANK)
     ({"codec": "blockint", "bits": 8}, set()), ("expcode", {"an event"}),
 ], ids=["8 bits", "lossless"])  # fmt: skip
 def test_layers(gpu: Gpu, tp: Any, waits: set[str], later: bool) -> None:
-    """Every message is encoded on the stream of its layer, which the host never holds up."""
+    """Every message is encoded on its layer's stream, without blocking the host."""
     state = channels(tp=tp)
     layers = Layers(lambda group: "tp", lambda: "forward", lambda: state)
 
@@ -64,7 +64,7 @@ def test_layers(gpu: Gpu, tp: Any, waits: set[str], later: bool) -> None:
     assert set(gpu.waits) == waits and not gpu.unmet
     kernels = [what for line in chain(gpu) for what in line.split(": ")[1].split(", ")]
     launches = sum(kernel.startswith("blockint_") for kernel in kernels)
-    # encode and decode, and in the sum its parts between them
+    # encode and decode, and the parts of a sum between them
     assert launches == (3 + 2 + 2 + 2 if not waits else 0)
 
 

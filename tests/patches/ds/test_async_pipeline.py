@@ -1,4 +1,4 @@
-"""What a pipeline without a flush refuses, in one line, and how it reads ahead; on stand-ins."""
+"""One-line errors of a flushless pipeline, and its read-ahead, on stand-ins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STASH = AsyncPipelineConfig(versions="stash")
 
 
 def engine(**changes: Any) -> Any:
-    """Return what the checks read of an engine of four stages."""
+    """Return the attributes of a four-stage engine that the checks read."""
     facts = {
         "num_stages": 4, "tied_comms": {}, "dynamic_shape": False, "tensor": 1, "micro_batches": 4,
         "fp16": False, "bf16": False, "zero": 0, **changes,
@@ -113,7 +113,7 @@ def test_other_engines_have_no_such_pipeline() -> None:
 
 
 def reader(numbers: range) -> tuple[Any, ReadAhead, Callable[[bool], Any]]:
-    """Return an engine, what reads ahead for it, and a function that reads one micro-batch."""
+    """Return an engine, its read-ahead, and a function that reads a micro-batch."""
     source = iter(numbers)
     stand_in = SimpleNamespace(
         module=SimpleNamespace(stage_id=0), data_iterator=source, _next_batch=lambda: next(source)
@@ -142,10 +142,10 @@ def test_an_evaluation_reads_its_own_data() -> None:
     ahead.begin(True)
     assert [read(False), read(True)] == [0, 1]
     own, stand_in.data_iterator = stand_in.data_iterator, "another"
-    assert stand_in._next_batch() == 2  # of the stand-in's only source
+    assert stand_in._next_batch() == 2  # from the stand-in's only source
     stand_in.data_iterator = own
     ahead.used()
-    assert stand_in._next_batch() == 1  # upstream's schedule, where patches are reverted
+    assert stand_in._next_batch() == 1  # upstream's schedule, after the patches are reverted
 
 
 def test_data_that_ends_or_changes() -> None:

@@ -1,4 +1,4 @@
-"""``hybridcomp.gathered`` on DeepSpeed's engines: weights, tokens, bytes, what is left."""
+"""``hybridcomp.gathered`` on DeepSpeed's engines: weights, tokens, bytes, restored state."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step(engine: Any, number: int) -> float:
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    """The weights as DeepSpeed gathers them, which is how TRL does it for a roll-out."""
+    """Return the weights as DeepSpeed gathers them, as TRL does for a roll-out."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -58,7 +58,7 @@ def whole(engine: Any) -> dict[str, Tensor]:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """What a roll-out must leave as it was: hooks, modes, and the state of each parameter."""
+    """Return the state that a roll-out must preserve: hooks, modes, and each parameter's state."""
     hooks = [
         (list(one._forward_pre_hooks), list(one._forward_hooks), one.training)
         for one in module.modules()

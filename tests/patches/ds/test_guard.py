@@ -1,4 +1,4 @@
-"""The guard fires for real: all ranks at one step, replicas equal, nothing lost, also restarted."""
+"""The guard acts on all ranks at once: equal replicas, nothing lost, also after restarts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if find_spec("deepspeed") is None:
 from tests.training import pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, train_step
 
-#: relative error 1.6 on noise: worse than sending zeros, over the limit that holds by default
+#: relative error 1.6 on noise: worse than sending zeros, above the default limit
 WRONG = {"codec": "zfp", "rate": 3}
-#: its residuals are about a tenth of the gradients: over a limit that is set low
+#: its residuals are about a tenth of the gradients: above a low limit
 LEAVES = {"codec": "blockint", "bits": 4, "error_feedback": True, "guard": {"residual": 0.02}}
 EVERY = {"min_bytes": 0, "start_step": 2, "ledger": {"sample_every": 2}}
 
@@ -39,7 +39,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def watched(job: Job) -> dict[str, Any]:
-    """Train; what the guard did, and what each step sent."""
+    """Train; return the guard's actions and each step's codecs."""
     engine = make_engine(job)
     channels = channels_of(engine)
     assert channels is not None
@@ -67,7 +67,7 @@ def watched(job: Job) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_error_over_the_limit_ends_the_compression(pool: RankPool, stage: int) -> None:
-    """At the default limits. Sampled in step 2, so native from step 3 on."""
+    """With default limits: sampled in step 2, native from step 3 on."""
     job = Job(stage, steps=12, block={"dp": WRONG, **EVERY})
     found = pool.run(watched, job)
     for rank in found:
@@ -88,7 +88,7 @@ def test_an_error_over_the_limit_ends_the_compression(pool: RankPool, stage: int
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_residuals_over_the_limit_are_sent_once(pool: RankPool, stage: int) -> None:
-    """Step 2 leaves something out, step 4 is sampled and sees it, step 5 takes it along."""
+    """Step 2 leaves a residual, step 4 samples it, step 5 sends it."""
     job = Job(stage, steps=9, block={"dp": LEAVES, **EVERY})
     found = pool.run(watched, job)
     for rank in found:
@@ -112,7 +112,7 @@ def test_zero_gathers_fall_back(pool: RankPool) -> None:
 
 
 def exact(hierarchy: int) -> tuple[float, float, list[str]]:
-    """Largest |given - delivered| after the flush, what was held before it, what was told."""
+    """Return the largest |given - delivered| after the flush, the residuals before, the log."""
     block = {"dp": LEAVES, "min_bytes": 0, "ledger": {"sample_every": 1}, "hierarchy": hierarchy}
     channels = Channels(CompressionConfig.parse(block))
     channels.place([tuple(range(dist.get_world_size()))])
@@ -139,7 +139,7 @@ def exact(hierarchy: int) -> tuple[float, float, list[str]]:
 
 @pytest.mark.parametrize("hierarchy", [1, 2])
 def test_nothing_is_lost_in_a_fallback(pool: RankPool, hierarchy: int) -> None:
-    """``original == sent + residual`` to the end: what was left out arrives, on every rank."""
+    """``original == sent + residual`` holds to the end: residuals arrive on every rank."""
     for missing, held, told in pool.run(exact, hierarchy):
         assert missing < 1e-4 < held
         assert len(told) == 1, "said once"
@@ -148,7 +148,7 @@ def test_nothing_is_lost_in_a_fallback(pool: RankPool, hierarchy: int) -> None:
 
 
 def resumed(folder: str, block: dict[str, Any], steps: int) -> tuple[Any, ...]:
-    """``steps`` steps, saved there; six more; six more after a restart."""
+    """Run ``steps`` steps, save, six more; then six more after a restart."""
     job = Job(1, steps=steps, block=block)
     engine = make_engine(job)
     for step in range(steps):
@@ -176,7 +176,7 @@ def test_a_resumed_run_stays_native(pool: RankPool, tmp_path: Path, steps: int) 
 
 
 def test_no_limits_no_guard(pool: RankPool) -> None:
-    """With "none", and without samples, a wrong codec stays."""
+    """With limits "none", and without samples, a bad codec stays."""
     job = Job(0, steps=4)
     for block in (
         {"dp": {**WRONG, "guard": "none"}, **EVERY},
@@ -214,7 +214,7 @@ def pipeline(block: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def test_a_pipeline_falls_back_on_both_sides(pool: RankPool) -> None:
-    """Only gradients are wrong; activations fall back with them, sender and receiver alike."""
+    """Only gradients exceed the limit; activations fall back too, on sender and receiver."""
     block = {"pp": {"codec": "blockint", "bits": 8, "backward": WRONG}, **EVERY}
     first, last = pool.run(pipeline, block)
     assert first[2] == last[2] and first[2]["pp"]["step"] == 3

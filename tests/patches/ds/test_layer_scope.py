@@ -1,4 +1,4 @@
-"""Whose layer runs and which way its messages go: AutoTP and Ulysses in parts."""
+"""Current layer and direction of its messages: AutoTP and Ulysses in isolation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pool() -> Iterator[RankPool]:
 
 
 class TensorParallel_Layer(torch.nn.Module):
-    """As far as ``tag`` looks."""
+    """Minimal layer for ``tag``."""
 
 
 class Column(TensorParallel_Layer):
@@ -67,7 +67,7 @@ def test_layers_know_their_engine() -> None:
 
 
 class Function:
-    """An autograd function whose two passes tell what their collectives would be for."""
+    """An autograd function whose passes record their collectives' direction."""
 
     @staticmethod
     def forward(ctx: Any) -> tuple[Channels | None, str]:
@@ -91,12 +91,12 @@ def test_a_context_remembers_whose_it_is() -> None:
     layer = Layer()
     layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(layer)), mine)
     assert layer(ctx) == (mine, "forward")
-    found: list[Any] = []  # autograd runs backward passes of a GPU in a thread of its own
+    found: list[Any] = []  # autograd runs a GPU's backward passes in a separate thread
     thread = threading.Thread(target=lambda: found.append(backward(ctx)))
     thread.start()
     thread.join()
     assert found == [(mine, "backward")]
-    assert Function.forward(ctx) == (None, "forward")  # outside, nothing is ours
+    assert Function.forward(ctx) == (None, "forward")  # outside, nothing is compressed
 
 
 def test_a_backward_pass_that_applies_its_function_again_stays_backward() -> None:
@@ -123,7 +123,7 @@ def test_the_group_of_the_operator_names_the_direction(monkeypatch: pytest.Monke
     values = torch.ones(1)
     exchange(values, "sp")
     name_of_forward = next(name for name in groups if groups[name] is asked[0])
-    exchange(values, name_of_forward)  # what autograd hands the backward pass
+    exchange(values, name_of_forward)  # autograd's arguments of the backward pass
     name_of_backward = next(name for name in groups if groups[name] is asked[1])
     exchange(values, name_of_backward)
     assert [(group.group, group.direction) for group in asked] == [
@@ -136,7 +136,7 @@ def test_the_group_of_the_operator_names_the_direction(monkeypatch: pytest.Monke
 
 
 class Fake(torch.nn.Module):
-    """A layer of an upstream module."""
+    """Stand-in for a layer of an upstream module."""
 
 
 def fake(module: str) -> Any:
@@ -170,7 +170,7 @@ def test_layers_that_no_seam_reaches(
     seam.attached(fake(module), channels(**{dimension: "mpc"}, on_unsupported="native"))
     assert f"{dimension} stays native" in capsys.readouterr().out
     process.configure(None)
-    seam.attached(fake(module), channels(preset="recommended"))  # made for every kind of job
+    seam.attached(fake(module), channels(preset="recommended"))  # exists in every kind of job
     assert f"{dimension} stays native" in capsys.readouterr().out
 
 
@@ -240,7 +240,7 @@ def test_parameters_are_gathered_exactly(pool: RankPool) -> None:
 
 
 def test_reduction_of_a_head_in_training_and_in_inference(pool: RankPool) -> None:
-    """A row-parallel LM head calls the all-reduce of inference, in 0.19.0 in training too."""
+    """A row-parallel LM head calls inference's all-reduce, in 0.19.0 during training too."""
     for exact, trained, inferred, counted in pool.run(
         split_parts.head, {"tp": BLOCKINT, "min_bytes": 0}
     ):

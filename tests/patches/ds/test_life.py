@@ -1,4 +1,4 @@
-"""Engines that are destroyed and dropped leave nothing of hybridcomp behind."""
+"""Destroyed and dropped engines leave no state of hybridcomp behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNS = 2
 
 
 def sweep(stages: tuple[int, ...], folder: Path) -> dict[int, tuple[list[bool], int, list[float]]]:
-    """By stage: whether engines are gone, how many channels are left, residuals when destroyed."""
+    """Return by stage whether engines are freed, remaining channels, residuals when destroyed."""
     found = {}
     for stage in stages:
         gone, norms = [], []
@@ -37,14 +37,14 @@ def sweep(stages: tuple[int, ...], folder: Path) -> dict[int, tuple[list[bool], 
             del engine, channels
             gc.collect()
             gone.append(known() is None)
-        gc.collect()  # what hung in DeepSpeed's hooks, which the first one freed
+        gc.collect()  # engines held by DeepSpeed's hooks, which the first collection freed
         left = sum(issubclass(type(thing), Channels) for thing in gc.get_objects())
         found[stage] = (gone, left, norms)
     return found
 
 
 def test_destroyed_engines_are_gone(tmp_path: Path) -> None:
-    """At stage 3 DeepSpeed keeps its engine, with a block or without; residuals are freed."""
+    """At stage 3 DeepSpeed keeps its engine, with or without a block; residuals are freed."""
     for found in run_ranks(2, sweep, (1, 2, 3), tmp_path, timeout=600.0):
         for stage in (1, 2):
             assert found[stage] == ([True] * RUNS, 0, [0.0] * RUNS), stage

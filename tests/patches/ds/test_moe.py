@@ -86,7 +86,7 @@ def test_nan_stays_visible(results: dict[tuple[str, str], list[Outcome]]) -> Non
 def test_ledger_against_closed_form(results: dict[tuple[str, str], list[Outcome]]) -> None:
     steps = JOBS["plain"].steps
     capacity = math.ceil(TOKENS / EXPERTS * 1.5)
-    half = EXPERTS * capacity * WIDTH // 2  # what goes to the other of two ranks
+    half = EXPERTS * capacity * WIDTH // 2  # bytes for the other of two ranks
     raw = 2 * steps * half * 4
     payload = half + half // 32 + -(-half // 1024)
     wire = 2 * steps * -(-payload // 16) * 16
@@ -142,7 +142,7 @@ def test_channel_is_published_during_forward_only() -> None:
 
 
 class AutoEPMoELayer(torch.nn.Module):
-    """As far as ``attached`` looks."""
+    """Minimal layer for ``attached``."""
 
     def __init__(self, comm_backend: str, ep_size: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_deepep(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
 @pytest.mark.skipif(find_spec(moe.AUTO_EP) is None, reason="this DeepSpeed has no AutoEP")
 @pytest.mark.parametrize("codec", ["none", "mpc", "blockint"])
 def test_unequal_rows(codec: str) -> None:
-    # min_bytes cannot act on unequal messages
+    # min_bytes does not apply to unequal messages
     ranks = run_ranks(2, exchange_rows, {"ep": codec, "min_bytes": 1 << 30})
     for rank, found in enumerate(ranks):
         raw = {"forward": (40, 17)[rank] * WIDTH * 4, "backward": (17, 40)[rank] * WIDTH * 4}

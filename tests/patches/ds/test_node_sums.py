@@ -35,15 +35,15 @@ JOBS = {
     "ZeRO 3, bf16 and offload": Job(3, "bf16", zero=OFFLOAD),
     "ZeRO 3, unmanaged": Job(3, ds_json=UNMANAGED),
 }
-#: cases of ``USED`` by job; all where it is not here. With an optimizer on the host upstream loses
-#: gradients of parameters that the last micro-batch does not use, and the nodes lose none.
+#: cases of ``USED`` by job; default: all. With a host optimizer upstream loses gradients of
+#: parameters unused by the last micro-batch; node sums lose none
 CASES = {name: ["one in the last"] for name in JOBS if "," in name}
 CASES |= {name: ["all", "some in the last alone"] for name in JOBS if "offload" in name}
 
 
 @dataclass
 class Found:
-    """What a rank has seen: parameters, the most bytes kept, bytes between nodes, native bytes."""
+    """A rank's results: parameters, peak bytes kept, bytes between nodes, native bytes."""
 
     digests: dict[str, str]
     kept: int = 0
@@ -52,7 +52,7 @@ class Found:
 
 
 def trained(job: Job, used: list[str]) -> Found:
-    """Train ``STEPS`` steps, whose micro-batches use the parts ``used``."""
+    """Train ``STEPS`` steps whose micro-batches use the parts ``used``."""
     from hybridcomp.channels import channels_of
 
     unmanaged = job.ds_json == UNMANAGED
@@ -88,7 +88,7 @@ def pool() -> Iterator[RankPool]:
     "name", by_day(JOBS, ["ZeRO 2", "ZeRO 3, bf16 and offload", "ZeRO 3, unmanaged"])
 )
 def test_integers_are_summed_as_natively(pool: RankPool, name: str) -> None:
-    """Whichever parameters the micro-batches use: the same bits, and nothing is left."""
+    """For all sets of used parameters: the same bits, and nothing is kept."""
     native, node = JOBS[name], replace(JOBS[name], block=BLOCK)
     cases = CASES.get(name, list(USED))
     jobs = [(job, USED[case]) for case in cases for job in (native, node)]
@@ -99,7 +99,7 @@ def test_integers_are_summed_as_natively(pool: RankPool, name: str) -> None:
 
 
 def common_trained(jobs: list[tuple[Any, ...]]) -> list[Found]:
-    """As ``all_trained``, the vectors being those that tensor-parallel ranks have in common."""
+    """Run ``all_trained`` with vectors that tensor-parallel ranks share."""
     from hybridcomp.patches.ds import job_facts
 
     def vectors(engine: Any) -> frozenset[str]:
@@ -115,7 +115,7 @@ def common_trained(jobs: list[tuple[Any, ...]]) -> list[Found]:
 
 
 def test_common_parameters_of_tensor_parallel_ranks(pool: RankPool) -> None:
-    """They are summed exactly beside the message, and in the node as well."""
+    """They are summed exactly beside the message, and also inside the node."""
     jobs = [(Job(2), USED["all"]), (Job(2, block=BLOCK), USED["all"])]
     for native, found in pool.run(common_trained, jobs, timeout=400):
         assert found.digests == native.digests and found.kept > 0
@@ -123,7 +123,7 @@ def test_common_parameters_of_tensor_parallel_ranks(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("stage", by_day([2, 3], [3]))
 def test_sums_in_three_levels(stage: int) -> None:
-    """Two sites of two nodes of two ranks: each rank keeps its part of its site's sums."""
+    """Two sites of two nodes of two ranks: each rank keeps its shard of its site's sums."""
     sites, nodes = ({**BLOCK, "hierarchy": one} for one in ([2, 2], 4))
     with RankPool(8) as ranks:
         for case in ("all", "one in the last"):
@@ -135,7 +135,7 @@ def test_sums_in_three_levels(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", by_day([2, 3], [3]))
 def test_an_eighth_crosses(pool: RankPool, stage: int) -> None:
-    """Of 8 micro-batches, also where messages are below ``min_bytes`` and cross without loss."""
+    """With 8 micro-batches, also for messages below ``min_bytes``, which cross losslessly."""
     fixed = {"codec": "bf16"}
     block = {**BLOCK, "dp": fixed}
     blocks = [
@@ -167,7 +167,7 @@ def test_losses_follow_and_overflows_are_seen(pool: RankPool) -> None:
 
 
 def freed(stage: int, how: str, folder: str) -> tuple[int, int, list[str]]:
-    """Bytes kept before and after ``how``, and the names that are left."""
+    """Return the kept bytes before and after ``how``, and the remaining names."""
     from hybridcomp.channels import channels_of
 
     engine = make_engine(Job(stage, accumulation=2, block=BLOCK), Integers())
@@ -192,14 +192,14 @@ def freed(stage: int, how: str, folder: str) -> tuple[int, int, list[str]]:
     ("stage", "how"), [(2, "load"), (3, "zero_grad"), (2, "destroy"), (2, "save")]
 )
 def test_who_frees_what_is_kept(pool: RankPool, stage: int, how: str, tmp_path: Any) -> None:
-    """A load, ``zero_grad`` at stage 3, ``destroy``; a checkpoint holds none and frees none."""
+    """A load, ``zero_grad`` at stage 3 and ``destroy`` free it; a checkpoint does not."""
     for before, after, left in pool.run(freed, stage, how, str(tmp_path), timeout=200):
         assert before > 0
         assert (after == before and left) if how == "save" else (after == 0 and not left)
 
 
 def refused() -> list[str]:
-    """What an engine says on this rank, by number of ranks of a node."""
+    """Return this rank's engine error, by ranks per node."""
     from hybridcomp.errors import ConfigError
 
     found = []

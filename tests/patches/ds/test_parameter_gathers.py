@@ -1,4 +1,4 @@
-"""Deltas of parameters on real DeepSpeed engines: replicas, resumed runs, exact checkpoints."""
+"""Parameter deltas on real DeepSpeed engines: replicas, resumed runs, exact checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def engine_of(job: Job) -> Any:
-    """An engine whose first layer is frozen, with two groups of parameters."""
+    """Return an engine with a frozen first layer and two parameter groups."""
     torch.manual_seed(0)
     model = Tiny()
     model.inner.requires_grad_(False)
@@ -53,7 +53,7 @@ def engine_of(job: Job) -> Any:
 
 
 def masters(engine: Any) -> list[tuple[Tensor, Tensor]]:
-    """``(flat, masters of all ranks)`` by group of parameters."""
+    """Return ``(flat, all ranks' masters)`` by parameter group."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "bf16_groups_flat"):
         flats, own = optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition
@@ -68,7 +68,7 @@ def masters(engine: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def distance(engine: Any, groups: int = 2) -> tuple[float, float]:
-    """Relative error of the weights, and of the masters rounded to the weights' dtype."""
+    """Return the relative error of the weights, and of the masters rounded to their dtype."""
     error = rounding = norm = 0.0
     for flat, exact in masters(engine)[:groups]:
         error += float((flat - exact).square().sum())
@@ -78,7 +78,7 @@ def distance(engine: Any, groups: int = 2) -> tuple[float, float]:
 
 
 def follow(job: Job) -> list[tuple[dict[str, str], float, float]]:
-    """By step: digests of the weights, their error and that of rounding alone."""
+    """Return by step digests of the weights, their error and that of rounding alone."""
     engine = engine_of(job)
     found = []
     for step in range(STEPS):
@@ -96,14 +96,14 @@ def test_replicas_are_equal_and_near_the_masters(pool: RankPool, name: str) -> N
     for step, (_, error, rounding) in enumerate(first):
         if step == 0:
             assert error == rounding, "the first gather is exact"
-        # steps of this learning rate change a weight by 1e-1 of itself and more
+        # steps at this learning rate change a weight by a tenth and more
         assert error < rounding + 1e-2
         moved += error > rounding
     assert moved >= STEPS - 2, "deltas of 4 bits are not exact"
 
 
 def test_skipped_steps_leave_all_as_it_is(pool: RankPool) -> None:
-    """fp16: the first loss scales overflow, too."""
+    """fp16: the first loss scales also overflow."""
     nan_step = 3
     job = Job(1, "fp16", nan_step=nan_step, ds_json={"fp16": {"enabled": True}}, block=BLOCK)
     first, second = pool.run(follow, job)
@@ -132,7 +132,7 @@ def test_cut_gathers_are_the_same(pool: RankPool) -> None:
 def broken_run(
     job: Job, folder: str
 ) -> tuple[list[float], list[float], list[float], dict[str, bool]]:
-    """Losses in one go, with a checkpoint half-way, and after a restart from it."""
+    """Return the losses of an unbroken run with a checkpoint half-way, and after a restart."""
     engine = engine_of(job)
     whole = [train_step(engine, job, step) for step in range(STEPS)]
     engine = engine_of(job)
@@ -152,7 +152,7 @@ def broken_run(
 
 
 def saved_exactly(engine: Any, folder: str) -> bool:
-    """Whether the file holds the masters, rounded, and not what training computes with."""
+    """Return whether the file holds the rounded masters instead of the weights in use."""
     path = Path(folder, "half", "mp_rank_00_model_states.pt")
     saved = torch.load(path, weights_only=False)["module"]
     now = {
@@ -161,7 +161,7 @@ def saved_exactly(engine: Any, folder: str) -> bool:
     assert not all(torch.equal(saved[name], weight) for name, weight in now.items())
     exact = torch.cat([found for _, found in masters(engine)])
     rounded = exact.to(next(iter(now.values())).dtype)
-    # parameters lie in the flat group in an order of upstream's: the values are what counts
+    # the flat group has upstream's order: only values matter
     values = torch.cat([saved[name].reshape(-1) for name in now]).sort().values
     found = rounded[rounded != 0].sort().values
     return torch.equal(values[values != 0], found)
@@ -180,7 +180,7 @@ def test_a_resumed_run_is_the_unbroken_one(pool: RankPool, tmp_path: Path, name:
 
 
 def lost(job: Job, folder: str, how: str) -> tuple[bool, dict[str, str], float, float]:
-    """Load a checkpoint whose references are of no use; what the next step gives."""
+    """Load a checkpoint with unusable references; return the next step's result."""
     engine = engine_of(job)
     for step in range(3):
         train_step(engine, job, step)
@@ -207,7 +207,7 @@ def test_deltas_start_anew_after_loading_without_references(
 
 
 def written(job: Job, how: str) -> tuple[dict[str, str], float, float]:
-    """Somebody writes into the weights, or asks; the step after it."""
+    """Write into the weights, or read them; return the step after it."""
     import hybridcomp
 
     engine = engine_of(job)
@@ -223,7 +223,7 @@ def written(job: Job, how: str) -> tuple[dict[str, str], float, float]:
     if how == "resync":
         hybridcomp.resync(engine)
     train_step(engine, job, 3)
-    return digests(engine), *distance(engine, groups=1)  # the one that was written into
+    return digests(engine), *distance(engine, groups=1)  # the engine that was written into
 
 
 @pytest.mark.parametrize("how", ["one rank", "load_state_dict", "resync"])

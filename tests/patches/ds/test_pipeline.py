@@ -1,4 +1,4 @@
-"""Pipeline seams on fakes: which tensors are marked, what the other side learns of it, cursors."""
+"""Pipeline seams on fakes: marked tensors, the header for the other side, buffer cursors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_lone_tensors() -> None:
 def test_tuples_in_training() -> None:
     layer = nn.Linear(8, 8)
     hidden = layer(torch.randn(4, 8))
-    table = torch.randn(4, 8).requires_grad_()  # rotary positions, say
+    table = torch.randn(4, 8).requires_grad_()  # such as rotary positions
     received = torch.randn(4, 8).requires_grad_()
     tensors = [
         hidden,
@@ -135,13 +135,13 @@ def test_a_parameter_is_no_passed_through_tensor() -> None:
     assert not passed_through(prompt.expand(3, 2, 4))
 
 
-# the message of shapes
+# the shape message
 
 DTYPES = [torch.float32, torch.float64, torch.float16]
 
 
 def meta_of(numbers: list[int]) -> Tensor:
-    """As upstream's: 256 int32, garbage behind what is used."""
+    """Return metadata as upstream does: 256 int32, garbage after the used part."""
     meta = torch.full((256,), 77, dtype=torch.int32)
     meta[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
     return meta
@@ -200,7 +200,7 @@ def test_nothing_agreed() -> None:
 
 
 class Wire:
-    """Stands for a channel and for upstream's p2p: notes who was called with what."""
+    """Stands for a channel and upstream's p2p; records calls."""
 
     active = True
 
@@ -242,7 +242,7 @@ class Wire:
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    """A wire, with the pipeline of stage 1 of 3 running on it."""
+    """Yield a wire with the pipeline of stage 1 of 3."""
     wire = Wire()
     engine = SimpleNamespace(
         next_stage=2,
@@ -268,7 +268,7 @@ def test_send_encodes_values_only(wire: Wire) -> None:
     assert send(column, 2) is None
     assert send(torch.zeros(9), 2) == "upstream"
     assert send(torch.arange(9), 2) == "upstream"
-    assert send(torch.ones(2, 2), 2) == "upstream"  # the next set; below the codec's least size
+    assert send(torch.ones(2, 2), 2) == "upstream"  # the next set; below the codec's minimum size
     assert [call[:3] for call in wire.calls] == [
         ("send", "forward", 12),
         ("native", "forward", 36),

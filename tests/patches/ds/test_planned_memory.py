@@ -1,4 +1,4 @@
-"""Planned memory against DeepSpeed itself: what it gathers is what was computed, and it fits."""
+"""Planned memory against DeepSpeed: its gathers equal the computed ones, and the plan fits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head, and a parameter that is used outside its module."""
+    """Blocks between embedding and head, and a parameter used outside its module."""
 
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def make_engine(kind: str, threshold: int, policy: dict[str, Any], accumulation: int = 1) -> Any:
-    """An engine of ``kind``: plain, recomputing, or with blocks that are leaves to ZeRO."""
+    """Return an engine of ``kind``: plain, recomputing, or with blocks as ZeRO leaf modules."""
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
@@ -104,7 +104,7 @@ def coordinator_of(engine: Any) -> Any:
 
 
 def compared(kind: str, threshold: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements gathered in a pass and at once, measured and computed, for each setting."""
+    """Return elements gathered per pass and at once, measured and computed, for each setting."""
     from hybridcomp.patches.ds import planned_memory as planned
 
     engine = make_engine(kind, threshold, {"policy": "planned", "device_gb": 1.0})
@@ -139,7 +139,7 @@ def test_deepspeed_gathers_what_is_computed(pool: RankPool, kind: str, threshold
 
 
 def planned_steps(share: float) -> tuple[Any, ...]:
-    """The plan for a device with a share of the model, what steps then do, and after a change."""
+    """Plan for a device smaller than the model; return the plan, its steps, later ones."""
     from hybridcomp.patches.ds import planned_memory as planned
 
     numel = sum(p.numel() for p in Model().parameters())
@@ -197,7 +197,7 @@ def kept(jobs: list[NvmeJob]) -> list[dict[str, Any]]:
 
 
 def test_states_that_fit_the_host_stay_out_of_files(pool: RankPool, tmp_path: Path) -> None:
-    """Fewer bytes by those of the sub-groups that stay, and the same weights."""
+    """Files get fewer bytes by those of the resident sub-groups, with the same weights."""
     job = NvmeJob(str(tmp_path / "all"))
     numel = sum(p.numel() for p in nvme_trainer.Layers().parameters())
     block: dict[str, Any] = {**(job.block or {}), "memory": {
@@ -205,5 +205,5 @@ def test_states_that_fit_the_host_stay_out_of_files(pool: RankPool, tmp_path: Pa
     fewer = replace(job, folder=str(tmp_path / "half"), block=block)
     for host, whole, half in pool.run(kept, [replace(job, folder=None), job, fewer], timeout=280):
         assert host["digests"] == whole["digests"] == half["digests"]
-        ratio = half["ledger"][1] / whole["ledger"][1]  # the first of three sub-groups stays
+        ratio = half["ledger"][1] / whole["ledger"][1]  # the first of three sub-groups is resident
         assert ratio == pytest.approx(1_049_600 / (1_049_600 + 532_992), abs=0.01)

@@ -32,7 +32,7 @@ def used(channels: Any, dimension: str, direction: str = "forward") -> list[str]
 
 
 def gradients(stage: int) -> tuple[list[list[str]], list[float], dict[str, str]]:
-    """What gradients were sent with in each step, the losses, the parameters."""
+    """Return the gradients' codec in each step, the losses, the parameters."""
     ramp = {"from": 8, "steps": 6}
     dp = {"codec": "blockint", "bits": 4, "error_feedback": True, "ramp": ramp}
     job = Job(stage, block={"dp": dp, "min_bytes": 0})
@@ -90,7 +90,7 @@ def activations() -> tuple[list[float], list[tuple[list[str], list[str]]]]:
 
 
 def test_pipeline_stages_change_together(pool: RankPool) -> None:
-    """A receiver with another codec than its sender is an error, so none differed."""
+    """A receiver whose codec differs from its sender's raises an error."""
     first, last = pool.run(activations)
     assert first[0] == last[0] and first[0][-1] < first[0][0]
     sent = [step[0] for step in first[1]]  # the first stage sends activations

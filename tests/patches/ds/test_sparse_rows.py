@@ -58,7 +58,7 @@ def build(block: dict[str, Any] | None, **settings: Any) -> Any:
 
 
 def trained(block: dict[str, Any] | None, **settings: Any) -> tuple[str, Any]:
-    """Digest of the weights after five steps, and the ledger's rows."""
+    """Return the weights' digest after five steps, and the ledger's rows."""
     engine = build(block, **settings)
     for step in range(5):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())

@@ -1,7 +1,7 @@
-"""Steps of DeepSpeed's engines on a GPU that keeps account (``tests/stand_ins/gpu``).
+"""Steps of DeepSpeed's engines on a fake GPU that checks streams (``tests/stand_ins/gpu``).
 
-Upstream's part is written out here as release 0.19 has it: which stream is current at a seam, and
-what waits for what around it.
+Upstream's code is reproduced from release 0.19: the current stream at a seam, and the waits around
+it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = ["gpu"]  # a fixture
 pytestmark = QUIET
 
 FOUR: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
-#: name of a block -> the block, what the host waits for in a step
+#: name of a block -> the block, the host's waits per step
 BLOCKS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "recommended": ({"dp": FOUR, "zero": {"codec": "blockint", "bits": 8}}, set()),
-    # sizes of payloads that vary
+    # variable payload sizes
     "lossless": ({"dp": "expcode", "zero": "expcode"}, {"an event"}),
 }
 NUMEL = 4 * 256
@@ -60,7 +60,7 @@ def parameters(numels: tuple[int, ...]) -> list[Any]:
 
 
 def stepped(gpu: Gpu, state: Channels, step: Callable[[], None]) -> list[str]:
-    """Make three steps; return what the last one did, and leave what the host waited for in it."""
+    """Make three steps; return the last one's operations, and keep its host waits."""
     for _ in range(3):
         gpu.waits.clear()
         gpu.did.clear()
@@ -74,7 +74,7 @@ def stepped(gpu: Gpu, state: Channels, step: Callable[[], None]) -> list[str]:
 @pytest.mark.parametrize("name", list(BLOCKS))
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in line", "overlapped"])
 def test_zero_1_and_2(gpu: Gpu, overlaps: bool, name: str) -> None:
-    """Two buckets of two buffers in turn, and the gather after the step."""
+    """Two buckets of two alternating buffers, and the gather after the step."""
     block, waits = BLOCKS[name]
     state = channels(**block)
     buffers = [values_of(NUMEL) for _ in range(2)]
@@ -99,7 +99,7 @@ def test_zero_1_and_2(gpu: Gpu, overlaps: bool, name: str) -> None:
             tensor.record_stream(cuda.current_stream())
             each = list(enumerate(tensor.chunk(RANKS)))
             scatter(self, each, dtype)
-            tensor.chunk(RANKS)[RANK].clone()  # upstream keeps its part
+            tensor.chunk(RANKS)[RANK].clone()  # upstream keeps its chunk
 
     average = zero12.make_average_tensor(upstream)
     gather = parameter_gathers.make_all_gather_into_tensor_dp_groups(lambda *_: None)
@@ -117,7 +117,7 @@ def test_zero_1_and_2(gpu: Gpu, overlaps: bool, name: str) -> None:
 
     coded, waited = computing(stepped(gpu, state, step))
     assert set(gpu.waits) == waits
-    if name == "recommended":  # the gather after the step is in line with it, as upstream's
+    if name == "recommended":  # the gather after the step is in stream order with it, as upstream's
         assert coded == (2 if overlaps else 2 * 2 + 2)
         assert waited == (1 if overlaps else 2 + 1)
 
@@ -157,7 +157,7 @@ def test_gradients_of_zero_3(gpu: Gpu, name: str) -> None:
 def test_fetches_of_zero_3(
     gpu: Gpu, name: str, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer is fetched ahead on a stream of its own, whose decoding the pass waits for."""
+    """A layer is prefetched on a side stream, and the pass waits for its decoding."""
     accelerator = pytest.importorskip("deepspeed.accelerator")
     monkeypatch.setattr(accelerator, "get_accelerator", lambda: SimpleNamespace(stream=cuda.stream))
     block, waits = BLOCKS[name]
@@ -203,10 +203,10 @@ def test_fetches_of_zero_3(
 
 
 def _partitioned(state: Channels, number: int, padding: int) -> Any:
-    """A parameter, whose last rank's partition ends ``padding`` before the others."""
+    """Return a parameter whose last rank's partition is shorter by ``padding``."""
     size = NUMEL // RANKS
     numel = NUMEL - (padding if padding < size else 0)
-    if padding:  # this rank's partition has it, as the parameter ends there
+    if padding:  # this rank's partition contains the parameter's end
         numel = size * (RANK + 1) - padding
     found = SimpleNamespace(
         ds_id=number, ds_persist=False, ds_status=SimpleNamespace(name="NOT_AVAILABLE"),
@@ -232,7 +232,7 @@ def test_a_stage_of_a_pipeline(gpu: Gpu, pp: Any, monkeypatch: pytest.MonkeyPatc
         return list(header.pack())
 
     monkeypatch.setattr(FakeTensor, "tolist", read)
-    # a header of fixed size is read once, and later ones are compared at the end of a step
+    # a header of fixed size is read once; later ones are checked at the end of a step
     if codec.fixed_size:
         monkeypatch.setattr(UNREAD, "kinds", {(2, NUMEL, torch.bfloat16, codec.spec)})
     engine = SimpleNamespace(
@@ -255,10 +255,10 @@ def test_a_stage_of_a_pipeline(gpu: Gpu, pp: Any, monkeypatch: pytest.MonkeyPatc
                 back.add_(1)  # the backward pass
 
     done = stepped(gpu, state, step)
-    # nothing stands between a send and what the stage does next, here to ask for the gradient:
-    # header and payload of both are posted before the stream waits
+    # nothing happens between a send and the stage's next call, the receive of the gradient: header
+    # and payload of both are posted before the stream waits
     sends = [line for line in done if line.startswith("NCCL") and line.count("message") == 4]
     assert len(sends) == 4 * codec.fixed_size
-    # header and payload that come, and, once they are long through, those that left before
+    # received header and payload, and, once long complete, the sent ones
     assert computing(done) == (4 * 2, 4 * (2 + 2))
     assert gpu.waits == ([] if codec.fixed_size else ["an event", "a header"] * 4)

@@ -1,4 +1,4 @@
-"""Tied weights on fakes: who reduces, and in which order relative to the data-parallel sum."""
+"""Tied weights on fakes: who reduces, and the order relative to the data-parallel sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOSSY = {"codec": "blockint", "bits": 4}
 
 
 class FakeEngine(SimpleNamespace):
-    """As far as the patched instructions look; ``log`` is what happened."""
+    """Minimal engine for the patched instructions; ``log`` records calls."""
 
     def __init__(self, block: dict[str, Any] | None, **flags: Any) -> None:
         weight = torch.nn.Parameter(torch.ones(4, 8))
@@ -49,7 +49,7 @@ class FakeEngine(SimpleNamespace):
 
 
 def run(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The end of a batch; returns what happened."""
+    """Run the end of a batch; return the log."""
 
     def all_reduce(self: Any, channel: Any, codec: Any) -> Handle:
         tensor = self.load(codec)
@@ -120,7 +120,7 @@ def test_order(
     assert torch.equal(found, grad * (2 if "coded dp" in expected else 1))
     if block is not None:
         entry = getattr(engine, ATTRIBUTE).ledger.interval["dp", "forward"]
-        # encoded messages are written down by the channel, which is a fake here
+        # the channel, a fake here, records encoded messages
         native = 128 if "tied" in expected else 0
         broadcast = 128 if "broadcast" in expected else 0
         assert (entry.raw_nbytes, entry.wire_nbytes) == (native, native + broadcast)

@@ -1,4 +1,4 @@
-"""Parameters that stop or begin to require gradients in mid-training are named, once."""
+"""Parameters frozen or unfrozen during training are named, once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybridcomp.patches.ds.trained_set import IGNORED, MOVES
 from tests.training.trainer import Job, Tiny, make_engine, parameters, train_step
 
 BLOCK: dict[str, Any] = {"dp": "bf16", "min_bytes": 0, "ledger": {"every": 1_000_000}}
-#: name -> job, whether its optimizer goes on with what is frozen, and trains what is unfrozen
+#: name -> job, whether its optimizer continues with frozen and trains unfrozen parameters
 JOBS: dict[str, tuple[Job, bool, bool]] = {
     "ZeRO 0": (Job(block=BLOCK), False, True),
     "ZeRO 0, bf16": (Job(dtype="bf16", block=BLOCK), True, False),
@@ -34,7 +34,7 @@ STEPS = 3
 
 
 def changed(job: Job, begins: bool) -> tuple[bool, list[str]]:
-    """Freeze two parameters in mid-training, or unfreeze them: whether they move, what is said."""
+    """Freeze or unfreeze two parameters during training; return whether they move, and the log."""
     model, steps = Tiny(), itertools.count()
     model.inner.requires_grad_(not begins)
     engine = make_engine(job, model)
@@ -46,7 +46,7 @@ def changed(job: Job, begins: bool) -> tuple[bool, list[str]]:
         return parameters(engine)
 
     with patch.object(log, "say", lambda *texts, anywhere=False: said.extend(texts)):
-        for _ in range(2):  # by turns, as in the training of two adversaries
+        for _ in range(2):  # alternating, as in adversarial training
             before = trained()
             model.inner.requires_grad_(begins)
             after = trained()

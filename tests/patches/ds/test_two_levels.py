@@ -1,4 +1,4 @@
-"""Levels under DeepSpeed: 4 ranks as 2 nodes, 8 as 2 sites, ZeRO, and another layout later."""
+"""Levels under DeepSpeed: 4 ranks as 2 nodes, 8 as 2 sites, ZeRO, and a later layout change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def with_block(job: Job, hierarchy: Hierarchy) -> Job:
 
 
 def test_training_in_two_levels(pool: RankPool) -> None:
-    """Replicas stay equal, the loss follows the native one, and less crosses the nodes."""
+    """Replicas stay equal, the loss follows the native one, and fewer bytes cross the nodes."""
     kinds: dict[str, Any] = {"native": None, "flat": 1, "levels": 2}  # 1: every rank is a node
     jobs = [
         job if width is None else with_block(job, width)
@@ -67,7 +67,7 @@ def test_training_in_two_levels(pool: RankPool) -> None:
 
 
 def residual_sum(job: Job, load: str | None, save: str | None) -> dict[str, float]:
-    """Per parameter the sum of this rank's residuals: after training, or as loaded."""
+    """Return per parameter the sum of this rank's residuals, after training or as loaded."""
     from hybridcomp.channels import channels_of
     from hybridcomp.channels.saved_residuals import held_in
 
@@ -91,7 +91,7 @@ def residual_sum(job: Job, load: str | None, save: str | None) -> dict[str, floa
 def test_residuals_survive_other_nodes(
     pool: RankPool, before: int, after: int, tmp_path: Any
 ) -> None:
-    """Their sum over the ranks is what the gradients still miss, whoever holds it."""
+    """Their sum over the ranks is the gradient still to be sent, for any distribution."""
     job = JOBS["zero2"]
     saved = pool.run(residual_sum, with_block(job, before), None, str(tmp_path))
     loaded = pool.run(residual_sum, with_block(job, after), str(tmp_path), None)

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: residuals, references and verdicts go with them."""
+"""DeepSpeed's universal checkpoints include residuals, references and decisions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block_of(stage: int) -> dict[str, Any]:
 
 
 def state_of(engine: Any, source: str) -> tuple[Sums, bool]:
-    """Residuals by parameter, and whether references of deltas are those saved in ``source``."""
+    """Return residuals by parameter, and if delta references equal those saved in ``source``."""
     import torch.distributed as dist
 
     from hybridcomp.channels import channels_of, delta_references
@@ -52,7 +52,7 @@ def state_of(engine: Any, source: str) -> tuple[Sums, bool]:
 
 
 def save(folder: str) -> list[Sums]:
-    """Three steps at each stage, then a checkpoint."""
+    """Run three steps at each stage, then save a checkpoint."""
     import torch.distributed as dist
 
     found = []
@@ -68,7 +68,7 @@ def save(folder: str) -> list[Sums]:
 def load(
     folder: str, source: str, stages: tuple[int, ...] = STAGES
 ) -> list[tuple[Sums, bool, int, str]]:
-    """Of each stage's newest universal one: residuals, references, step, and what is said."""
+    """Load each stage's newest universal checkpoint; return residuals, references, step, log."""
     import torch.distributed as dist
 
     found = []
@@ -86,7 +86,7 @@ def load(
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sums]]:
-    """Checkpoints of two ranks, converted as upstream's pages say; the sum of their residuals."""
+    """Convert checkpoints of two ranks as upstream's pages say; return their summed residuals."""
     folder = tmp_path_factory.mktemp("universal")
     by_rank = run_ranks(2, save, str(folder))
     for stage in STAGES:
@@ -95,7 +95,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sums
 
 
 def convert(tag: Path) -> None:
-    """Make a universal checkpoint beside ``tag``, as upstream's pages say."""
+    """Create a universal checkpoint beside ``tag``, as upstream's pages say."""
     words = [
         f"--input_folder={tag}", f"--output_folder={tag}_universal", "--num_extract_workers=1",
         "--num_merge_workers=1", "--inject_missing_state",
@@ -104,7 +104,7 @@ def convert(tag: Path) -> None:
 
 
 def converting(words: list[str]) -> None:
-    """Run the program of that name, which patches are not armed in."""
+    """Run the program of that name, without armed patches."""
     from deepspeed.checkpoint import ds_to_universal
 
     with patch.object(sys, "argv", [ds_to_universal.__file__, *words]):
@@ -120,13 +120,13 @@ def total(ranks: Any) -> Sums:
 
 
 def hold(loaded: list[Any], before: list[Sums], stages: tuple[int, ...] = STAGES) -> None:
-    """The sum of the residuals over the ranks is as it was, at every stage."""
+    """Check that the sum of residuals over the ranks is unchanged, at every stage."""
     for index, stage in enumerate(stages):
         after = total(rank[index][0] for rank in loaded)
         wanted = before[STAGES.index(stage)]
         assert after.keys() == wanted.keys() and after
         for name, values in wanted.items():
-            numel = min(values.numel(), after[name].numel())  # padding may be others'
+            numel = min(values.numel(), after[name].numel())  # padding may differ
             torch.testing.assert_close(after[name][:numel], values[:numel])
             assert not values[numel:].any() and not after[name][numel:].any()
         assert {rank[index][2] for rank in loaded} == {3}
@@ -148,7 +148,7 @@ def test_state_is_taken_from_the_checkpoint_that_was_converted(
 
 
 def pipeline(folder: str, stages: int, is_loaded: bool) -> tuple[Sums, int, str]:
-    """Two stages on four ranks save after three steps; other numbers of ranks and stages load."""
+    """Save two stages on four ranks after three steps; load on other layouts."""
     import deepspeed
     import deepspeed.ops
     import torch.distributed as dist
@@ -218,7 +218,7 @@ def test_without_the_source_one_line_says_what_is_lost_and_what_brings_it(
     assert "deltas begin with an exact gather" in line
     assert f"cp INPUT_FOLDER/hybridcomp_* {moved}/" in line
     assert (references, step) == (False, 3)
-    for path in (folder / "1" / "global_step3").glob("hybridcomp_*"):  # as the line says
+    for path in (folder / "1" / "global_step3").glob("hybridcomp_*"):  # as the message says
         shutil.copy(path, moved)
     loaded = run_ranks(2, load, str(tmp_path), str(folder), (1,))
     hold(loaded, before, (1,))

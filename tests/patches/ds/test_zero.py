@@ -1,4 +1,4 @@
-"""The ZeRO seams one by one: what they replace, what they leave exact, what they refuse."""
+"""Each ZeRO seam: replaced functions, messages that stay exact, rejected settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_seams_fit_the_installed_version(pool: RankPool) -> None:
 
 
 def unattached_engine(stage: int) -> tuple[list[float], list[float]]:
-    """Losses of an engine without a block: unpatched, and while the patches are applied."""
+    """Return losses of an engine without a block: unpatched, and with the patches applied."""
     import hybridcomp
 
     job = Job(stage, steps=4)
@@ -77,7 +77,7 @@ def test_engine_without_a_block_is_left_alone(pool: RankPool, stage: int) -> Non
 
 
 def residual_spans(job: Job) -> dict[str, list[tuple[int, int]]]:
-    """Stretches of every parameter that this rank keeps a sender residual of, and ``size``s."""
+    """Return the slices of every parameter with a sender residual on this rank, and ``size``s."""
     from hybridcomp.channels import channels_of
 
     spans: dict[str, list[tuple[int, int]]] = {}
@@ -104,7 +104,7 @@ def residual_spans(job: Job) -> dict[str, list[tuple[int, int]]]:
     ids=["zero0", "zero1", "zero2", "zero2-accumulation", "zero3", "bf16_optimizer", "round_robin"],
 )  # fmt: skip
 def test_residuals_cover_every_parameter_once(pool: RankPool, job: Job) -> None:
-    """They are keyed by parameter and offset, whatever the buckets look like."""
+    """They are keyed by parameter and offset, for any bucket layout."""
     for spans in pool.run(residual_spans, replace(job, steps=3, block=FEEDBACK)):
         sizes = {name[5:]: found[0][1] for name, found in spans.items() if name[:5] == "size "}
         assert len(sizes) == 8
@@ -117,7 +117,7 @@ def test_residuals_cover_every_parameter_once(pool: RankPool, job: Job) -> None:
 
 
 def roundtrip(shards: list[Tensor]) -> Tensor:
-    """What the gather of these shards gives everyone."""
+    """Gather these shards; return the result."""
     from hybridcomp.codecs import make_codec
 
     codec = make_codec("blockint", bits=4)
@@ -132,7 +132,7 @@ def roundtrip(shards: list[Tensor]) -> Tensor:
 
 
 def masters_under_gathers(job: Job) -> int:
-    """Whether weights are decoded masters and masters are exact, checked after every step."""
+    """Check after every step that weights are decoded masters and masters are exact."""
     checked = 0
 
     def look(engine: Any, step: int) -> None:
@@ -165,7 +165,7 @@ def test_masters_stay_exact_at_stages_1_and_2(pool: RankPool, job: Job) -> None:
 
 
 def seen_in_forward(job: Job) -> tuple[list[Tensor], list[Tensor]]:
-    """``middle.weight`` of stage 3 as forward saw it and as it is gathered exactly, by step."""
+    """Return ``middle.weight`` of stage 3 as forward saw it and as gathered exactly, by step."""
     seen: list[Tensor] = []
     exact: list[Tensor] = []
     engine = make_engine(job)
@@ -193,7 +193,7 @@ def test_gathered_parameters_stay_exact_at_stage_3(pool: RankPool, dtype: str) -
 
 
 def dirty_padding(job: Job, value: float) -> list[float]:
-    """Losses when what upstream leaves uninitialized in its partitions is ``value``."""
+    """Return losses when ``value`` fills the memory that upstream leaves uninitialized."""
     engine = make_engine(job)
     dirtied = 0
     for step in range(job.steps):
@@ -213,7 +213,7 @@ def test_padding_of_partitions_never_reaches_a_codec(pool: RankPool, value: floa
 
 
 def small_gathers(job: Job) -> tuple[list[float], int]:
-    """Losses and gathers when a gather may hold few elements."""
+    """Return losses and gathers with a small limit of elements per gather."""
     from hybridcomp.channels import parameter_deltas
     from hybridcomp.patches.ds import parameter_gathers
 
@@ -251,7 +251,7 @@ def test_cut_gathers_are_the_same(pool: RankPool, job: Job) -> None:
 def test_prefetched_parameters_share_messages_and_nothing_else(
     pool: RankPool, codec: dict[str, Any], dtype: str
 ) -> None:
-    """How many are prefetched decides what travels together; what they decode to stays the same."""
+    """The prefetch limit decides which parameters share a message, not their decoded values."""
     # with the larger limit inner.weight and outer.weight stay native, middle.weight does not
     for least in (0, 8000 if dtype == "fp32" else 4000):
         job = Job(3, dtype, steps=4, block={"dp": "none", "zero": codec, "min_bytes": least})
@@ -263,14 +263,14 @@ def test_prefetched_parameters_share_messages_and_nothing_else(
         losses = [(a.losses, b.losses, a.digests) for a, b in zip(first, second, strict=True)]
         messages = [a.ledger["zero"][0] - a.ledger["zero"][1] for a in first]
         assert losses[0] == losses[1] == losses[2]
-        # forward and backward; DeepSpeed 0.19.0 has biases among them, see WAITS_FOR_ALL
+        # forward and backward; DeepSpeed 0.19.0 includes biases, see WAITS_FOR_ALL
         assert messages[0] == 2 * 4 if least else messages[0] >= 2 * 4 * 3
         assert messages[0] > messages[1] and messages[2] > 0
         assert messages[1] > messages[2] or least
 
 
 def unknown_path(zero: dict[str, Any], policy: str) -> tuple[str, int]:
-    """Train on a path of gradients without a seam that the check of the config did not see.
+    """Train on a gradient path without a seam that the config check missed.
 
     Returns the error and the native messages.
     """

@@ -1,4 +1,4 @@
-"""Shards of ZeRO 3: which elements of which gradient go to whom, among any number of ranks."""
+"""Shards of ZeRO 3: the owner of each gradient element, for any number of ranks."""
 
 from __future__ import annotations
 

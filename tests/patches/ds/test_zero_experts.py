@@ -1,4 +1,4 @@
-"""Gradients of experts, whose group is smaller than the number of ranks they are divided by."""
+"""Gradients of experts, whose group is smaller than their divisor."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def pool() -> Iterator[RankPool]:
 
 
 def train(stage: int, block: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Parameters after training, and names of those with a residual.
+    """Return parameters after training, and names of those with a residual.
 
-    Plain gradient descent, which shows a wrong divisor; Adam would hide it.
+    Uses plain gradient descent, which shows a wrong divisor that Adam would hide.
     """
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -76,13 +76,14 @@ def test_experts_are_averaged_as_upstream_does(pool: RankPool, stage: int) -> No
         assert 0 < len(experts) < len(base)
         for name, values in base.items():
             moved = (values - before[name]).norm()
-            # sums of four operands differ in the last bit; a wrong divisor would differ by moved
+            # sums of four operands differ in the last bit; a wrong divisor would differ by
+            # ``moved``
             assert (coded[name] - values).norm() <= 1e-4 * moved
         assert all(not torch.equal(base[name], before[name]) for name in experts)
 
 
 def first_parameters(stage: int) -> tuple[dict[str, torch.Tensor]]:
-    """The parameters before training."""
+    """Return the parameters before training."""
     torch.manual_seed(0)
     model = moe_trainer.Model(moe_trainer.Job(zero=stage))
     return ({name: p.detach().clone() for name, p in model.named_parameters()},)
@@ -93,7 +94,7 @@ def test_experts_have_residuals(pool: RankPool, stage: int) -> None:
     dp = {"codec": "blockint", "bits": 4, "error_feedback": True}
     by_rank = pool.run(train, stage, {"dp": dp, "min_bytes": 0})
     for rank, (parameters, residuals) in enumerate(by_rank):
-        # ranks hold different experts under one name: their residuals are told apart
+        # ranks hold different experts under the same name, with separate residuals
         names = [f"{n}#ep{rank % 2}" if "deepspeed_experts" in n else n for n in parameters]
         assert residuals == sorted(names)
     # ranks r and r + 2 hold the same experts

@@ -1,4 +1,4 @@
-"""The one block of a megatron-core process: where it comes from, and following steps."""
+"""The single block of a megatron-core process: its source, and the follower of steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_forms_of_a_block(form: str, tmp_path: Path) -> None:
     process.configure(forms[form])
     assert process._holder.config is not None
     assert process._holder.config.flat() == CompressionConfig.parse(BLOCK).flat()
-    assert process.current() is None  # torch.distributed is not up
+    assert process.current() is None  # torch.distributed is not initialized
 
 
 def test_errors_name_the_key() -> None:
@@ -57,7 +57,7 @@ def test_errors_name_the_key() -> None:
 
 
 def settle(block: dict[str, Any] | None, path: str | None) -> tuple[Any, Any]:
-    """What this rank ends with, and whether asking twice makes it once."""
+    """Return this rank's session, and whether a second request reuses it."""
     import os
 
     if path is not None:
@@ -94,7 +94,7 @@ def test_ranks_that_disagree_are_named() -> None:
 
 
 class Optimizer:
-    """Two steps inside one, as ChainedOptimizer has them."""
+    """A step within a step, as in ChainedOptimizer."""
 
     def __init__(self) -> None:
         self.scale = 8.0
@@ -123,7 +123,7 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "hybridcomp.session.engine_session.default_device", lambda: torch.device("cpu")
     )
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # of the guard
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # the guard's
     monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
     optimizer = Optimizer()
@@ -140,7 +140,7 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_scale_that_no_scaler_changes_is_not_read() -> None:
-    """The host would wait for it, before it launches the step."""
+    """The host would have to wait for it before launching the step."""
 
     def unread() -> torch.Tensor:
         raise AssertionError("the loss scale lies on the GPU")
@@ -157,7 +157,7 @@ def test_a_scale_that_no_scaler_changes_is_not_read() -> None:
 
 
 class Counting:
-    """A follower that counts the steps it is told of."""
+    """A follower that counts reported steps."""
 
     name = "counting"
 
@@ -184,7 +184,7 @@ def test_followers_hear_of_steps_that_an_overflow_skips(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "hybridcomp.session.engine_session.default_device", lambda: torch.device("cpu")
     )
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # of the guard
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # the guard's
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
     session = process.own_session()
     assert session is not None
@@ -198,14 +198,14 @@ def test_followers_hear_of_steps_that_an_overflow_skips(monkeypatch: pytest.Monk
 
 
 class Config(dict[str, Any]):
-    """W&B's."""
+    """W&B's config."""
 
     def update(self, found: dict[str, Any], allow_val_change: bool) -> None:  # type: ignore[override]
         super().update(found)
 
 
 def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
-    """A report with a W&B run on the last rank: what it logged, its config, the steps."""
+    """Write a report with a W&B run on the last rank; return its log, config and steps."""
     import torch.distributed as dist
 
     logged: list[dict[str, float]] = []
@@ -241,7 +241,7 @@ def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> 
 
 
 def forget(restored: bool, loaded: bool, block: dict[str, Any]) -> str:
-    """What is said at the first step after a restart."""
+    """Return the message of the first step after a restart."""
 
     process.configure({"min_bytes": 0, **block})
     said = io.StringIO()
@@ -281,7 +281,7 @@ def test_a_restart_without_our_state_is_said_once(
 
 
 def carry(folder: str, block: dict[str, Any], scale: float | None) -> tuple[int, float, str]:
-    """Save in one process's life, load in the next; step, residuals, what was said."""
+    """Save in one process and load in the next; return step, residuals, log."""
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -1,4 +1,4 @@
-"""What megatron-core does behind the seams' back: every rule errors, or says once what it means."""
+"""megatron-core settings that bypass the seams: every rule raises an error or a warning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}
 
 
 class DistributedDataParallel:
-    """Stands for upstream's: only its name is looked at."""
+    """Stand-in for upstream's class: only its name matters."""
 
 
 class FullyShardedDataParallel:
@@ -42,7 +42,7 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
     **settings: Any,
 ) -> list[str]:
-    """Run the check on a model of one layer; returns what was said."""
+    """Check a one-layer model; return the messages."""
     said: list[str] = []
     monkeypatch.setattr(mcore_refuse, "sizes", lambda given: {**SIZES, **(sizes or {})})
     monkeypatch.setattr(mcore_refuse, "say_once", said.append)
@@ -126,7 +126,7 @@ def test_bypass_errors_or_is_said(
     assert len(said) == 1
     assert words in said[0] and said[0].startswith(f"{dimension} native")
     if "full_iteration" in job.values():
-        return  # every message of the step is in that graph
+        return  # that graph contains every message of the step
     other = "pp" if dimension != "pp" else "dp"
     assert check(monkeypatch, {other: B8}, **{**job, "wrapper": DistributedDataParallel}) == []
 
@@ -267,7 +267,7 @@ def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatc
 
 
 def link_of(block: CompressionConfig) -> Posted | None:
-    """How four values travel to another stage."""
+    """Return how four values travel to another stage."""
     group = fake_group()
     return pipeline_message.post(Channels(block), torch.ones(4), group, "forward", None, (0, 1))
 

@@ -1,4 +1,4 @@
-"""Fused and cut tensors of Megatron, translated: every value is where Hugging Face has it."""
+"""Translation of Megatron's fused and sharded tensors: values are at Hugging Face's positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def values(*shape: int) -> Tensor:
 
 
 def cut(name: str, whole: Tensor, ranks: int, dim: int = 0) -> list[WeightPart]:
-    """The parts of a tensor on each of ``ranks`` tensor ranks."""
+    """Return the shards of a tensor on each of ``ranks`` tensor ranks."""
     found = []
     for rank, part in enumerate(whole.chunk(ranks, dim)):
         offset = [0] * whole.dim()
@@ -38,7 +38,7 @@ def cut(name: str, whole: Tensor, ranks: int, dim: int = 0) -> list[WeightPart]:
 
 
 def joined(names: HuggingFaceNames, parts: list[WeightPart]) -> dict[str, Tensor]:
-    """The tensors that the translated parts are together, each value from one part."""
+    """Join the translated parts; each value comes from a single part."""
     found: dict[str, Tensor] = {}
     stretches = []
     for one in (new for part in parts for new in names.translate(part)):
@@ -54,7 +54,7 @@ def joined(names: HuggingFaceNames, parts: list[WeightPart]) -> dict[str, Tensor
 
 
 def fused(queries: Tensor, keys: Tensor, entries: Tensor, groups: int) -> Tensor:
-    """Megatron's rows: group by group its queries, its key, its value."""
+    """Return Megatron's rows: by group its queries, its key, its value."""
     rows = [one.chunk(groups) for one in (queries, keys, entries)]
     return torch.cat([part for group in zip(*rows, strict=True) for part in group])
 
@@ -75,7 +75,7 @@ def test_queries_keys_and_values(heads: int, groups: int, ranks: int, kind: str)
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gate_and_up_projection(ranks: int) -> None:
-    """Megatron's checkpoints have the gate's rows of all ranks, then those of the other."""
+    """Megatron's checkpoints hold all ranks' gate rows, then all up rows."""
     gate, up = values(8, HIDDEN), values(8, HIDDEN) + 3
     name, whole = "mlp.linear_fc1.weight", torch.cat([gate, up])
     halves = [*cut(name, whole, 2 * ranks)]
@@ -163,7 +163,7 @@ def test_families_of_experts(given: dict[str, Any], names: ExpertNames | str) ->
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_on_tensor_ranks(ranks: int) -> None:
-    """Expert 3 of 5, whose rows are cut between tensor ranks, and a shared expert."""
+    """Expert 3 of 5, with rows sharded over tensor ranks, and a shared expert."""
     names = HuggingFaceNames(LLAMA, 4, 4, WIDTH, QWEN_MOE)
     gate, up, down = values(8, HIDDEN), values(8, HIDDEN) + 3, values(HIDDEN, 8)
     for stem, there in (("experts.experts", "experts.3"), ("shared_experts", "shared_expert")):
@@ -193,7 +193,7 @@ def test_experts_on_tensor_ranks(ranks: int) -> None:
 
 
 def test_parameters_that_checkpoints_copy_are_refused() -> None:
-    """As those of moe_use_legacy_grouped_gemm, which are saved in another order."""
+    """Such as those of moe_use_legacy_grouped_gemm, which are saved in another order."""
     module = torch.nn.Linear(4, 3)
     shape = ((3, 4), (0, 0), (3, 4))
     held = [WeightPart("weight", *shape, module.weight.detach())]

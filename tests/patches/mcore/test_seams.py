@@ -1,7 +1,7 @@
 """The seams of megatron-core: version window, signatures, apply and revert.
 
-On stand-ins with the signatures of every release (``recorded``), so that it runs without
-megatron-core; ``test_orders`` and the tests marked so run on the real one.
+Uses stand-ins with the signatures of every release (``recorded``), so megatron-core is not needed;
+``test_orders`` and marked tests run on the real package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 PACKAGE = "megatron.core"
 REAL = find_spec("megatron") is not None and find_spec(PACKAGE) is not None
 
-#: every release whose archive was read (scripts/read_upstream.py)
+#: every release that scripts/read_upstream.py has read
 RELEASES = recorded.versions("megatron-core")
 
 
@@ -55,7 +55,7 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def function(name: str, parameters: tuple[str, ...]) -> Any:
-    """A function with these parameters."""
+    """Return a function with these parameters."""
     scope: dict[str, Any] = {}
     exec(f"def {name}({', '.join(parameters)}): return 'original'", scope)
     return scope[name]
@@ -63,7 +63,7 @@ def function(name: str, parameters: tuple[str, ...]) -> Any:
 
 @pytest.fixture(params=RELEASES)
 def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Stand-ins for one release, and only them."""
+    """Install stand-ins for one release only."""
     found = str(request.param)
     saved = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "megatron"}
     for name in saved:
@@ -135,7 +135,7 @@ def test_stand_in_for_torch_is_torch(release: str) -> None:
 
 
 def real() -> tuple[str, list[str]]:
-    """On the real one, with the CPU shim: apply, revert, and what upstream calls."""
+    """Apply and revert on the real package, with the CPU shim; return upstream's calls."""
     from tests.stand_ins import megatron_on_cpu
 
     megatron_on_cpu.install()
@@ -160,7 +160,7 @@ def test_real_upstream() -> None:
 
 
 def layer_wise(native: bool) -> tuple[str, Any]:
-    """A layer-wise optimizer of the real one: what is said or raised, and what is counted."""
+    """Run the real layer-wise optimizer; return messages or errors, and the counts."""
     from types import SimpleNamespace
 
     from hybridcomp.errors import ConfigError
@@ -210,7 +210,7 @@ def test_a_layer_wise_optimizer_is_refused_or_said_and_counted() -> None:
 
 
 def missing_calls() -> list[str]:
-    """``torch`` is replaced whole, so that a signature says nothing: look at what is called."""
+    """These replace the name ``torch``, which has no signature: check their calls instead."""
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")

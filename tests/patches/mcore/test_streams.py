@@ -1,4 +1,4 @@
-"""Stages of megatron-core's pipelines on a GPU that keeps account (``tests/stand_ins/gpu``)."""
+"""Stages of megatron-core's pipelines on a fake GPU that checks streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_stage(gpu: Gpu, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(pipeline, "current", lambda: state)
 
     def _p2p_ops(**tensors: Any) -> dict[str, Any]:
-        """As upstream's: a request for each tensor, by its key."""
+        """Return requests as upstream does: one per tensor, by its key."""
         found: dict[str, Any] = {}
         for slot, key, _ in pipeline.SLOTS:
             tensor = tensors[slot]

@@ -1,4 +1,4 @@
-"""Jobs on megatron-core with optimizers of torch: each step counts once, on all ranks."""
+"""Jobs on megatron-core with torch's optimizers: each step counts once, on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
 LATER = {"start_step": 3, "min_bytes": 0}
 RAMP = {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 6}}
 
-#: name -> job, and how its optimizer is made
+#: name -> job, and how its optimizer is created
 JOBS: dict[str, tuple[Job, str]] = {
     "TP": (Job(tp=2, steps=STEPS, block={"tp": B8, **LATER}), "one"),
     "TP, two optimizers": (Job(tp=2, steps=STEPS, block={"tp": B8, **LATER}), "two"),
@@ -40,14 +40,14 @@ JOBS: dict[str, tuple[Job, str]] = {
     "DP, nobody's": (Job(steps=STEPS, block={"dp": RAMP, **LATER}), "wrapped, nobody's"),
     "DP, Megatron's": (Job(steps=STEPS, block={"dp": RAMP, **LATER}), "Megatron's"),
     "TP, islands": (Job(tp=2, steps=1, block={"sync": {"islands": 2}}), "one"),
-    # hooks of parameters keep their optimizers: behind the jobs that have none
+    # hooks of parameters keep their optimizers alive: run these after the jobs without hooks
     "TP, in backward": (Job(tp=2, steps=STEPS, micro_batches=1,
                             block={"tp": B8, **LATER}), "in backward"),
 }  # fmt: skip
 
 
 class Foreign:
-    """An optimizer that is none of torch's."""
+    """An optimizer outside torch."""
 
     def __init__(self, parameters: Any) -> None:
         self.parameters = list(parameters)
@@ -64,7 +64,7 @@ class Foreign:
 
 
 class Several:
-    """Optimizers that step one behind the other."""
+    """Optimizers that step one after the other."""
 
     def __init__(self, every: list[torch.optim.Optimizer]) -> None:
         self.every = every
@@ -79,7 +79,7 @@ class Several:
 
 
 class Wrapped:
-    """Optimizer of the gradients that Megatron's DistributedDataParallel has summed."""
+    """Optimizer of the gradients that Megatron's DistributedDataParallel reduced."""
 
     def __init__(self, inner: Any, model: Any) -> None:
         self.inner, self.model = inner, model
@@ -95,7 +95,7 @@ class Wrapped:
 
 
 class InBackward:
-    """An optimizer for each parameter, which steps as soon as that has a gradient."""
+    """An optimizer per parameter, which steps as soon as its gradient is ready."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self.every = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in parameters}
@@ -114,7 +114,7 @@ class InBackward:
 
 
 def build(job: Job, kind: str) -> tuple[Any, Any]:
-    """A bare GPTModel, or a wrapped one, and its optimizer."""
+    """Build a bare or wrapped GPTModel, and its optimizer."""
     config = mcore_trainer.model_config(job)
     model = mcore_trainer._model(job, config, 0)
     if kind == "Megatron's":
@@ -145,7 +145,7 @@ def build(job: Job, kind: str) -> tuple[Any, Any]:
 
 
 def trained(name: str) -> tuple[Any, ...]:
-    """Steps counted, whether messages were encoded, what was said of steps, the last line."""
+    """Return counted steps, whether messages were encoded, the log about steps, the last line."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     job, kind = JOBS[name]

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers, on stand-ins: what is encoded, which way, and when it is refused."""
+"""Transformer Engine's layers on stand-ins: encoded messages, directions, rejected settings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPa
 
 
 def train(layer: str, sequence_parallel: bool, block: dict[str, Any] | None, fp8: bool) -> Any:
-    """A column- and a row-parallel layer, forward and backward; values and what was counted."""
+    """Run a column- and a row-parallel layer forward and backward; return values and counts."""
     import sys
 
     setattr(patching, "version", lambda name: "2.8.0")  # noqa: B010
@@ -129,7 +129,7 @@ def train(layer: str, sequence_parallel: bool, block: dict[str, Any] | None, fp8
 
 
 def compare() -> dict[tuple[str, bool], list[Any]]:
-    """Unpatched, with a codec, with ``none``: every layer, with and without sequences."""
+    """Compare unpatched, a codec and ``none``: every layer, with sequence parallelism or not."""
     blocks: list[dict[str, Any] | None] = [None, BLOCK, {**BLOCK, "tp": "none"}]
     return {
         (name, sequences): [train(name, sequences, block, False) for block in blocks]
@@ -171,7 +171,7 @@ def test_quantized_tensors_arrive_exactly_and_are_counted() -> None:
 
 
 def given_outputs() -> dict[str, Any]:
-    """Both functions of 2.19 inside a layer, with tensors for their results, once batched."""
+    """Run both functions of 2.19 inside a layer with output tensors, once batched."""
     import sys
 
     from torch.distributed.distributed_c10d import _coalescing_manager
@@ -227,7 +227,7 @@ def test_results_go_where_the_caller_asks_and_batches_stay_native() -> None:
 
 
 def outside() -> dict[Any, Any]:
-    """The same functions, called by nobody that is known."""
+    """Call the same functions outside any known layer."""
     import sys
 
     setattr(patching, "version", lambda name: "2.8.0")  # noqa: B010

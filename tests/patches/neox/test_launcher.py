@@ -1,4 +1,4 @@
-"""GPT-NeoX without GPT-NeoX: the configurations, what the script says about mistakes, the shims."""
+"""GPT-NeoX's launcher without GPT-NeoX: configurations, messages about mistakes, shims."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGS = sorted((ROOT / "configs" / "neox").glob("*.yml"))
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the script takes for a GPT-NeoX checkout; its scripts say that they were reached."""
+    """Create a folder that passes for a GPT-NeoX checkout; its scripts print that they ran."""
     home = tmp_path / "gpt-neox"
     (home / "megatron" / "neox_arguments").mkdir(parents=True)
     for name in ("train", "deepy"):
@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
 def start(
     *arguments: str, cwd: Path, program: tuple[str, ...] = (str(SCRIPT),), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """``program`` of Python on ``arguments``; nothing but the repository is on the path."""
+    """Run Python's ``program`` on ``arguments`` with only the repository on the path."""
     environment = {k: v for k, v in os.environ.items() if k != "GPT_NEOX_HOME"}
     environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(
@@ -202,7 +202,7 @@ def test_modules_beside_the_file_do_not_hide_those_of_the_checkout(checkout: Pat
 def test_a_package_that_the_checkout_lacks_is_one_line(
     checkout: Path, script: str, words: list[str]
 ) -> None:
-    """As GPT-NeoX's own requirements name it: launcher and rank, in a file that they import."""
+    """For launcher and rank, in a file that they import; named as in GPT-NeoX's requirements."""
     (checkout / "requirements").mkdir()
     (checkout / "requirements" / "requirements.txt").write_text("six\npkg_of_neox==1.2\n")
     (checkout / "megatron" / "__init__.py").write_text("import pkg_of_neox.part\n")
@@ -230,7 +230,7 @@ def test_packages_with_another_name_are_named(tmp_path: Path) -> None:
 
 
 def test_the_extra_brings_what_the_checkout_imports() -> None:
-    """``pkg_resources`` went with setuptools 81; the others are imported, or compiled with."""
+    """``pkg_resources`` left setuptools at 81; the others are imported, or needed to compile."""
     (row,) = re.findall(r"^neox = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     assert '"setuptools<81"' in row
     named = set(re.findall(r'"([\w-]+)[<>=\[]', row))

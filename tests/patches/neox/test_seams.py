@@ -1,4 +1,4 @@
-"""The seams of GPT-NeoX on a stand-in: which checkout fits, what is replaced, what is encoded."""
+"""GPT-NeoX's seams on a stand-in: supported checkouts, replaced functions, encoded messages."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SHAPE = (8, 4, 32)
 
 
 def forget() -> dict[str, Any]:
-    """Take every module called megatron out of this process; returns them."""
+    """Remove every module called megatron from this process; return them."""
     names = [name for name in sys.modules if name.partition(".")[0] == "megatron"]
     return {name: sys.modules.pop(name) for name in names}
 
 
 @pytest.fixture
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder first on the path, and no package megatron but what is put there."""
+    """Put an empty folder first on the path; hide any other package megatron."""
     saved = forget()
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -96,7 +96,7 @@ def test_armed_before_and_after_the_import(tmp_path: Path) -> None:
 
 
 def test_another_megatron_is_left_alone(clean: Path) -> None:
-    """Older Megatrons have megatron.mpu and megatron.training too."""
+    """Older Megatrons also have megatron.mpu and megatron.training."""
     gpt_neox.write(clean, neox=False)
     mappings = importlib.import_module("megatron.mpu").mappings
     importlib.import_module("megatron.training")
@@ -166,7 +166,7 @@ def test_settings_are_read_off_neox_arguments_only() -> None:
 
 
 def exchange(folder: str, block: dict[str, Any] | None, copy: bool) -> dict[str, Any]:
-    """Every function once on this rank, with some values; and what the ledger says."""
+    """Call every function once on this rank with some values; return the ledger."""
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
     from hybridcomp.config.policy import Policy

@@ -1,4 +1,4 @@
-"""Files of ``accelerate config``: the settings that Accelerate makes of them, and its refusals."""
+"""Files of ``accelerate config``: Accelerate's settings from them, and rejected files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def written(folder: Path, **keys: Any) -> Path:
-    """A file of Accelerate with these keys; JSON is YAML."""
+    """Write an Accelerate file with these keys; JSON is YAML."""
     path = folder / "default_config.yaml"
     path.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", **keys}))
     return path

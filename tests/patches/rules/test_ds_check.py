@@ -1,4 +1,4 @@
-"""The block beside the rest of a ds_config: what cannot act errors or is explained."""
+"""The block beside the rest of a ds_config: keys without effect raise errors or warnings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compiled(name: str) -> dict[str, Any]:
     return {"compile": {"deepcompile": True, "passes": [name]}}
 
 
-#: dimension, ds_config, facts about the job, fragment of the message; one row for every rule
+#: dimension, ds_config, facts about the job, fragment of the message; a row for every rule
 CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", zero(2), {"pipeline": True}, "a PipelineModule with ZeRO stage 2 or 3"),
     ("embed", zero(1), {"tables": False}, "no rows of tables are sent"),
@@ -79,7 +79,7 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("offload", {**offload(2), "compile": {"deepcompile": True}}, {}, "copies gradients in C++"),
     ("offload", zero(2, offload_optimizer={"device": "cpu"}, zenflow={}), {}, "remove zenflow"),
 ]
-#: of files of optimizer states: ds_config, what the error says
+#: files of optimizer states: ds_config, error
 STATES: list[tuple[dict[str, Any], str]] = [
     (offload(3), "set stage 3, the device and nvme_path"),
     (offload(2, device="nvme"), "only ZeRO 3 keeps optimizer states in files"),
@@ -87,7 +87,7 @@ STATES: list[tuple[dict[str, Any], str]] = [
     (zero(3), "a job without optimizer offload"),
     (offload(3, device="nvme", super_offload=True), "remove super_offload"),
 ]
-#: of planned memory: ds_config, further keys, what the error says
+#: planned memory: ds_config, more keys, error
 PLANNED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (zero(2), {}, "below stage 3 every copy is of one flat buffer"),
     (zero(3, zero_hpz_partition_size=2), {}, "its gathers are of two kinds"),
@@ -235,7 +235,7 @@ def test_nodes_sum_what_upstream_reduces_in_every_micro_batch(policy: str) -> No
 
 def test_secondary_copies_of_stage_3() -> None:
     bf16 = {"bf16": {"enabled": True}}
-    for size in ({}, {"zero_hpz_partition_size": 2}):  # else the launcher tells it
+    for size in ({}, {"zero_hpz_partition_size": 2}):  # otherwise the launcher provides it
         copies = block(zero={"secondary": "exact"})
         assert check(copies, {**zero(3, **size), **bf16}, world_size=4) == []
     native = block(zero={"secondary": "native", "codec": "blockint"})
@@ -270,7 +270,7 @@ def test_every_rule_is_met_by_a_row() -> None:
     assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
 
 
-#: settings that look as if they could bypass a seam and do not, with the reason
+#: settings that could seem to bypass a seam but do not, with the reason
 FINE: tuple[tuple[Mapping[str, Any], str], ...] = (
     (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
@@ -378,7 +378,7 @@ def test_unknown_facts_and_auto_values_raise_nothing() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_acts_with_an_optimizer_on_the_host(stage: int) -> None:
-    for world_size in (1, 2):  # one rank has a device and a host, too
+    for world_size in (1, 2):  # a single rank also has a device and a host
         assert check(block(offload="blockint"), offload(stage), world_size=world_size) == []
     old = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
     assert check(block(offload="blockint"), old) == []

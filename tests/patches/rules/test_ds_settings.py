@@ -1,4 +1,4 @@
-"""A ds_config is read as DeepSpeed's own parser reads it, with DeepSpeed and without."""
+"""A ds_config is read as by DeepSpeed's parser, with DeepSpeed and without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.patches.rules.test_ds_check import CANNOT, block
 
 owner = pytest.importorskip("deepspeed.runtime.config")
 
-#: values as people write them: DeepSpeed takes some for true, some for false, some for 2
+#: values as people write them: DeepSpeed reads some as true, some as false, some as 2
 ODD: tuple[Any, ...] = (
     True, "true", 1, 1.0, "1", False, "false", 0, 0.0, "0", "on", "Off", "maybe", 2, 2.0, "2",
     "2.0", 2.5, -1, "5e8", 5e8, 1e30, 10**30, float("inf"), float("nan"), None, "", [], [3], {},
@@ -33,11 +33,11 @@ ODD: tuple[Any, ...] = (
 
 
 def keys() -> Iterator[tuple[str, ...]]:
-    """Every key of the table, a section's own among them."""
+    """Return every key of the table, including a section's keys."""
     for name, model in SECTIONS.items():
         yield (name,)
         for field, info in model.model_fields.items():
-            if field == "mics_shard_size":  # of releases before those that a test meets
+            if field == "mics_shard_size":  # of releases older than any tested
                 continue
             choices = getattr(info.validation_alias, "choices", [field])
             yield from ((name, spelling) for spelling in choices)
@@ -57,7 +57,7 @@ def written(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 def told(read: Any, settings: dict[str, Any]) -> Any:
-    """What a reader makes of settings, by the table's keys; None where it refuses them."""
+    """Return a reader's settings by the table's keys; None if it rejects them."""
     try:
         values = read(settings)
     except ConfigError:
@@ -69,7 +69,7 @@ def told(read: Any, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("path", list(keys()), ids=".".join)
 def test_the_table_is_the_owners_parser(path: tuple[str, ...]) -> None:
-    """The same values are refused, and the others are read as the same."""
+    """Both reject the same values, and read the others alike."""
     own_rule = path[-1] == "autotp_size"  # a string stops deepspeed.initialize, -1 does nothing
     for value in ODD:
         if value == {"a": 1} or own_rule and (isinstance(value, str) or value == -1):
@@ -91,11 +91,11 @@ def _same(mine: Any, theirs: Any, what: object) -> None:
     for key, found in mine.items():
         if isinstance(found, dict) and isinstance(theirs[key], dict):
             _same({k: v for k, v in found.items() if k in theirs[key]}, theirs[key], what)
-        elif key not in ("cpu_offload", "cpu_offload_param", "a"):  # DeepSpeed forgets old names
+        elif key not in ("cpu_offload", "cpu_offload_param", "a"):  # DeepSpeed drops old names
             assert repr(found) == repr(theirs[key]), (what, key)
 
 
-#: switches of a file, and what leads to an error at ZeRO 2 or 3 with "dp" and "zero" encoded
+#: switches of a file, and settings that raise an error at ZeRO 2 or 3 with "dp" and "zero" encoded
 SWITCHES = [
     ("bf16.enabled", None), ("fp16.enabled", None), ("bfloat16.enabled", None),
     ("zero_optimization.reduce_scatter", False),
@@ -116,7 +116,7 @@ ON, OFF = (True, "true", 1, 1.0, "1"), (False, "false", 0, 0.0, "0")
 def test_files_with_switches_as_people_write_them(
     stage: int, has_owner: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """130 files at each stage: every spelling of a switch does what true or false does."""
+    """130 files at each stage: every spelling of a switch acts like true or false."""
     if not has_owner:
         monkeypatch.setattr(by_deepspeed, "of_file", lambda settings: None)
     config = CompressionConfig.parse({"dp": "blockint", "zero": "blockint"})
@@ -162,7 +162,7 @@ def test_a_running_job_takes_what_its_engine_has_parsed() -> None:
     assert (job.stage, job.dtype, job.zero("reduce_scatter")) == (2, "bf16", False)
     assert found["compression"] == {"dp": "blockint"}
     assert found["train_micro_batch_size_per_gpu"] == 4
-    read = by_deepspeed.of_file(written) or {}  # not for one rank: the file does not say
+    read = by_deepspeed.of_file(written) or {}  # not for a single rank: the file does not say
     assert DeepSpeedJob(read).get("train_micro_batch_size_per_gpu") is None
     with pytest.raises(ConfigError, match='"zero_optimization.reduce_scatter": false'):
         check(block(dp="blockint"), found)
@@ -177,10 +177,10 @@ NEOX = {"num_layers": 4, "hidden_size": 64, "zero_optimization": {"stage": 1}}
         ({}, "fp32"),
         ({"precision": "bfloat16"}, "bf16"),
         ({"precision": "bfloat16", "bf16": {"enabled": False}}, "fp32"),  # as GPT-NeoX leaves it
-        ({"precision": "FP16"}, "fp32"),  # GPT-NeoX compares the word as it stands
+        ({"precision": "FP16"}, "fp32"),  # GPT-NeoX compares the word literally
         ({"bf16": {"enabled": True}}, "bf16"),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16"),
-        ({"fp16": {"enabled": "false"}}, "fp16"),  # a word, which Python takes for true
+        ({"fp16": {"enabled": "false"}}, "fp16"),  # a word, which is truthy in Python
         ({"deepspeed_extra_args": {"bf16": {"enabled": 1}}}, "bf16"),
     ],
 )
@@ -222,7 +222,7 @@ def test_what_gpt_neox_or_its_job_refuses(
 
 
 def test_raw_keys_are_what_python_takes_them_for() -> None:
-    """DeepSpeed reads expert_parallel without a type: every string that is not empty is true."""
+    """DeepSpeed reads expert_parallel without a type: every nonempty string is true."""
     for value, truth in (("false", True), (0, False), ("", False), (1, True)):
         raw = {"expert_parallel": {"enabled": value, "comm_backend": "deepep"}}
         for settings in (raw, by_deepspeed.of_file(raw) or {}):
@@ -321,7 +321,7 @@ def test_what_a_file_does_not_show_is_told(
     assert load_config(file) is not None
 
 
-#: keys of other programs' files that commands read
+#: keys that commands read from other programs' files
 FOREIGN = [
     *(".".join(path) for path in keys()),
     *(f"zero_optimization.{name}" for name in ("zenflow", "mics_shard_size", "overlap_comm")),

@@ -1,4 +1,4 @@
-"""One engine for the rules of every upstream: what follows where a rule applies."""
+"""Shared engine of every upstream's rules: the consequence of a rule that applies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BITS = {"codec": "blockint", "bits": 8}
 
 
 def rule(verdict: Verdict, **more: Any) -> Rule[bool]:
-    """A rule about tp that applies to the job ``True``."""
+    """Return a rule about tp that applies to the job ``True``."""
     return Rule(
         verdict, ("tp",), "a switch", "it passes by", "turn it off", lambda job: job, **more
     )
@@ -59,7 +59,7 @@ def test_presets_may_name_what_a_job_lacks() -> None:
 
 
 def test_what_only_the_preset_chose_stops_no_job_that_may_stay_native() -> None:
-    """The user asked for no codec by name, and for native traffic where one does not fit."""
+    """The user named no codec, and accepts native traffic where none fits."""
     refused = rule("refuse")
     block = CompressionConfig.parse({"preset": "recommended", "on_unsupported": "native"})
     assert block.active("tp")

@@ -1,4 +1,4 @@
-"""A plan holds for one layout: any other job is refused, and told what differs."""
+"""A plan holds for one layout: other jobs are rejected, with the difference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_differs_is_said_and_what_is_not_known_is_not_asked(tmp_path: Path)
 
 
 def test_where_the_optimizer_is_belongs_to_the_layout(tmp_path: Path) -> None:
-    """Nobody asked before, and digests stay what they were."""
+    """Old plans do not record it, and their digests are unchanged."""
     before = CompressionConfig.parse(block(plan(tmp_path)))
     moved = CompressionConfig.parse(block(plan(tmp_path, offload=True)))
     assert moved.digest() == before.digest()
@@ -83,7 +83,7 @@ def test_a_plan_without_machines_asks_nobody_and_a_damaged_one_is_refused(tmp_pa
     unknown = {**json.loads(path.read_text()), "machines": [[-1, "A CPU"], [-1, "A CPU"]]}
     path.write_text(json.dumps(unknown))
     config = CompressionConfig.parse(block(str(path)))
-    hold_to_machines(config, lambda: [(0, "A CPU"), (1, "A CPU")])  # nobody knew the nodes
+    hold_to_machines(config, lambda: [(0, "A CPU"), (1, "A CPU")])  # the nodes were unknown
     path.write_text(json.dumps({**unknown, "machines": [["A CPU", 1]]}))
     with pytest.raises(ConfigError, match="no list of nodes and devices"):
         CompressionConfig.parse(block(str(path)))
@@ -101,7 +101,7 @@ def test_validate_holds_a_file_against_its_plan(
 
 
 def attach(folder: str) -> tuple[str, list[float]]:
-    """Start one engine of the planned layout, one of another; what the second one said."""
+    """Start an engine of the planned layout and one of another; return the second one's error."""
     from tests.training.test_checkpoint import make_engine, train
 
     losses = train(make_engine(1, block=block(f"{folder}/plan.json")), 0, 2, 0)
@@ -121,7 +121,7 @@ def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
 
 
 def attach_megatron(path: str) -> list[str]:
-    """What megatron-core's groups of the planned layout say, and those of another one."""
+    """Return messages of megatron-core's groups under the planned layout and another one."""
     import hybridcomp
     from hybridcomp.session import process
     from tests.stand_ins import megatron_on_cpu
@@ -159,7 +159,7 @@ def test_a_job_on_megatron_core_of_another_layout_is_refused(tmp_path: Path) -> 
 
 
 def attach_torch(engine: str, path: str) -> str:
-    """What attaching a model of torch's engines says."""
+    """Return the messages of attaching a model of torch's engines."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -181,7 +181,7 @@ def attach_torch(engine: str, path: str) -> str:
 def test_a_model_of_torchs_engines_is_held_to_the_number_of_ranks(
     engine: str, tmp_path: Path
 ) -> None:
-    """They know their ranks alone: what cuts a model is none of their business."""
+    """They know only their ranks, not how a model is sharded."""
     assert run_ranks(2, attach_torch, engine, plan(tmp_path)) == ["", ""]
     for said in run_ranks(2, attach_torch, engine, plan(tmp_path, data=4)):
         assert "ranks 2 instead of 4" in said

@@ -1,4 +1,4 @@
-"""What torch.distributed is handed, by whoever it is: an oracle beside the ledger."""
+"""Count all messages of torch.distributed, from any caller: an oracle beside the ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts messages, and bytes of the tensors that they are called with, by operation."""
+    """Counts messages, and the bytes of their tensors, by operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def sent_in(step: Any) -> dict[str, tuple[int, int]]:
-    """What ``step()`` hands over: messages and bytes by operation."""
+    """Return messages and bytes of ``step()`` by operation."""
     mode = SentBytes()
     with mode:
         step()

@@ -1,4 +1,4 @@
-"""``when: auto`` under torch's engines: each dimension is timed on its own links, and obeyed."""
+"""``when: auto`` under torch's engines: each dimension is timed on its own links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 4
 
 
 def trained(job: Job, native_s: float, coded_s: float) -> tuple[Any, list[Any]]:
-    """The end of a run on such a link, and what was timed: dimensions, distance of ranks, dtype."""
+    """Return the end of a run on such a link, and its trials: dimensions, rank distance, dtype."""
     seen: list[Any] = []
     weigh = OnlineTuner.run_autotune
 
@@ -48,7 +48,7 @@ def trained(job: Job, native_s: float, coded_s: float) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("job", [Job(block=BOTH), Job(engine="ddp", block=AUTO)], ids=str)
 def test_a_fast_link_is_native_and_a_slow_one_is_not(job: Job) -> None:
-    """Native by verdict is native to the bit."""
+    """A native decision gives native bits."""
     native = run_ranks(2, trained, Job(engine=job.engine), 1.0, 1.0)
     fast = run_ranks(2, trained, job, 0.01, 0.02)
     slow = run_ranks(2, trained, job, 0.09, 0.01)
@@ -67,7 +67,7 @@ def test_replicas_and_shards_are_timed_on_links_of_their_own() -> None:
 
 
 def skipped() -> tuple[int, list[float]]:
-    """A step that the loss scaler skips, while steps are compared; when the next one began."""
+    """Let the loss scaler skip a step while steps are compared; return when the next one began."""
     model = build(Job(engine="ddp"))
     with clock(0.011, 0.010):
         attached = hybridcomp.attach(model, AUTO)

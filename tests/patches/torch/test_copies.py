@@ -1,4 +1,4 @@
-"""Secondary copies under FSDP2: trained as natively, and what crosses between two nodes."""
+"""Secondary shards under FSDP2: training as native, and bytes between two nodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def four() -> Iterator[RankPool]:
 
 
 def outcome(job: Job, disturb: str = "") -> tuple[list[float], str, list[int], int]:
-    """Losses, this rank's parameters, its bytes between nodes by step, and those of copies."""
+    """Return losses, this rank's parameters, and bytes between nodes by step, also of copies."""
     model = build(job)
     attached = hybridcomp.attach(model, job.block) if job.block is not None else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)

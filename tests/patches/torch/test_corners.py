@@ -1,4 +1,4 @@
-"""Seldom met: meshes of experts, parameters on the host, ``replicate``, ``join``, damage."""
+"""Rare cases: expert meshes, parameters on the host, ``replicate``, ``join``, damage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layers() -> nn.Sequential:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    """One step on data of this rank; its loss."""
+    """Run a step on this rank's data; return its loss."""
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     loss: Tensor = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
     torch.autograd.backward(loss)
@@ -48,7 +48,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
 
 
 def trained(model: Any, block: dict[str, Any] | None, steps: int = 3) -> tuple[Any, ...]:
-    """Losses, digest of the parameters, and what is attached."""
+    """Return losses, the parameters' digest, and the attached parts."""
     attached = None if block is None else hybridcomp.attach(model, {**QUIET, **block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [step(model, optimizer, number) for number in range(steps)]
@@ -59,11 +59,11 @@ def wire_of(attached: Any, name: str) -> float:
     return float(attached.channels.ledger.interval[name, "forward"].wire_nbytes)
 
 
-# ---- meshes of experts
+# ---- expert meshes
 
 
 def with_experts(replicas: int = 1) -> Any:
-    """The middle layer is an expert, another one on ranks 0, 2 than on 1, 3, and cut over two."""
+    """Make the middle layer an expert: one on ranks 0, 2 and another on 1, 3, sharded over two."""
     model: Any = layers()
     whole = init_device_mesh("cpu", (4,))
     if replicas > 1:
@@ -73,7 +73,7 @@ def with_experts(replicas: int = 1) -> Any:
     nn.init.normal_(model[1].weight, std=0.1)
     expert: Any = fully_shard(model[1], mesh=experts["shard"])
     expert.set_gradient_divide_factor(4.0)
-    expert.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing before a sum
+    expert.set_force_sum_reduction_for_comms(True)  # gloo cannot scale before a sum
     return fully_shard(model, mesh=whole)
 
 
@@ -96,7 +96,7 @@ def experts(folder: Path) -> dict[str, Any]:
 
 
 def test_meshes_of_experts(tmp_path: Path) -> None:
-    """Each mesh has its own bytes, and residuals of experts are not those of other ranks' ones."""
+    """Each mesh has separate bytes, and residuals of different experts are separate."""
     found = run_ranks(4, experts, tmp_path)
     whole, part = 2 * (WIDTH * WIDTH + WIDTH), WIDTH * WIDTH + WIDTH
     numel = whole * 3 / 4 + part / 2
@@ -106,8 +106,8 @@ def test_meshes_of_experts(tmp_path: Path) -> None:
         native, lossy = one["losses"]
         assert lossy == pytest.approx(native, rel=0.05) and lossy != native
         assert one["wire"] == pytest.approx(3 * numel * 4.25 / 8, rel=0.05)
-        # native inside of a shard group, encoded between replicas; the expert has none of these
-        # and goes on as it did
+        # native inside a shard group, encoded between replicas; the expert has no replicas and
+        # stays as it was
         encoded = whole / 2 + part / 2
         assert one["hsdp"] == pytest.approx(3 * (whole / 2 * 4 + encoded * 4.25 / 8), rel=0.01)
         ranks = f"{rank % 2}, {rank % 2 + 2}"
@@ -115,14 +115,14 @@ def test_meshes_of_experts(tmp_path: Path) -> None:
         assert one["layout"]["meshes"] == [[2, 1], [4, 1]]
 
 
-# ---- one object for the meshes of many layers
+# ---- a shared object for the meshes of many layers
 
 
 def shared_mesh(shared: bool) -> Any:
-    """Two shards of two replicas; the layers share torch's object for the mesh, or have their own.
+    """Train two shards of two replicas; layers share torch's mesh object, or have separate ones.
 
-    Torch takes parameters of one layer on meshes that differ only from ``shard_placement_fn``, and
-    then asks for the same object in all groups of a mesh.
+    Torch accepts a layer's parameters on different meshes only from ``shard_placement_fn``, and
+    then requires the same object in all groups of a mesh.
     """
     from torch.distributed.tensor import Shard
 
@@ -149,7 +149,7 @@ def on_shared_mesh() -> dict[str, Any]:
 
 
 def test_layers_that_share_the_object_of_their_mesh() -> None:
-    """Each group has its own residuals and its own bytes, whoever else holds the object."""
+    """Each group has separate residuals and bytes, whoever else holds the object."""
     if not hasattr(_fsdp_common, "ShardPlacementResult"):
         pytest.skip("this torch has one mesh for all parameters of a layer")
     for found in run_ranks(4, on_shared_mesh):
@@ -161,7 +161,7 @@ def test_layers_that_share_the_object_of_their_mesh() -> None:
 
 
 def alone() -> tuple[int, int]:
-    """Steps that are counted where nothing is sent, with two micro-batches each."""
+    """Count steps without any messages, with two micro-batches each."""
     model: Any = fully_shard(layers())
     block = {"dp": B4, "zero": LOSSLESS, "on_unsupported": "native", **QUIET}
     attached = hybridcomp.attach(model, block)
@@ -206,7 +206,7 @@ def on_host() -> dict[str, Any]:
 
 
 def test_parameters_on_the_host() -> None:
-    """CPUOffloadPolicy changes nothing of what is sent."""
+    """CPUOffloadPolicy does not change messages."""
     for found in run_ranks(2, on_host):
         assert found["identity"] and found["as without"] and found["wire"] > 0
 
@@ -215,7 +215,7 @@ def test_parameters_on_the_host() -> None:
 
 
 def replicas() -> dict[str, Any]:
-    """FSDP's ``replicate`` is a mesh of replicas; the one around DDP cannot be followed."""
+    """Use FSDP's ``replicate``, a mesh of replicas; the one around DDP is not supported."""
     native = trained(replicate_with_fsdp(layers()), None)[:2]
     lossless = trained(replicate_with_fsdp(layers()), {"dp": {"codec": "mpc"}})
     lossy = trained(replicate_with_fsdp(layers()), {"dp": B4})[2]
@@ -250,8 +250,10 @@ def test_replicate() -> None:
 
 
 def joined() -> dict[str, Any]:
-    """Rank 0 has three batches, rank 1 five; then both have two more, of which torch tells nobody
-    that they are behind the context."""
+    """Give rank 0 three batches and rank 1 five; then two more to both.
+
+    Torch does not announce that these follow the context.
+    """
     found: dict[str, Any] = {}
     for name, codec in (("native", None), ("lossless", LOSSLESS), ("lossy", B4)):
         model = DistributedDataParallel(layers())
@@ -270,7 +272,7 @@ def joined() -> dict[str, Any]:
 
 
 def test_ranks_that_join_early() -> None:
-    """Shadowed passes are encoded as all others; steps that only some make are not counted."""
+    """Shadow passes are encoded like others; steps of only some ranks are not counted."""
     one, other = run_ranks(2, joined)
     assert one == other
     assert one["native"] == one["lossless"] == (one["native"][0], 0)
@@ -281,7 +283,7 @@ def test_ranks_that_join_early() -> None:
 
 
 def damaged(folder: Path) -> list[str]:
-    """What is said on every rank about a file that is damaged, and about one that is missing."""
+    """Return every rank's error about a damaged file, and about a missing one."""
     model = DistributedDataParallel(layers())
     trained(model, {"dp": B4})
     hybridcomp.save_state(folder)
@@ -336,7 +338,7 @@ def copied() -> tuple[str, bool, float, list[str]]:
 
 
 def test_a_copy_of_an_attached_model_is_native_and_says_so() -> None:
-    """Torch copies DDP's list of hooks, but not the hook: an attached copy gets one of its own."""
+    """Torch copies DDP's list of hooks, but not the hook: an attached copy gets its own."""
     first, _ = run_ranks(2, copied)
     said, same, error, sent = first
     assert "the copy sends natively" in said and same

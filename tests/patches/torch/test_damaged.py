@@ -1,4 +1,4 @@
-"""A damaged entry of one rank: an error on all ranks, at once, that names rank and entry."""
+"""A damaged entry of one rank raises an error on all ranks at once, naming rank and entry."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ DAMAGE: dict[str, Callable[[bytes], Any]] = {
 
 
 def refused() -> dict[str, str]:
-    """What each damage of rank 1's entry raises on this rank."""
+    """Return this rank's error for each damage of rank 1's entry."""
     model, attached = trained()
     state, norm = attached.state_dict(), attached.channels.residuals.norm()
     assert norm > 0
@@ -94,7 +94,7 @@ def test_damage_of_one_rank_is_told_on_all(on_ranks: RunRanks) -> None:
 
 
 def flipped() -> int:
-    """How many single bits of an entry's residuals can be flipped with no error."""
+    """Return how many bits of an entry's residuals can be flipped without an error."""
     model, attached = trained()
     state = attached.state_dict()
     mine = state[f"rank_{dist.get_rank():05d}"]
@@ -116,7 +116,7 @@ def test_no_flipped_bit_is_taken(on_ranks: RunRanks) -> None:
 
 
 def of_another_version() -> tuple[str, float, float]:
-    """Error where rank 0's guard is of another version; norms before and after an older entry."""
+    """Return the error if rank 0's guard has another version; norms around an older entry."""
     guarded = {**BLOCK, "dp": {**BLOCK["dp"], "guard": {"error": 0.9}}}
     model = DistributedDataParallel(nn.Linear(40, 30))
     attached = hybridcomp.attach(model, guarded)
@@ -142,7 +142,7 @@ def test_a_part_of_another_version_is_told_and_one_that_came_later_may_lack(
 
 
 def lacking() -> tuple[str, str]:
-    """Rank 1 has no entry; then one of another step."""
+    """Load with rank 1's entry missing; then with one of another step."""
     model, attached = trained()
     state = attached.state_dict()
     texts = []
@@ -169,7 +169,7 @@ def _update(values: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def of_two_saves() -> str:
-    """Rank 0 of two takes over entries of four ranks, one of which is of an earlier save."""
+    """Load entries of four ranks on rank 0 of two, one of them from an earlier save."""
     _, attached = trained()
     (mine,) = attached.state_dict().values()
     names = [f"rank_{rank:05d}" for rank in range(dist.get_rank(), 4, 2)]
@@ -191,7 +191,7 @@ def test_entries_of_one_rank_that_were_not_saved_together_are_told_on_all(
 
 
 def handed_all() -> tuple[float, float]:
-    """Norms of what is held: before, and after a load of the entries of all ranks on each."""
+    """Return the residuals' norms before and after loading all ranks' entries on each rank."""
     _, attached = trained()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, attached.state_dict())

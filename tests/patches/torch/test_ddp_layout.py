@@ -1,4 +1,4 @@
-"""In how many operations a DDP bucket becomes a table, and a table the bucket."""
+"""Number of operations that convert a DDP bucket to a table, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridcomp.patches.torch.ddp_layout import BucketLayout
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that are no views."""
+    """Counts operations other than views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ def layout_of(numels: list[int], ranks: int) -> tuple[BucketLayout, Tensor, Tens
 
 
 def test_a_bucket_takes_few_operations() -> None:
-    """Whatever the number of parameters whose chunks they fill: the backward pass waits for it."""
+    """The number is constant in the number of parameters, since the backward pass waits for it."""
     counts = []
     for numels in ([64, 128], [64, 128] * 10, [64, 128] * 10 + [5]):
         layout, gradients, flat = layout_of(numels, 2)

@@ -1,4 +1,4 @@
-"""What no codec takes travels natively: fp64, complex numbers under FSDP2, sparse gradients."""
+"""Unsupported values travel natively: fp64, complex under FSDP2, sparse gradients."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.ranks import run_ranks
 WIDTH = 32
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
-#: engine, dtype: DDP sums complex64 as pairs of fp32, which codecs take
+#: engine, dtype: DDP sums complex64 as pairs of fp32, which codecs support
 NATIVE: list[tuple[Any, torch.dtype]] = [
     (DistributedDataParallel, torch.float64),
     (fully_shard, torch.float64), (fully_shard, torch.complex64),
 ]  # fmt: skip
-#: an older DDP is refused with complex parameters
+#: older DDP with complex parameters is rejected
 OLD = Version(torch.__version__) < Version("2.13")
 if not OLD:
     NATIVE.append((DistributedDataParallel, torch.complex128))
 
 
 class Linear(nn.Module):
-    """A product with parameters of one dtype, whose result is fp64."""
+    """A product with parameters of one dtype and an fp64 result."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Linear(nn.Module):
 
 
 class Rows(nn.Module):
-    """An embedding whose gradients are sparse, and a product."""
+    """An embedding with sparse gradients, and a product."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Rows(nn.Module):
 
 
 def trained(model: nn.Module, block: dict[str, Any] | None) -> tuple[str, Any]:
-    """Digest of the parameters after three steps, and what is attached."""
+    """Return the parameters' digest after three steps, and the attached parts."""
     attached = None
     if block is not None:
         attached = hybridcomp.attach(model, {**block, **QUIET})
@@ -80,7 +80,7 @@ def seeded(make: Any, *given: Any) -> Any:
 
 
 def messages(attached: Any, name: str) -> tuple[int, int]:
-    """All messages, and those that were native."""
+    """Return the numbers of all and of native messages."""
     entry = attached.channels.ledger.interval[name, "forward"]
     return entry.messages, entry.native
 
@@ -99,14 +99,14 @@ def with_other_dtypes(when: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("when", ["always", "auto"])
 def test_what_no_codec_takes_is_native(when: str) -> None:
-    """Equal to the bit, and every message counted as native."""
+    """Bit for bit, and every message counts as native."""
     for found in run_ranks(2, with_other_dtypes, when):
         for name, (identical, *counts) in found.items():
             assert identical and all(every == native > 0 for every, native in counts), name
 
 
 def of_pairs() -> dict[str, Any]:
-    """A model of complex numbers under DDP."""
+    """Train a complex model under DDP."""
 
     def make() -> Any:
         return DistributedDataParallel(seeded(Linear, torch.complex64))
@@ -148,7 +148,7 @@ def test_sparse_gradients_travel_natively_beside_encoded_ones() -> None:
 
 
 def test_complex_numbers_under_ddp_want_torch_213(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below it their sums differ from native ones, so such a model is refused."""
+    """In older releases their sums differ from native ones, so such a model is rejected."""
     block = CompressionConfig.parse({"dp": "bf16"})
     old = next(rule for rule in rules.DDP if "complex" in rule.found)
     monkeypatch.setattr(torch, "__version__", "2.13.0")

@@ -1,4 +1,4 @@
-"""``hybridcomp.gathered`` under FSDP2 and DDP: weights, tokens, bytes, and what is left behind."""
+"""``hybridcomp.gathered`` under FSDP2 and DDP: weights, tokens, bytes, restored state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def four() -> Iterator[RankPool]:
 
 
 def build(block: dict[str, Any] | None, *, bf16: bool = True, replicas: int = 1) -> Any:
-    """A model under FSDP2, its layers in groups of their own; attached where there is a block."""
+    """Return a model under FSDP2 with a group per layer, attached if there is a block."""
     torch.manual_seed(0)
     model = TinyText()
     world = dist.get_world_size()
@@ -66,7 +66,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
 
 
 def whole(model: Any, bf16: bool = True) -> dict[str, torch.Tensor]:
-    """The exact weights as torch gathers them, in the dtype that the model computes with."""
+    """Return the exact weights as torch gathers them, in the compute dtype."""
     found = {}
     for name, parameter in model.named_parameters():
         full = parameter.detach().full_tensor()
@@ -97,7 +97,7 @@ def sent_of(model: Any) -> int:
 
 
 def rolled_out(block: dict[str, Any] | None, steps: int, bf16: bool) -> Any:
-    """Losses; whether weights, tokens and what is left are right; bytes of gathers by step."""
+    """Return losses; whether weights, tokens and state are right; bytes of gathers by step."""
     model = build(block, bf16=bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses, right, sent = [], [], []
@@ -141,9 +141,9 @@ def test_later_gathers_send_steps(four: RankPool, keep: str) -> None:
     [
         ({**STEPS, "gathered": "expcode"}, True),
         ({**STEPS, "gathered": "none", "zero": "expcode"}, True),
-        ({**STEPS, "hierarchy": 1}, True),  # a rank on each node keeps all shares
+        ({**STEPS, "hierarchy": 1}, True),  # a single rank per node keeps all shards
         ({**STEPS, "hierarchy": "none"}, True),  # one node
-        (STEPS, False),  # fp32 has no steps
+        (STEPS, False),  # fp32 has no deltas
     ],
     ids=["expcode", "native", "ranks alone", "one node", "fp32"],
 )
@@ -247,7 +247,7 @@ def test_the_limit_of_the_block_counts(four: RankPool) -> None:
 
 
 def _written() -> list[bool]:
-    """Gathers behind: nothing, a resync, somebody's write into what a rank keeps, an HSDP mesh."""
+    """Gather after: nothing, a resync, a foreign write into a rank's copy, an HSDP mesh."""
     model = build(STEPS)
     found, kept = [], []
     for number in range(4):

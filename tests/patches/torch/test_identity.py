@@ -14,7 +14,7 @@ from tests.selection import by_day, wanted
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 
-Results = dict[str, list[Any]]  # job -> outcome of every rank
+Results = dict[str, list[Any]]  # job -> results of every rank
 
 B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
@@ -52,7 +52,7 @@ FOUR: dict[str, Job] = {
     "HSDP reduces each": replace(FSDP, replicas=2, micro_batches=2, sync_last=False),
     "DDP": DDP,
 }
-#: what runs by day: each engine alone, and what changes which messages there are
+#: cases run by day: each engine alone, and settings that change the messages
 DAY_TWO = (
     "FSDP2", "FSDP2 reshards", "FSDP2 accumulates", "FSDP2 bf16, sums fp32", "DDP",
     "DDP accumulates", "DDP bf16",
@@ -62,19 +62,19 @@ SHARDS = [name for name, job in FOUR.items() if job.replicas == 1 and name != "D
 DAY_FOUR = ("FSDP2", "HSDP", "HSDP accumulates", "DDP")
 
 
-#: what is held over 10 steps by day, over 50 by night; then more, which take the same paths
+#: cases held over 10 steps by day, 50 in nightly runs; the rest take the same paths
 LONG: tuple[str, ...] = ("FSDP2", "HSDP", "DDP")
 if NIGHTLY:
     LONG += (
         "FSDP2 keeps", "FSDP2 reshards", "FSDP2 accumulates", "FSDP2 bf16", "DDP static",
         "DDP accumulates", "DDP unused",
     )  # fmt: skip
-#: of the others, and of lossy ones: learning of a graph, first and second use of a residual
+#: steps of other and lossy cases: graph learning, first and second use of a residual
 SHORT = 6
 
 
 def block(job: Job, codec: Any, zero: Any = None) -> dict[str, Any]:
-    """``codec`` on all that the engine sends; every message, however small."""
+    """Return a block with ``codec`` on all messages of the engine, of any size."""
     found: dict[str, Any] = {"dp": codec, "min_bytes": 0}
     if job.engine == "fsdp2":
         found["zero"] = codec if zero is None else zero
@@ -82,14 +82,14 @@ def block(job: Job, codec: Any, zero: Any = None) -> dict[str, Any]:
 
 
 def steps_of(name: str, world_size: int) -> int:
-    """By day only what two ranks do not have is held for long on four."""
+    """By day only what two ranks cannot show runs long on four."""
     long = name in LONG and (NIGHTLY or world_size == 2 or name == "HSDP")
     return (50 if NIGHTLY else 10) if long else SHORT
 
 
 def jobs_of(name: str, job: Job, world_size: int) -> dict[str, Job]:
     native = replace(job, steps=steps_of(name, world_size))
-    # sums of four have an order: native ones that one of the algorithm, ours that of the ranks
+    # sums of four depend on the order: native the algorithm's, ours rank order
     flat = world_size > 2 and job.replicas == 1
     found = {
         f"{name}/native": native,
@@ -124,7 +124,7 @@ def four(request: pytest.FixtureRequest) -> Results:
 
 
 def same(left: list[Outcome], right: list[Outcome]) -> bool:
-    """Equal losses of every step and equal parameters on every rank."""
+    """Check equal losses of every step and equal parameters on every rank."""
     assert all(isinstance(found, Outcome) for found in (*left, *right)), (left, right)
     return all(
         a.losses == b.losses and a.parameters == b.parameters
@@ -133,7 +133,7 @@ def same(left: list[Outcome], right: list[Outcome]) -> bool:
 
 
 def total(results: list[Outcome], dimension: str) -> tuple[float, ...]:
-    """messages, native, raw, wire, summed over ranks."""
+    """Return messages, native, raw and wire, summed over ranks."""
     return tuple(map(sum, zip(*(found.ledger[dimension] for found in results), strict=True)))
 
 
@@ -170,12 +170,12 @@ def test_lossless_is_identical_with_replicas(four: Results, name: str) -> None:
     lossless = four[f"{name}/lossless"]
     assert same(four[f"{name}/native"], lossless)
     messages, native, *_ = total(lossless, "dp")
-    assert messages == 2 * native > 0  # inside a shard group native, between replicas encoded
+    assert messages == 2 * native > 0  # native inside a shard group, encoded between replicas
 
 
 @pytest.mark.parametrize("name", by_day(SHARDS, ("FSDP2",)))
 def test_lossless_is_identical_on_four(four: Results, name: str) -> None:
-    """Gathers to native ones; sums to a native sum in the same order."""
+    """Gathers equal native ones; sums equal a native sum in the same order."""
     assert same(four[f"{name}/native"], four[f"{name}/gathers"])
     assert same(four[f"{name}/ordered"], four[f"{name}/lossless"])
 

@@ -1,4 +1,4 @@
-"""The life of an attached model: freed when it is dropped, native again when it is detached."""
+"""Life of an attached model: freed when dropped, native again when detached."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ JOBS = {
 
 
 def sweep(job: Job, runs: int, folder: Path) -> tuple[list[bool], list[int], int]:
-    """By run whether a model is gone that was dropped; what is left of all; models attached."""
+    """Return by run whether a dropped model is freed, the remains of all, attached models."""
     gone, left = [], []
     for number in range(runs):
         model = build(job)
@@ -59,7 +59,7 @@ def sweep(job: Job, runs: int, folder: Path) -> tuple[list[bool], list[int], int
 
 @pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
 def test_a_sweep_leaves_no_model_behind(name: str, tmp_path: Path) -> None:
-    """Neither models nor channels nor open ledgers; totals are written when a model is dropped."""
+    """It frees models, channels and ledgers; totals are written when a model is dropped."""
     world_size, job = JOBS[name]
     runs = 10 if name != "HSDP" else 2
     for found in run_ranks(world_size, sweep, job, runs, tmp_path, timeout=600.0):
@@ -70,7 +70,7 @@ def test_a_sweep_leaves_no_model_behind(name: str, tmp_path: Path) -> None:
 
 
 def destroyed() -> list[int]:
-    """How many groups the channels of a model know, while it changes them."""
+    """Return how many groups a model's channels know, while it changes them."""
     model = build(Job(engine="ddp"))
     attached = hybridcomp.attach(model, DP)
     assert attached is not None
@@ -88,7 +88,7 @@ def test_destroyed_groups_are_let_go() -> None:
 
 
 def continued(job: Job) -> dict[str, Any]:
-    """A step natively, and one behind ``detach`` from the same weights: what is sent, the ends."""
+    """Run native steps, and steps after ``detach`` from the same weights; return both."""
     native, model = build(job), build(job)
     attached = hybridcomp.attach(model, job.block)
     assert attached is not None
@@ -102,7 +102,7 @@ def continued(job: Job) -> dict[str, Any]:
     with torch.no_grad():
         for one, other in zip(native.parameters(), model.parameters(), strict=True):
             one.copy_(other)
-    train(job, native, optimizers[0], 2, 4)  # buckets of DDP are rebuilt behind its first step
+    train(job, native, optimizers[0], 2, 4)  # DDP rebuilds buckets after its first step
     sent = [sent_in(lambda: train(job, model, optimizers[1], 2, 4))]
     found = {
         "weights": digest(native) == digest(model),
@@ -119,7 +119,7 @@ def continued(job: Job) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
 def test_a_detached_model_is_native(name: str) -> None:
-    """The operations, bytes and values of a model that was never attached; and back again."""
+    """It has the operations, bytes and values of a model never attached; then attach again."""
     world_size, job = JOBS[name]
     for found in run_ranks(world_size, continued, job):
         assert found["weights"] and found["models"] == 0
@@ -132,7 +132,7 @@ def test_a_detached_model_is_native(name: str) -> None:
 
 
 def uninstalled(job: Job) -> list[Any]:
-    """What is sent in a step: natively, installed late, uninstalled, installed again."""
+    """Return a step's messages: native, installed late, uninstalled, installed again."""
     model = build(job)
     optimizer = optimizer_of(job, model)
     train(job, model, optimizer, 0, 2)  # it has run, and buckets were rebuilt
@@ -160,7 +160,7 @@ def uninstalled(job: Job) -> list[Any]:
 
 @pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "HSDP"]))
 def test_install_comes_late_and_uninstall_detaches(name: str) -> None:
-    """A model that has run is attached in its next pass, also one that was seen without a block."""
+    """A model that ran before is attached at its next pass, also if it was seen without a block."""
     world_size, job = JOBS[name]
     for found in run_ranks(world_size, uninstalled, job):
         native = found[0]
@@ -168,7 +168,7 @@ def test_install_comes_late_and_uninstall_detaches(name: str) -> None:
         assert found == [native, (True, {}, 1), native, (True, {}, 1), native]
 
 
-#: under a launcher, with nothing installed
+#: run by a launcher, without installation
 DIFFER = """
 import os
 import torch, torch.distributed as dist
@@ -189,12 +189,12 @@ def test_blocks_that_differ_are_one_line_of_the_job(tmp_path: Path) -> None:
 
 
 def passed(model: Any) -> None:
-    """A forward and a backward pass."""
+    """Run a forward and a backward pass."""
     model(torch.ones(2, 8)).sum().backward()
 
 
 def partly() -> dict[str, str]:
-    """What is said where a part of a model is attached, by how that came about."""
+    """Return the message for a partly attached model, by cause."""
     found: dict[str, str] = {}
 
     def note(name: str, call: Callable[[], object]) -> None:
@@ -224,7 +224,7 @@ def partly() -> dict[str, str]:
     hybridcomp.attach(child, DP)
     note("root, then child", lambda: hybridcomp.attach(child[0], DP))
     child(torch.ones(2, 8)).sum().backward()  # the root as a whole is no error
-    towers = layers()  # two roots, which nobody puts together
+    towers = layers()  # two roots, never combined
     for tower in towers:
         fully_shard(tower)
     hybridcomp.attach(towers, DP)

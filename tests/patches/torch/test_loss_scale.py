@@ -1,4 +1,4 @@
-"""Residuals under a loss scaler: in its units after a restart, and with torch's sharded one."""
+"""Residuals under a loss scaler: in its units after a restart, and with torch's sharded scaler."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ B4: dict[str, Any] = {
     "min_bytes": 0,
     "ledger": {"every": 1_000_000},
 }
-#: scale of the run that saves, of the one that continues (None: without a scaler), what load_state
-#: is given, and what residuals have been multiplied by before the first message
+#: scale of the saving run, of the resumed one (None: no scaler), the argument of load_state, and
+#: the expected factor of the residuals at the first message
 RESTARTS = {
     "another scale": (8.0, 32.0, None, 4.0),
     "no scaler any more": (8.0, None, None, 0.125),
@@ -55,7 +55,7 @@ def scaler_of(scale: float | None) -> Any:
 
 
 def restarted(folder: str, old: float | None, new: float | None, given: float | None) -> float:
-    """Norm of the residuals that the first message of a continued run meets, to that saved."""
+    """Return the residuals' norm at a resumed run's first message, relative to the saved one."""
     model, attached, optimizer = attached_model()
     scaler = scaler_of(old)
     train_step(model, optimizer, scaler)
@@ -85,7 +85,7 @@ def all_restarts(folder: str) -> dict[str, float]:
 
 
 def sharded_scaler() -> list[float]:
-    """Norms of residuals that messages meet, after a growth and a skipped step."""
+    """Return the residuals' norms at messages, after growth of the scale and a skipped step."""
     model, attached, optimizer = attached_model()
     scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
     train_step(model, optimizer, scaler)

@@ -1,4 +1,4 @@
-"""A rank that dies in the middle of a training under DDP or FSDP2 is named by the others."""
+"""A rank that dies during training under DDP or FSDP2 is named by the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 
 
 def killed(wrap: Any) -> None:
-    """Rank LOST ends without a word in the backward pass of the third step."""
+    """Exit silently on rank LOST in the backward pass of the third step."""
     model = wrap(nn.Linear(64, 64))
     hybridcomp.attach(model, BLOCK)
     (lost,) = [peer for peer in processes.Known.peers if peer.rank == LOST]
@@ -53,18 +53,18 @@ def test_a_rank_that_dies_while_training_is_named(wrap: Any) -> None:
     with RankPool(3) as pool, pytest.raises(AssertionError) as ended:
         pool.run(killed, wrap, grace=60.0)
     assert "exit code -9" in str(ended.value) and "still running" not in str(ended.value)
-    # the two that are left have met their PeerError and ended well: one failure is shown
+    # the remaining two got their PeerError and exited normally: one failure is shown
     assert str(ended.value).count("of 3:") == 1, str(ended.value)
 
 
 def of_a_part() -> list[list[int]]:
-    """Ranks that are known after ranks 1 and 2 have attached a model, and then all a second one."""
+    """Return the known ranks after ranks 1 and 2 attached a model, and then all a second one."""
     part = dist.new_group([1, 2])
     known = []
     for group in (part, dist.group.WORLD):
         if dist.get_rank() or group is dist.group.WORLD:
             model = DistributedDataParallel(nn.Linear(8, 8), process_group=group)
-            hybridcomp.attach(model, {**BLOCK, "hierarchy": "none"})  # else all ranks attach
+            hybridcomp.attach(model, {**BLOCK, "hierarchy": "none"})  # otherwise all ranks attach
         known.append([peer.rank for peer in processes.Known.peers])
     return known
 

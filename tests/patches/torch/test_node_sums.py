@@ -28,7 +28,7 @@ BLOCK: dict[str, Any] = {"dp": NODE, "min_bytes": 0, "hierarchy": 2}
 
 @dataclass
 class Found:
-    """What a rank has seen: parameters, whether anything was kept, bytes between nodes."""
+    """A rank's results: parameters, whether anything was kept, bytes between nodes."""
 
     parameters: str
     kept: bool = False
@@ -36,7 +36,7 @@ class Found:
 
 
 def sharded(bf16: bool = False, replicas: int = 1) -> Any:
-    """The model under ``fully_shard``, a group for each part."""
+    """Return the model under ``fully_shard``, with a group per part."""
     torch.manual_seed(0)
     model: Any = Integers()
     shape: tuple[int, ...] = (dist.get_world_size(),)
@@ -52,7 +52,7 @@ def sharded(bf16: bool = False, replicas: int = 1) -> Any:
 
 
 def backward(model: Any, used: list[str], step: int, *, tells: bool = True) -> None:
-    """The micro-batches of one step; ``tells``: which of them is the last."""
+    """Run a step's micro-batches; ``tells``: whether the last one is announced."""
     for number, names in enumerate(used):
         model.set_requires_all_reduce(number == len(used) - 1 or not tells)
         loss = model(names, 1000 * step + 10 * number + dist.get_rank())
@@ -90,7 +90,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_integers_are_summed_as_natively(pool: RankPool, bf16: bool) -> None:
-    """Whichever parameters the micro-batches use, whole groups of them too: the same bits."""
+    """For any used parameters, including entirely unused groups: the same bits."""
     jobs = [(block, used, bf16) for used in USED.values() for block in (None, BLOCK)]
     for of_rank in pool.run(all_trained, jobs, timeout=300):
         for case, native, found in zip(USED, of_rank[::2], of_rank[1::2], strict=True):
@@ -113,7 +113,7 @@ def gradients(model: Any) -> list[Any]:
 
 
 def zeroed(block: dict[str, Any] | None) -> tuple[list[Any], list[str], int]:
-    """Gradients after a step that was given up; what its optimizer said; bytes kept at the end."""
+    """Return gradients after an abandoned step; its optimizer's error; bytes kept at the end."""
     model, told = sharded(), []
     attached: Any = None if block is None else hybridcomp.attach(model, block)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -139,7 +139,7 @@ def zeroed(block: dict[str, Any] | None) -> tuple[list[Any], list[str], int]:
 
 
 def test_a_step_that_is_given_up_leaves_nothing(pool: RankPool) -> None:
-    """``optimizer.step`` before anything has crossed raises; ``zero_grad`` and detaching free."""
+    """``optimizer.step`` before any message raises; ``zero_grad`` and detaching free the sums."""
     for native, found in zip(pool.run(zeroed, None), pool.run(zeroed, BLOCK), strict=True):
         assert found[0] == native[0]
         (told,) = found[1]
@@ -164,7 +164,7 @@ def test_engines_that_sum_micro_batches_themselves_are_refused_on_all_ranks(pool
 
 
 def idle() -> str:
-    """What is printed in two steps of two micro-batches of which nobody said which is last."""
+    """Return the output of two steps of two micro-batches without an announced last one."""
     model, printed = sharded(), io.StringIO()
     with contextlib.redirect_stdout(printed):
         attached: Any = hybridcomp.attach(model, BLOCK)

@@ -1,4 +1,4 @@
-"""What stands in torch's slots: bytes, refusals, exact gathers, loss scales, attaching unasked."""
+"""Replaced slots of torch: bytes, errors, exact gathers, loss scales, automatic attaching."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wide() -> nn.Sequential:
 
 
 def once(model: nn.Module) -> None:
-    """One forward and one backward pass."""
+    """Run a forward and a backward pass."""
     model(torch.randn(2, 512)).square().mean().backward()
 
 
@@ -44,7 +44,7 @@ def bytes_of(model: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 def count_bytes() -> dict[str, Any]:
-    """Raw and wire bytes of one pass of each engine, on this rank."""
+    """Return raw and wire bytes of a pass of each engine, on this rank."""
     sharded = wide()
     for layer in sharded:
         fully_shard(layer)
@@ -59,7 +59,7 @@ def count_bytes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_have_their_closed_form(world_size: int) -> None:
-    """4 or 8 bits a value and 8 bits a block of 32, of what rings send in fp32."""
+    """4 or 8 bits a value and 8 bits a block of 32, of a ring's fp32 bytes."""
     numel, share = 3 * 512 * 512, (world_size - 1) / world_size
     for found in run_ranks(world_size, count_bytes):
         raw, wire = found["fsdp2"]["dp"]
@@ -105,7 +105,7 @@ def custom() -> nn.Module:
 
 
 def symmetric() -> nn.Module:
-    """As ``set_symm_mem_for_comm`` leaves a model, which needs NCCL itself."""
+    """Set the model's state as ``set_symm_mem_for_comm`` would, which needs NCCL."""
     kind: Any = _fsdp_collectives.SymmMemAllGather
     model: Any = sharded()
     comm = kind.__new__(kind)
@@ -186,7 +186,7 @@ def test_ranks_with_other_blocks_are_named() -> None:
 
 
 def unsharded_weights() -> dict[str, bool]:
-    """Whether parameters are exact: gathered by hand, and in a forward pass."""
+    """Return whether parameters are exact: gathered by hand, and in a forward pass."""
     weight: Any = wide()[0].weight
     exact = weight.detach().clone()
     model: Any = sharded(reshard_after_forward=False)
@@ -209,7 +209,7 @@ def test_what_is_gathered_by_hand_is_exact() -> None:
 
 
 def chunked_loss() -> list[bool]:
-    """By step whether a head that is gathered by hand is the forward pass's; exact in the end."""
+    """Return by step whether a head gathered by hand equals the forward pass's; exact at last."""
     model: Any = wide()
     fully_shard(model[2])
     fully_shard(model, reshard_after_forward=False)
@@ -244,7 +244,7 @@ def test_a_head_that_is_gathered_for_a_loss_in_chunks_is_the_forward_pass_s() ->
 
 
 def asynchronous_gathers() -> bool:
-    """Gathers that FSDP waits for by the handle give what waited-for ones give."""
+    """Check that gathers awaited through the handle equal synchronous ones."""
     weights = []
     for is_async in (False, True):
         model: Any = sharded(reshard_after_forward=False)
@@ -260,7 +260,7 @@ def test_asynchronous_gathers() -> None:
 
 
 def scaled() -> dict[str, Any]:
-    """Residuals when the loss scale grows, and after a step that is skipped."""
+    """Return residuals when the loss scale grows, and after a skipped step."""
     model = ddp()
     attached = hybridcomp.attach(model, {"dp": B4, **QUIET})
     assert attached is not None
@@ -296,7 +296,7 @@ def test_residuals_follow_the_loss_scale() -> None:
 
 
 def several_optimizers() -> int:
-    """Two optimizers of one model, and one of another: steps that were counted."""
+    """Use two optimizers for one model, and one for another; return the counted steps."""
     model, other = ddp(), wide()
     attached = hybridcomp.attach(model, {"dp": B8, **QUIET})
     assert attached is not None
@@ -316,7 +316,7 @@ def test_several_optimizers_take_one_step() -> None:
 
 
 def by_themselves() -> dict[str, Any]:
-    """Models that nobody attaches, in an armed process with a block."""
+    """Run models that are never attached explicitly, in an armed process with a block."""
     found: dict[str, Any] = {}
     early = ddp()
     process.configure({"dp": B8, **QUIET})

@@ -1,4 +1,4 @@
-"""``detach`` gives the groups of FSDP2 back the very objects that ``attach`` took out of them."""
+"""``detach`` restores the very objects that ``attach`` replaced in FSDP2's groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK: dict[str, Any] = {"dp": {"codec": "blockint"}, "ledger": {"every": 1_000_
 
 
 def slots(group: Any) -> list[Any]:
-    """What stands in the slots; a method (torch 2.15) is told by the function that it calls."""
+    """Return the slots' objects; a method (torch 2.15) counts as its function."""
     prepare = getattr(group, PREPARE, None)
     replicas = group.mesh_info.replicate_process_group
     comms = [group._all_gather_comm, group._reduce_scatter_comm]
@@ -26,7 +26,7 @@ def slots(group: Any) -> list[Any]:
 
 
 def given_back() -> list[list[bool]]:
-    """Whether each slot holds its first object, while attached and after ``detach``."""
+    """Return whether each slot holds its original object, while attached and after ``detach``."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model: Any = fully_shard(nn.Linear(8, 8), mesh=mesh)
     (group,) = groups_of(model)
@@ -44,7 +44,7 @@ def test_detach_gives_back_the_objects_of_torch() -> None:
 
 
 def test_a_group_gets_back_the_function_that_it_holds_itself() -> None:
-    """Torch 2.15 has it on each group and not in their class: taken away, the next pass fails."""
+    """Torch 2.15 stores it on each group instead of the class: without it the next pass fails."""
 
     def prepare(parameters: Any, gradients: Any, world_size: int) -> int:
         return len(parameters)

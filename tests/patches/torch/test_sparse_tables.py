@@ -24,7 +24,7 @@ B8 = {"codec": "blockint", "bits": 8}
 
 
 class Tables(nn.Module):
-    """Two tables with sparse gradients, one of bags, and a product."""
+    """Two tables with sparse gradients, one an EmbeddingBag, and a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Tables(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Ids with duplicates and padding; in step 1 rank 1 has the padding alone."""
+    """Return ids with duplicates and padding; in step 1 rank 1 has only padding."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.rand(6, 5, generator=generator).pow(3).mul(ROWS).long()
     return ids.fill_(3) if step == 1 and rank == 1 else ids
@@ -50,7 +50,7 @@ def seeded() -> Tables:
 
 
 def ddp(block: dict[str, Any] | None, steps: int = 4, **given: Any) -> tuple[str, Any]:
-    """Digest of the parameters after some steps, and what was counted of rows."""
+    """Return the parameters' digest after some steps, and the counted rows."""
     model = DistributedDataParallel(seeded(), bucket_cap_mb=0.0005, **given)
     attached = None if block is None else hybridcomp.attach(model, {**block, **QUIET})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -101,7 +101,7 @@ def test_lossy_rows_leave_replicas_equal(on_ranks: RunRanks) -> None:
 
 
 def fsdp(block: dict[str, Any] | None, steps: int = 4) -> tuple[Tensor, Tensor, Any]:
-    """The tables' weights after some steps under FSDP2, which ignores them."""
+    """Return the tables' weights after some steps under FSDP2, which ignores them."""
     model: Any = seeded()
     ignored = {model.one.weight, model.bags.weight}
     fully_shard(model, ignored_params=ignored)
@@ -119,7 +119,7 @@ def fsdp(block: dict[str, Any] | None, steps: int = 4) -> tuple[Tensor, Tensor, 
 
 
 def _fsdp(embed: Any) -> tuple[float, list[str], tuple[int, int]]:
-    """How far FSDP2 with ignored tables is from DDP over both micro-batches, and digests."""
+    """Return the distance of FSDP2 with ignored tables from DDP, and digests."""
     model = DistributedDataParallel(seeded())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(4):
@@ -153,7 +153,7 @@ def test_ignored_tables_stay_replicas_with_a_lossy_codec(on_ranks: RunRanks) -> 
 
 
 def _unused() -> str:
-    """A table that no batch of rank 1 has used, and then nobody's."""
+    """Use a table on no batch of rank 1, and then on no rank."""
     model: Any = seeded()
     fully_shard(model, ignored_params={model.one.weight, model.bags.weight})
     hybridcomp.attach(model, {"embed": B8, "dp": "none", **QUIET})
@@ -173,8 +173,10 @@ def test_a_rank_without_gradients_takes_part_under_fsdp2(on_ranks: RunRanks) -> 
 
 
 def _out_of_range(engine: str) -> tuple[str, list[str]]:
-    """Rank 1 has an id that the table has not, in the first of two micro-batches: each rank's
-    error; and what is said in evaluation, and once the model is detached."""
+    """Give rank 1 an invalid id in the first of two micro-batches; return each rank's error.
+
+    Also returns the messages in evaluation, and after the model is detached.
+    """
     model: Any = seeded()
     table = model.one
     ignored = {table.weight, model.bags.weight}

@@ -1,4 +1,4 @@
-"""Saved and resumed: bit for bit on as many ranks, with the sum of residuals on others."""
+"""Saved and resumed: bit-identical on as many ranks, with the sum of residuals on others."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def load(folder: Path, model: Any, optimizer: Any, named: bool) -> None:
 
 
 def unbroken(job: Job, folder: Path) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    """Train, saving in the middle in every way; what the end was, and residuals when saved."""
+    """Train, saving in the middle in every way; return the end state, and residuals when saved."""
     model, optimizer, attached = started(job)
     train(job, model, optimizer, 0, CUT)
     save(folder, model, optimizer)
@@ -84,7 +84,7 @@ def unbroken(job: Job, folder: Path) -> tuple[Outcome, dict[str, torch.Tensor]]:
 
 
 def resumed(job: Job, folder: Path, way: str) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    """What the end is from the middle on, and residuals as they were loaded."""
+    """Resume from the middle; return the end state, and the loaded residuals."""
     model, optimizer, attached = started(job)
     load(folder, model, optimizer, named=way != "unnamed")
     if way in ("files", "pickle"):
@@ -120,7 +120,7 @@ def test_resumed_is_unbroken(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FEW)
 def test_residuals_in_few_bits_are_resumed_exactly(name: str, tmp_path: Path) -> None:
-    """Of 4 bits under FSDP2 and 8 under DDP; on other ranks they are quantized anew."""
+    """4 bits under FSDP2 and 8 under DDP; on other ranks they are quantized again."""
     whole = run_ranks(2, unbroken, FEW[name], tmp_path)
     again = run_ranks(2, resumed, FEW[name], tmp_path, "unnamed")
     assert all(same(a, b) for a, b in zip(whole, again, strict=True))
@@ -162,11 +162,11 @@ def test_sums_are_kept_on_other_ranks(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layout_of_a_bucket(world_size: int) -> None:
-    """Chunks begin at multiples of 32, and everything comes back."""
+    """Chunks begin at multiples of 32, and all values come back."""
     numels = [100, 1, 64, 97]
     layout = BucketLayout(["a", "b", "c", "d"], numels, world_size)
     gradients = torch.arange(1.0, sum(numels) + 1)
-    flat = torch.full((layout.numel,), torch.nan)  # what another message has left there
+    flat = torch.full((layout.numel,), torch.nan)  # leftovers of another message
     layout.pack(2.0 * gradients, 0.5, flat)
     assert layout.columns % 32 == 0 and flat.numel() == layout.columns * world_size
     back = torch.zeros_like(gradients)
@@ -199,7 +199,7 @@ def test_another_number_of_ranks_wants_the_folder(tmp_path: Path) -> None:
 
 
 def metadata_on_one_rank(folder: str) -> tuple[str, list[str]]:
-    """What a rank is told whose folder has no metadata on rank 1; the entries it takes else."""
+    """Return a rank's error if rank 1's folder has no metadata; else the entries it loads."""
     attached: Any = None
     save_sharded({"hybridcomp": {f"rank_{dist.get_rank():05d}": b"x"}}, checkpoint_id=folder)
     told = ""

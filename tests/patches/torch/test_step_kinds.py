@@ -1,4 +1,4 @@
-"""Each optimizer step is counted once, whatever mode the module is in and however it is trained."""
+"""Each optimizer step counts once, in any mode of the module and any way of training."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.ranks import run_ranks
 from tests.stand_ins.link_clock import clock
 from tests.sync import torch_job
 
-#: optimizer steps of every case, at least as many as the ramp has
+#: optimizer steps of every case, at least as many as the ramp's
 STEPS = 6
-#: where reports, versions and comparisons of steps follow
+#: cases that also test reports, versions and comparisons of steps
 MANY = 11
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
 BLOCK: dict[str, Any] = {
@@ -38,7 +38,7 @@ Adam = torch.optim.AdamW
 
 
 class Sharpness(torch.optim.Optimizer):
-    """SAM: steps of another optimizer, which it has, with gradients of weights moved uphill."""
+    """SAM: wraps another optimizer, with gradients at weights moved uphill."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -59,7 +59,7 @@ class Sharpness(torch.optim.Optimizer):
 
 
 class Unhooked(Adam):
-    """An optimizer whose ``step`` calls no hook of torch, as it was put there afterwards."""
+    """An optimizer whose ``step``, assigned later, calls no hook of torch."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=1e-3)
@@ -68,7 +68,7 @@ class Unhooked(Adam):
 
 
 class Case:
-    """One model under one engine, in eval mode, and what most situations do with it."""
+    """A model under an engine, in eval mode, and the usual actions of most cases."""
 
     def __init__(self, engine: Any, attaches: bool = True, **changed: Any) -> None:
         self.job = Job(engine=engine, **changed)
@@ -84,7 +84,7 @@ class Case:
         self.attached: Attached = found
 
     def use(self, make: Callable[..., Any], **given: Any) -> Any:
-        """Put another optimizer in the place of the first."""
+        """Replace the first optimizer by another."""
         del self.optimizer
         self.optimizer = make(self.model.parameters(), **given)
         return self.optimizer
@@ -105,7 +105,7 @@ class Case:
         self.optimizer.step()
 
     def parts(self) -> tuple[list[Any], list[Any]]:
-        """Parameters of two optimizers."""
+        """Split parameters between two optimizers."""
         every = list(self.model.parameters())
         return every[::2], every[1::2]
 
@@ -128,7 +128,7 @@ def some_modules_train(case: Case) -> None:
 
 
 def validation_with_gradients(case: Case) -> None:
-    """Passes in eval mode that nobody differentiates, between a backward pass and its step too."""
+    """Run eval passes without backward, also between a backward pass and its step."""
     for _ in range(STEPS):
         case.model.train()
         case.closure()
@@ -144,7 +144,7 @@ def two_optimizers(case: Case) -> None:
         case.model.zero_grad()
         torch.autograd.backward(case.loss())
         first.step()
-        case.loss()  # a validation between both
+        case.loss()  # a validation in between
         second.step()
 
 
@@ -166,7 +166,7 @@ def one_optimizer_each(case: Case) -> None:
 
 
 def in_backward(case: Case, recompute: bool = False) -> None:
-    """An optimizer for each parameter, which steps as soon as there is a gradient."""
+    """Use an optimizer per parameter, which steps as soon as its gradient is ready."""
     if recompute:
         recomputed(case.model)
     every = {p: torch.optim.SGD([p], lr=1e-3) for p in case.model.parameters()}
@@ -241,14 +241,14 @@ def foreach(case: Case) -> None:
 
 
 def hidden(case: Case) -> None:
-    """Counted one pass behind, and told."""
+    """Hide the step: it is counted one pass later, with a message."""
     case.use(Unhooked)
     plain(case)
     case.loss()
 
 
 def redundant(case: Case) -> None:
-    """An optimizer inside of another, which sends the weights once the inner one has stepped."""
+    """Wrap an optimizer in another, which sends the weights after the inner step."""
     optimizer = case.use(ZeroRedundancyOptimizer, optimizer_class=Adam, lr=1e-3)
     assert type(optimizer.optim) is Adam
     known: list[list[Tensor]] = []
@@ -266,7 +266,7 @@ def redundant(case: Case) -> None:
 
 
 def adapters(case: Case) -> None:
-    """All but one layer is frozen."""
+    """Freeze all but one layer."""
     inner = getattr(case.model, "module", case.model)
     trained = set(inner.extra.parameters())
     for parameter in case.model.parameters():
@@ -276,7 +276,7 @@ def adapters(case: Case) -> None:
 
 
 def penalized(case: Case) -> None:
-    """A gradient penalty: a backward pass through another one, which sends nothing."""
+    """Use a gradient penalty: a nested backward pass, which sends nothing."""
     for _ in range(STEPS):
         case.optimizer.zero_grad()
         soft = torch.zeros(BATCH, LENGTH, WIDTH, requires_grad=True)
@@ -290,7 +290,7 @@ def penalized(case: Case) -> None:
 
 
 def adversaries(case: Case) -> None:
-    """Two models, one of which gets gradients from the other's passes, and steps half as often."""
+    """Train two models, one on gradients through the other, stepping half as often."""
     other = Case(case.job.engine)
     for number in range(STEPS):
         other.model.zero_grad()
@@ -309,7 +309,7 @@ def compiled(case: Case) -> None:
 
 
 def compiled_before(case: Case) -> None:
-    """Attached, detached and attached again by torch.compile's wrapper."""
+    """Attach, detach and attach again torch.compile's wrapper."""
     case.attached.detach()
     native, case.model = case.model, torch.compile(case.model, backend="eager")
     for _ in range(2):
@@ -321,7 +321,7 @@ def compiled_before(case: Case) -> None:
 
 
 def compiled_long_before(case: Case) -> None:
-    """Attached once a pass has been compiled."""
+    """Attach after a pass has been compiled."""
     case.attached.detach()
     case.model = torch.compile(case.model, backend="eager")
     case.step()
@@ -337,7 +337,7 @@ def compiled_step(case: Case) -> None:
 
 
 class Around(nn.Module):
-    """A module of the user's around the model that is under DDP or ``fully_shard``."""
+    """A user's module around the model under DDP or ``fully_shard``."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Around(nn.Module):
         return self.inner(tokens)
 
 
-#: what a user may hold in the place of a model: name -> how it is made of it
+#: objects that a user may hold instead of the model: name -> how to make it
 HANDLES: dict[str, Callable[[Any], Any]] = {
     "model": lambda model: model,
     "compiled": lambda model: torch.compile(model, backend="eager"),
@@ -358,7 +358,7 @@ HANDLES: dict[str, Callable[[Any], Any]] = {
 
 
 def held(case: Case, how: str, called: bool = True) -> None:
-    """Attached by what is around the model, which alone is called unless that is ``called``."""
+    """Attach by the outer object, which is also called unless ``called`` is."""
     case.attached.detach()
     model, case.model = case.model, HANDLES[how](case.model)
     case.attach()
@@ -367,7 +367,7 @@ def held(case: Case, how: str, called: bool = True) -> None:
     plain(case)
 
 
-#: situation -> what is done, and for which engines, if not for both
+#: case -> its function, and its engines unless both
 CASES: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "eval": (plain, ()),
     "modes change": (modes_change, ()),
@@ -407,7 +407,7 @@ NAMES = [f"{engine}, {name}" for name, (_, some) in CASES.items() for engine in 
 
 
 def every_case() -> dict[str, tuple[int, str, list[str]]]:
-    """All cases, on ranks that are launched once: steps, the codec behind them, what is said."""
+    """Run all cases on ranks launched once; return steps, later codecs, messages."""
     found: dict[str, tuple[int, str, list[str]]] = {}
     for one in NAMES:
         engine, _, name = one.partition(", ")
@@ -437,7 +437,7 @@ def test_every_step_is_counted_once(name: str, outcomes: list[Any]) -> None:
 
 
 def acting(engine: str, trains: bool, folder: Path) -> dict[str, Any]:
-    """What follows from steps: reports, a ramp, the first encoded step, versions, verdicts."""
+    """Return effects of steps: reports, a ramp, the first encoded step, versions, decisions."""
     block: dict[str, Any] = {
         **BLOCK, "start_step": 3,
         "publish": {"to": folder.as_uri(), "every": 1, "dtype": "bf16", "wait": True},
@@ -471,7 +471,7 @@ def acting(engine: str, trains: bool, folder: Path) -> dict[str, Any]:
 
 
 def meeting(engine: str, trains: bool) -> tuple[int, int]:
-    """Steps, and meetings of two islands of a rank each."""
+    """Run steps, and meetings of two single-rank islands."""
     block = {"sync": {"islands": 1, "every": 2}, **QUIET}
     job = torch_job.Job(block, engine).build()
     job.model.train(trains)
@@ -505,7 +505,7 @@ def test_what_follows_from_steps_is_alike_in_both_modes(tmp_path: Path) -> None:
 
 
 def by_handles(engine: str, folder: Path) -> dict[str, Any]:
-    """State, steps, a new generation and versions by every handle of a model in eval mode."""
+    """Use every handle of a model in eval mode for state, steps, a new generation and versions."""
     found = {}
     for how, make in HANDLES.items():
         torch._dynamo.reset()
@@ -538,7 +538,7 @@ def by_handles(engine: str, folder: Path) -> dict[str, Any]:
 
 
 def test_every_handle_of_a_model_stands_for_it(tmp_path: Path) -> None:
-    """torch.compile's wrapper, a module of the user's around the model, and both."""
+    """torch.compile's wrapper, a user's module around the model, and both."""
     for engine in ENGINES:
         for found in run_ranks(2, by_handles, engine, tmp_path / engine, timeout=600.0):
             assert found == dict.fromkeys(HANDLES, (True, 3, 1, True)), engine

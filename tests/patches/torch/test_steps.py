@@ -1,4 +1,4 @@
-"""What counts as a step: of torch's optimizers, late ones, foreign ones, and skipped ones."""
+"""Counting steps: torch's optimizers, late, foreign and skipped ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATER = {"dp": B8, "start_step": 2, **QUIET}
 
 
 class Foreign:
-    """Plain descent, as somebody writes it who has never heard of ``torch.optim.Optimizer``."""
+    """Gradient descent that does not use ``torch.optim.Optimizer``."""
 
     def __init__(self, model: nn.Module, in_place: bool, forgets: bool) -> None:
         self.parameters = list(model.parameters())
@@ -50,14 +50,14 @@ class Foreign:
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What is said of steps."""
+    """Return the messages about steps."""
     said: list[str] = []
     with patch.object(step_detection, "say", said.append):
         yield said
 
 
 def foreign(engine: Any, in_place: bool, forgets: bool, counts: bool) -> dict[str, Any]:
-    """Steps by a foreign optimizer, one micro-batch or two for each: counted, encoded, told."""
+    """Run a foreign optimizer, one or two micro-batches a step; return steps, codecs, messages."""
     found: dict[str, Any] = {}
     for micro_batches in (1, 2):
         job = Job(engine=engine, micro_batches=micro_batches, sync_last=False)
@@ -76,7 +76,7 @@ def foreign(engine: Any, in_place: bool, forgets: bool, counts: bool) -> dict[st
 
 
 def alone(engine: Any) -> tuple[int, list[str], str]:
-    """Steps of an optimizer of torch whose gradients are never reduced."""
+    """Run torch's optimizer with gradients that are never reduced."""
     model: Any = build(Job(engine=engine))
     attached = hybridcomp.attach(model, LATER)
     assert attached is not None
@@ -93,7 +93,7 @@ def alone(engine: Any) -> tuple[int, list[str], str]:
 
 
 def late() -> list[Any]:
-    """An optimizer of torch's that is given the parameters later, and one that accumulates."""
+    """Use torch's optimizer, given the parameters later; and with accumulation."""
     job = Job(engine="ddp")
     model = build(job)
     attached = hybridcomp.attach(model, LATER)
@@ -101,7 +101,7 @@ def late() -> list[Any]:
     other = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([other], lr=0.01)
     other.grad = torch.zeros(1)
-    optimizer.step()  # holds nothing of the model yet
+    optimizer.step()  # has no parameters of the model yet
     optimizer.add_param_group({"params": list(model.parameters())})
     with heard() as said:
         train(Job(engine="ddp", micro_batches=10, sync_last=False), model, optimizer, 0, 3)
@@ -109,7 +109,7 @@ def late() -> list[Any]:
 
 
 def skipped(feedback: bool) -> tuple[float, int]:
-    """Seconds of a step, the first try of which a loss scaler skips, and steps taken."""
+    """Return seconds of a step whose first attempt a loss scaler skips, and steps taken."""
     auto = {"codec": "blockint", "bits": 4, "error_feedback": feedback, "when": "auto"}
     model = build(Job(engine="ddp"))
     with clock(0.02, 0.01):
@@ -121,7 +121,7 @@ def skipped(feedback: bool) -> tuple[float, int]:
     seconds = 0.0
     with patch.object(recheck, "now", lambda: seconds):
         for factor in (float("inf"), 1.0):
-            seconds += 60.0  # something else
+            seconds += 60.0  # other work
             loss = model(torch.zeros(2, 6, dtype=torch.long)).square().mean() * factor
             scaler.scale(loss).backward()
             seconds += 1.0
@@ -133,7 +133,7 @@ def skipped(feedback: bool) -> tuple[float, int]:
     return compared._seconds(0), attached.step
 
 
-#: how a foreign optimizer changes parameters, whether it drops gradients, whether it tells of steps
+#: how a foreign optimizer updates, whether it drops gradients, whether it reports steps
 FOREIGN = {
     "in place": (True, False, False),
     "in place, forgets": (True, True, False),
@@ -145,7 +145,7 @@ ENGINES = ("ddp", "fsdp2")
 
 
 def every_case() -> dict[str, Any]:
-    """All of the above, on ranks that are launched once."""
+    """Run all of the above, on ranks launched once."""
     found: dict[str, Any] = {
         f"{engine}, {name}": foreign(engine, *how)
         for engine in ENGINES
@@ -164,7 +164,7 @@ def outcomes() -> list[dict[str, Any]]:
 def test_steps_of_a_foreign_optimizer_are_counted(
     engine: str, outcomes: list[dict[str, Any]]
 ) -> None:
-    """One step behind where nobody tells of them; the last one is seen by no pass."""
+    """Without reports they count one step late; no pass sees the last one."""
     for found in outcomes:
         for name in ("in place", "in place, forgets", "by data, forgets"):
             for step, encoded, said in found[f"{engine}, {name}"].values():

@@ -1,4 +1,4 @@
-"""Buckets of DDP and reductions of FSDP2 on a GPU that keeps account (``tests/stand_ins/gpu``)."""
+"""Buckets of DDP and reductions of FSDP2 on a fake GPU that checks streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list(BLOCKS))
 def test_buckets_of_ddp(gpu: Gpu, name: str) -> None:
-    """Buckets are filled on the stream of the backward pass, and read there when it is over."""
+    """Buckets are filled on the backward pass's stream, and read there after it."""
     numels, state = [(64, 96), (128,), (32, 32, 5)], channels(**BLOCKS[name])
     buckets = [values_of(sum(each), torch.float32) for each in numels]
     for place, each in enumerate(numels):
@@ -72,7 +72,7 @@ def _bucket(place: int, gradients: Tensor, numels: Sequence[int], count: int) ->
 
 @pytest.mark.parametrize("name", ["feedback", "lossless", "bound"])
 def test_gradients_of_fsdp2(gpu: Gpu, name: str) -> None:
-    """The order of ``foreach_reduce``: copied in on the one stream, reduced on another."""
+    """The order of ``foreach_reduce``: copied in on one stream, reduced on another."""
     state, side, numel = channels(**BLOCKS[name]), cuda.Stream(), 4 * 256
     pieces = [[Piece("weight", 256 * rank, 256)] for rank in range(RANKS)]
     members: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What another layout of ranks left out is sent by the next step that encodes all parameters."""
+"""Residuals of another layout of ranks are sent by the next step that encodes all parameters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def saved_by(job: Job, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def taken_by(job: Job, folder: Path) -> tuple[dict[str, torch.Tensor], bool]:
-    """What is held after loading, saving and loading again; whether any of it waits behind a step
-    that encodes all.
-    """
+    """Load, save and load again; return the residuals, and if any are left after a full step."""
     model, optimizer, _ = started(job)
     load(folder, model, optimizer, named=True)
     save(folder / "again", model, optimizer)

@@ -1,4 +1,4 @@
-"""What torch 2.14 and 2.15 added to FSDP2 and DDP, beside native; older ones have none of it."""
+"""Features of FSDP2 and DDP in torch 2.14 and 2.15, against native; older releases lack them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if not hasattr(FSDPModule, "set_manual_backward_finalization"):
 
 
 class Layers(nn.Module):
-    """Three layers, of which the middle one may be left out."""
+    """Three layers, the middle one optional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def data(number: int) -> torch.Tensor:
 
 
 def trained(model: Any, block: dict[str, Any] | None, passes: Any = None) -> tuple[str, Any]:
-    """Digest of the parameters after three steps, and what is attached."""
+    """Return the parameters' digest after three steps, and the attached parts."""
     attached = None if block is None else hybridcomp.attach(model, {**QUIET, **block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
@@ -74,7 +74,7 @@ def plain(model: Any, number: int) -> None:
 
 
 def finalized(model: Any, number: int) -> None:
-    """Two micro-batches, the first without the middle layer, reduced at the end by hand."""
+    """Run two micro-batches, the first without the middle layer, with manual finalization."""
     model.set_manual_backward_finalization(True)
     for micro in range(2):
         model.set_requires_gradient_sync(micro == 1)
@@ -122,7 +122,7 @@ def test_unsharded_parameters_that_are_kept_are_gathered_as_ever() -> None:
 
 
 def stepped(keep: bool, number: int, way: str) -> dict[str, Any]:
-    """Weights after training in bf16 with stepcode, natively, and what was gathered."""
+    """Return weights after training in bf16 with stepcode and natively, and the gathers."""
     found: dict[str, Any] = {}
     steps = {"zero": {"codec": "stepcode", "resync_every": number}}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -156,7 +156,7 @@ def stepped(keep: bool, number: int, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("way", "native"),
-    # a forward and a backward gather of every layer and step; the first brings the reference
+    # a forward and a backward gather of every layer and step; the first sends the reference
     [("layers", 3), ("one group", 1), ("columns", 3), ("resync", 6), ("written", 4)],
 )
 def test_kept_parameters_are_what_steps_are_taken_from(way: str, native: int) -> None:
@@ -179,7 +179,7 @@ def test_kept_parameters_are_gathered_exactly_every_so_often() -> None:
 
 
 def of_mixed_dtypes() -> dict[str, Any]:
-    """Shards whose gradients are of two dtypes lie in their order in a message: 0, 2, then 1."""
+    """Order shards by their gradients' dtypes within a message: 0, 2, then 1."""
     found: dict[str, Any] = {}
     for name, block in (("native", None), ("lossless", LOSSLESS), ("lossy", LOSSY)):
         torch.manual_seed(0)
@@ -194,7 +194,7 @@ def of_mixed_dtypes() -> dict[str, Any]:
 
 
 def by_dtype(model: Any, number: int) -> None:
-    """A pass, and whether torch sends as this test expects."""
+    """Run a pass; return whether torch sends as this test expects."""
     model(data(number)).square().mean().backward()
     (group,) = model._get_fsdp_state()._fsdp_param_groups
     order = group._reduce_scatter_param_indices
@@ -207,7 +207,7 @@ def test_gradients_of_two_dtypes_in_one_group() -> None:
 
 
 def waiting(model: Any, number: int) -> None:
-    """Replicas sum after the second micro-batch, which leaves out a layer of the first."""
+    """Reduce replicas after the second micro-batch, which skips a layer of the first."""
     for micro in range(2):
         model.set_requires_all_reduce(micro == 1)
         model(data(2 * number + micro), micro == 0).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Which releases of torch are taken: too old, tested, newer and the same, newer and different."""
+"""Accepted releases of torch: too old, tested, newer unchanged, newer changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLDEST = {torch_versions.DDP: "2.6", torch_versions.FSDP2: "2.9", torch_versions
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A process that has said nothing yet, whose torch has another version by ``pretend``."""
+    """Simulate a process without messages yet, whose torch has the version ``pretend``."""
     monkeypatch.setattr(torch_versions, "say_once", log.Once())
     return monkeypatch
 
@@ -31,7 +31,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 
 def settle(monkeypatch: pytest.MonkeyPatch, requirement: str, changed: str = "") -> None:
-    """Let the torch of this process be the one that was tested, but for the symbol ``changed``."""
+    """Make this process's torch count as the tested one, except for the symbol ``changed``."""
     known = {
         symbol: "other" if symbol.endswith(f":{changed}") else torch_versions.digest(symbol)
         for symbol in torch_versions.SOURCES[requirement]
@@ -105,7 +105,7 @@ def test_comments_docstrings_and_layout_are_no_change(tmp_path: object) -> None:
 
 
 def test_digests_are_those_of_the_newest_torch() -> None:
-    """Where this is the newest that was tested; else that each says something."""
+    """Exact if this is the newest tested torch; otherwise each has an entry."""
     is_newest = ".".join(torch.__version__.split(".")[:2]) == torch_versions.NEWEST
     for table in torch_versions.SOURCES.values():
         for symbol, known in table.items():
@@ -116,6 +116,4 @@ def test_digests_are_those_of_the_newest_torch() -> None:
                 )
     assert torch_versions.digest("torch.nn.parallel.distributed:Nothing.here") == ""
     if Version(torch.__version__) >= Version("2.13"):
-        assert not torch_versions.changed(
-            torch_versions.DDP
-        )  # nothing of these was touched from 2.13 to 2.15
+        assert not torch_versions.changed(torch_versions.DDP)  # unchanged from 2.13 to 2.15

@@ -1,4 +1,4 @@
-"""Under FSDP2 and DDP: what is frozen and moves, or unfrozen and stays or drifts, is named."""
+"""FSDP2 and DDP: frozen parameters that move, or unfrozen ones that stay or drift, are named."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Keeping:
 
 
 def changed(engine: Any, begins: bool, keeps: bool, holds: bool) -> tuple[bool, list[str]]:
-    """Freeze, or unfreeze, one layer in mid-training; whether it moves, and what is said."""
-    job = Job(engine=engine, unused=True)  # DDP has to look for parameters that are not used
+    """Freeze or unfreeze a layer during training; return whether it moves, and the messages."""
+    job = Job(engine=engine, unused=True)  # DDP has to detect unused parameters
     model: Any = build(job)
     extra = getattr(model, "module", model).extra
     if begins and engine == "fsdp2":
@@ -59,14 +59,14 @@ def changed(engine: Any, begins: bool, keeps: bool, holds: bool) -> tuple[bool, 
 
 
 def rewrapped(model: Any) -> Any:
-    """The model under a DistributedDataParallel that finds one layer frozen."""
+    """Wrap the model in a DistributedDataParallel while a layer is frozen."""
     from torch.nn.parallel import DistributedDataParallel
 
     model.module.extra.requires_grad_(False)
     return DistributedDataParallel(model.module, find_unused_parameters=True)
 
 
-#: engine, whether it unfreezes, keeps gradients, holds all parameters -> moves, what is said
+#: engine, whether it unfreezes, keeps gradients, holds all parameters -> moves, messages
 CASES: dict[tuple[str, bool, bool, bool], tuple[bool, str | None]] = {
     ("ddp", False, False, True): (False, None),
     ("ddp", False, True, True): (True, f"stopped requiring gradients ({{}}){MOVES}"),

@@ -1,4 +1,4 @@
-"""DDP throws the sum of a parameter away that no rank has used: its residual stays what it was."""
+"""DDP discards the sum of a parameter that no rank used: its residual is unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CODECS: dict[str, dict[str, Any]] = {
 
 
 class Gated(nn.Module):
-    """A layer that may be left out, between two that may not."""
+    """An optional layer between two others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Gated(nn.Module):
 
 
 def missing(attached: Any) -> dict[str, Tensor]:
-    """The sum of the residuals over the ranks, by name."""
+    """Return the residuals' sum over the ranks, by name."""
     found = {name: torch.zeros(p.numel()) for name, p in Gated().named_parameters()}
     for name, (offset, values) in held_in(attached.channels.residuals.state_dict()):
         found[name][offset : offset + values.numel()] += values
@@ -48,7 +48,7 @@ def missing(attached: Any) -> dict[str, Tensor]:
 
 
 def kept(codec: str, hierarchy: int | str, used: list[tuple[bool, ...]]) -> list[float]:
-    """For each step of ``used``: how far gradients and residuals are off what was given."""
+    """Return, per step of ``used``, applied plus residuals minus the gradients."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Gated(), find_unused_parameters=True, bucket_cap_mb=0.005)
     block = {"dp": CODECS[codec], "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 999}}
@@ -91,7 +91,7 @@ def test_nothing_goes_with_a_sum_that_is_thrown_away(
 
 
 def lost(used: list[bool]) -> str:
-    """What is said in a run whose guard gives up after the second of the steps ``used``."""
+    """Return the messages of a run whose guard gives up after the second of the steps ``used``."""
     guarded = {**CODECS["blockint"], "guard": {"residual": 1e-3}}
     model = DistributedDataParallel(Gated(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ def lost(used: list[bool]) -> str:
 
 
 def test_what_a_fallback_cannot_send_is_told(on_ranks: RunRanks) -> None:
-    """The step that sends residuals uses the layer in the first run, and not in the second."""
+    """The step that sends residuals uses the layer in the first run, but not in the second."""
     words = r"dp: what error feedback held back, of norm [\d.e-]+ on rank 0 after step 3, goes into"
     for used, count in (([True] * 4, 0), ([True, True, False, True], 1)):
         said, silent = on_ranks(2, lost, used)
@@ -116,7 +116,7 @@ def test_what_a_fallback_cannot_send_is_told(on_ranks: RunRanks) -> None:
 
 
 def left_behind() -> tuple[int, int]:
-    """Hooks on parameters that note their gradients: of an attached model, and detached."""
+    """Record gradients by hooks on parameters: attached, and detached."""
     model = DistributedDataParallel(Gated(), find_unused_parameters=True)
     hybridcomp.attach(model, {"dp": CODECS["blockint"], "ledger": {"every": 999}})
     counts = [sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())]

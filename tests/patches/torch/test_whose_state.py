@@ -1,4 +1,4 @@
-"""State says whose it is: a restart takes its own model's, whatever else lived in the process."""
+"""Saved state identifies its model: a restart loads its own, whatever else was in the process."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def state_of(model: nn.Module) -> tuple[int, float]:
 
 
 def are(models: Sequence[nn.Module], states: Sequence[tuple[int, float]]) -> bool:
-    """Whether models have these states; a norm adds up what was loaded in another order."""
+    """Return whether models have these states; norms add up in another order after a load."""
     rows = zip(map(state_of, models), states, strict=True)
     return all(a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-14) for a, b in rows)
 
 
 def rebuilt(job: Job, folder: Path) -> dict[str, Any]:
-    """States of a model, before it was saved and loaded into others, after earlier ones died."""
+    """Return models' states before saving and after loading into others, earlier ones dropped."""
     gc.disable()  # the first models are not collected by chance
     first = trained(job, 1)
     hybridcomp.save_state(folder / "first")
@@ -95,7 +95,7 @@ def step(model: nn.Module, width: int) -> None:
 
 
 def several(folder: Path) -> dict[str, Any]:
-    """What becomes of files of two models that are alike and one that is not."""
+    """Load files of two equal models and a different one; return the results."""
     found: dict[str, Any] = {}
     models = [linear(8), linear(32), linear(8)]
     for model in models:
@@ -107,7 +107,7 @@ def several(folder: Path) -> dict[str, Any]:
     states = [state_of(model) for model in models]
     for model in models:
         hybridcomp.detach(model)
-    # in another order, but for those that are alike
+    # in another order, except for equal ones
     again = [linear(8), linear(8), linear(32)]
     for model in again:
         attached(model)
@@ -130,7 +130,7 @@ def several(folder: Path) -> dict[str, Any]:
 
 
 def saved_part(width: int) -> dict[str, Any]:
-    """What ``torch.distributed.checkpoint`` would keep of another model."""
+    """Return the entry that ``torch.distributed.checkpoint`` would store for another model."""
     model = linear(width)
     part = attached(model).state_dict()
     hybridcomp.detach(model)
@@ -155,7 +155,7 @@ def test_state_of_other_models_is_refused(tmp_path: Path) -> None:
 
 
 def swapped(folder: Path) -> list[str]:
-    """What a load says of files of two ranks that were swapped; older ones do not say whose."""
+    """Return the load error of two ranks' swapped files; older files do not identify the rank."""
     found = []
     model = linear(8)
     state = attached(model)
@@ -196,4 +196,4 @@ def test_identity_is_that_of_names_and_shapes() -> None:
     assert identity_of(nn.Sequential(*model, nn.Linear(1, 1))) != same
     model[0]._modules["_orig_mod"] = nn.Linear(3, 4)
     del model[0]._parameters["weight"], model[0]._parameters["bias"]
-    assert identity_of(model) == same  # as torch.compile names them
+    assert identity_of(model) == same  # torch.compile's names

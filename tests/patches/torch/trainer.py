@@ -1,4 +1,4 @@
-"""A small model under FSDP2 or DDP, trained on one rank of a job: native, attached, resumed."""
+"""Train a small model under FSDP2 or DDP on one rank of a job: native, attached, resumed."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Job:
     bf16: bool = False
     reduce_dtype: str | None = None
     sync_last: bool = True  # accumulate unsharded, or reduce every micro-batch
-    unused: bool = False  # a layer takes no part in odd steps
+    unused: bool = False  # a layer is skipped in odd steps
     static_graph: bool = False
     bucket_mb: float = 0.004
     list_group: bool = False  # a group of two modules
     divide: float | None = None
-    ordered: bool = False  # native sums in fp32 and rank order, as encoded ones are
+    ordered: bool = False  # native sums in fp32 and rank order, like encoded ones
     seed: int = 0
     lr: float = 3e-3
 
 
 @dataclass
 class Outcome:
-    """What a rank has seen."""
+    """A rank's results."""
 
     losses: list[float]
     parameters: str  # digest of this rank's
@@ -59,7 +59,7 @@ class Outcome:
 
 
 class Layer(nn.Module):
-    """A feed-forward layer whose rows are no multiple of the ranks."""
+    """A feed-forward layer whose rows the ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers, one that can be left out, head."""
+    """Embedding, layers, an optional layer, head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Model(nn.Module):
 
 
 class OrderedReduceScatter:
-    """Native, but summed in fp32 and rank order, as encoded sums are: the oracle for four ranks."""
+    """Native, but summed in fp32 and rank order, like encoded sums: the oracle for four ranks."""
 
     def __new__(cls) -> Any:
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -116,7 +116,7 @@ class OrderedReduceScatter:
 
 
 def build(job: Job) -> nn.Module:
-    """The model under its engine; the same weights on all ranks."""
+    """Return the model under its engine; the same weights on all ranks."""
     torch.manual_seed(job.seed)
     device = default_device()
     model = Model().to(device)
@@ -158,7 +158,7 @@ def build(job: Job) -> nn.Module:
 
 
 def train(job: Job, model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
-    """Steps ``first`` to ``last``; the losses of this rank."""
+    """Run steps ``first`` to ``last``; return this rank's losses."""
     losses, device = [], default_device()
     for step in range(first, last):
         for number in range(job.micro_batches):
@@ -181,7 +181,7 @@ def train(job: Job, model: nn.Module, optimizer: Any, first: int, last: int) -> 
 
 
 def syncing(job: Job, model: Any, is_last: bool) -> Any:
-    """Gradients of micro-batches before the last stay where they are, if the job says so."""
+    """Skip the reduction of all micro-batches but the last, if the job says so."""
     if job.engine == "ddp":
         return contextlib.nullcontext() if is_last or not job.sync_last else model.no_sync()
     if job.sync_last:
@@ -194,7 +194,7 @@ def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run(job: Job) -> Outcome:
-    """One job from its first step to its last."""
+    """Run a job from its first step to its last."""
     model = build(job)
     attached = None
     if job.block is not None:
@@ -204,7 +204,7 @@ def run(job: Job) -> Outcome:
 
 
 def run_all(jobs: list[Job]) -> list[Any]:
-    """Several jobs one after the other; what one raises stands in its place."""
+    """Run several jobs one after the other; an error takes the job's place."""
     found: list[Any] = []
     for job in jobs:
         try:
@@ -236,14 +236,14 @@ def digest(model: nn.Module) -> str:
 
 
 def tensors(model: nn.Module) -> Iterator[Tensor]:
-    """This rank's part of every parameter."""
+    """Return this rank's shard of every parameter."""
     for parameter in model.parameters():
         local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
         yield parameter if local is None else local()
 
 
 def sum_of_residuals(attached: Attached) -> dict[str, Tensor]:
-    """By name, what gradients still miss: residuals over all ranks, in units of the gradient."""
+    """Return by name the residuals' sum over all ranks, in units of the gradient."""
     divisors = attached.divisors()
     found: dict[str, Tensor] = {}
     for name, (offset, tensor) in held_in(attached.channels.residuals.state_dict()):
@@ -260,5 +260,5 @@ def sum_of_residuals(attached: Attached) -> dict[str, Tensor]:
 
 
 def forget() -> None:
-    """Nothing is attached any more."""
+    """Detach everything."""
     steps.forget_all()
