@@ -75,7 +75,7 @@ def times(options: argparse.Namespace, dtype: torch.dtype) -> list[tuple[float, 
 
     found = []
     for epoch in range(options.epochs + 1):  # the first fills the front
-        for at in torch.randperm(SAMPLES).split(BATCH):
+        for at in torch.split(torch.randperm(SAMPLES), BATCH):
             one, other = step(at, computed), step(at, lambda at: front(at, tokens[at])[0])
             if epoch:
                 found.append((one[0] / other[0], one[1] / other[1], other[2] / other[0]))

@@ -336,7 +336,8 @@ class Piped(NamedTuple):
                 losses.append(float(engine.train_batch(zip(inputs, wanted, strict=True))))
             seen.append([block.seen for block in blocks])
         misses = 0 if front is None else front.misses
-        engine.eval_batch(zip(values.split(3)[:4], values.split(3)[:4], strict=True))
+        alone = torch.split(values, 3)[:4]
+        engine.eval_batch(zip(alone, alone, strict=True))
         assert front is None or (front.misses == misses and blocks[1].seen > seen[-1][1])
         engine.destroy()
         return losses, seen, misses
