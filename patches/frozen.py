@@ -22,7 +22,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.patches.common import frozen_layers
-from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
+from hybridcomp.patches.common.engine_packages import ENGINES, is_megatron, packages_of
 from hybridcomp.patches.common.frozen_layers import Adapter, Frozen, frozen_of
 
 KEY = {False: "hybridcomp.freeze", True: "hybridcomp.thaw"}
@@ -212,8 +212,4 @@ def adapter_of(engine: Any, key: str) -> Adapter:
 
     if weights.is_engine(engine):
         return ModelLayers(engine)
-    todo = (
-        "expected an engine of DeepSpeed, a model under DistributedDataParallel, or the root of "
-        "fully_shard"
-    )
-    raise ConfigError(key, Shown(type(engine).__name__), todo)
+    raise ConfigError(key, Shown(type(engine).__name__), ENGINES)

@@ -13,8 +13,9 @@ from hybridcomp.elastic.checkpoints import ResumedJob
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import error_exit
 from hybridcomp.log import say
-from hybridcomp.patches.common.engine_packages import is_megatron, packages_of
-from hybridcomp.patches.common.resumed_parts import KEY
+from hybridcomp.patches.common.engine_packages import ENGINES, is_megatron, packages_of
+from hybridcomp.patches.common.first_rank import on_first
+from hybridcomp.patches.common.resumed_parts import KEY, WHAT
 
 if TYPE_CHECKING:
     from hybridcomp.elastic.sampler import ElasticSampler
@@ -55,33 +56,36 @@ def resume(
         todo = "torch.distributed is not up; call resume after the engine was built"
         raise ConfigError(KEY, NOTHING, todo)
     place = Path(folder)
-    if "deepspeed" in packages_of(engine):
-        from hybridcomp.patches.ds import replanned as of_deepspeed
-
-        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if given is not None:
-                raise ConfigError(f"{KEY}: {name}", Shown("one"), "the engine has it; leave it out")
-        found = of_deepspeed.resume(engine, place, sampler, lr)
-    elif is_megatron(engine):
-        from hybridcomp.patches.mcore import replanned as of_megatron
-
-        found = of_megatron.resume(engine, place, optimizer, scheduler, sampler, lr)
-    else:
-        from hybridcomp.patches.torch import replanned as of_torch
-        from hybridcomp.patches.torch import weights
-        from hybridcomp.patches.torch.attach import unwrapped
-
-        model = unwrapped(engine)
-        if not weights.is_engine(model):
-            todo = (
-                "expected an engine of DeepSpeed, a model under DistributedDataParallel, or the "
-                "root of fully_shard"
-            )
-            raise ConfigError(KEY, Shown(type(engine).__name__), todo)
-        found = of_torch.resume(model, place, optimizer, scheduler, sampler, lr)
+    adapter, inner = _adapter(engine)
+    adapter.check(inner, optimizer, scheduler)
+    job, skipped = on_first(lambda beat: adapter.find(place), WHAT)
+    say(*(f"resume: skipped {text}" for text in skipped))
+    found = ResumedJob()
+    if job is not None:
+        found = adapter.resume(inner, job, optimizer, scheduler, sampler, lr)
     say(_told(found, place))
     _freeze_again(engine)
     return found
+
+
+def _adapter(engine: Any) -> tuple[Any, Any]:
+    """Return the module of an engine that finds and loads its checkpoints, and what it loads."""
+    if "deepspeed" in packages_of(engine):
+        from hybridcomp.patches.ds import replanned as of_deepspeed
+
+        return of_deepspeed, engine
+    if is_megatron(engine):
+        from hybridcomp.patches.mcore import replanned as of_megatron
+
+        return of_megatron, engine
+    from hybridcomp.patches.torch import replanned as of_torch
+    from hybridcomp.patches.torch import weights
+    from hybridcomp.patches.torch.attach import unwrapped
+
+    model = unwrapped(engine)
+    if not weights.is_engine(model):
+        raise ConfigError(KEY, Shown(type(engine).__name__), ENGINES)
+    return of_torch, model
 
 
 def _freeze_again(engine: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from hybridcomp.config.parameter import FrozenConfig
 
 #: number of flags in the word that ranks exchange; the sign bit is unused
 FLAGS = 62
+#: shares of up to so many values are hashed together: each alone takes as long as half a megabyte
+SMALL = 1 << 18
 
 
 class KeptWeights:
@@ -51,6 +53,15 @@ def hashes_of(shares: Sequence[Tensor]) -> list[int]:
     """Return a hash of the bits of each 1-D share, of values of 2 or 4 bytes."""
     found = [digest(share.contiguous()) for share in shares]
     return torch.stack(found).tolist() if found else []  # the host waits once
+
+
+def hashes_together(shares: Iterable[Tensor]) -> list[int]:
+    """Return hashes of 1-D shares as ``hashes_of``, but one of all small ones of a dtype."""
+    large: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for share in shares:
+        (small.setdefault(share.dtype, []) if share.numel() <= SMALL else large).append(share)
+    return hashes_of([*large, *map(torch.cat, small.values())])
 
 
 def changed_anywhere(

@@ -84,6 +84,38 @@ def number_of(folder: Path) -> int:
     return int(found[1]) if found else -1
 
 
+def newest_in(
+    place: Path, is_one: Callable[[Path], bool], last: str, read: Callable[[Path], SavedJob]
+) -> Picked:
+    """Return the newest complete checkpoint in ``place``, which may itself be one.
+
+    The one with the largest number at the end of its folder's name; ``last`` is the file that is
+    written once a checkpoint is complete. Raises CheckpointError as ``newest``.
+    """
+    if is_one(place):
+        return newest([place], read)
+    inside = place.iterdir() if place.is_dir() else ()  # nothing exists at a job's first start
+    found = [path for path in inside if path.is_dir() and is_one(path)]
+    found.sort(key=lambda path: (number_of(path), path.name), reverse=True)
+    done = [path for path in found if (path / last).is_file()]
+    job, skipped = newest(done, read)
+    return job, [f"{path} was not finished: it has no {last}" for path in found
+                 if path not in done] + skipped  # fmt: skip
+
+
+def check_shapes(
+    folder: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise CheckpointError where the parameters ``there`` are others than those ``here``."""
+    wrong = [name for name in {*there, *here} if there.get(name) != here.get(name)]
+    if wrong:
+        name = min(wrong)
+        raise CheckpointError(
+            f"{folder} is of another model: {name} is {there.get(name, 'not there')} there and "
+            f"{here.get(name, 'not there')} here; nothing was loaded"
+        )
+
+
 def newest(folders: Iterable[Path], read: Callable[[Path], SavedJob]) -> Picked:
     """Return the first complete checkpoint of ``folders``, and why others were skipped.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridcomp.channels.kept_weights import hashes_of
+from hybridcomp.channels.kept_weights import hashes_together
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.config.error_messages import Shown
@@ -54,6 +56,7 @@ class FrozenFront:
         codec: str = "expcode",
         *,
         host_bytes: int | None = None,
+        in_place: bool = False,
         **settings: Any,
     ) -> None:
         """Begin with nothing kept.
@@ -62,8 +65,10 @@ class FrozenFront:
             blocks: the model's blocks in order, an embedding among them; front first.
             codec: of the kept values. "expcode" keeps them exactly; "blockint" with ``bits=8`` in
                 a quarter of fp32's bytes, within its error; "none" as they are.
-            host_bytes: of the host that this rank may take; None: its share of half of what is
-                free.
+            host_bytes: that this rank may take; None: its share of half of the host's free ones.
+            in_place: for engines that call the blocks themselves, as pipelines do: the first block
+                takes ``(samples, inputs)`` from then on, and the frozen ones pass on what the front
+                returns. Given ``inputs`` alone, the blocks run as before.
             settings: of the codec.
 
         Raises ConfigError for a codec that there is not.
@@ -75,16 +80,31 @@ class FrozenFront:
         self._marks: list[Any] = []
         self._told: set[str] = set()
         self.nbytes = self.hits = self.misses = 0
+        self._passed, self._is_inside = 0, False  # blocks that the pass left out; in a pass of ours
+        if in_place:
+            self._blocks = list(itertools.takewhile(lambda one: isinstance(one, nn.Module), blocks))
+            for place, block in enumerate(self._blocks):
+                block.forward = functools.partial(self._forward, place, block.forward)
+
+    def _forward(self, place: int, forward: Callable[[Any], Any], values: Any) -> Any:
+        """Run a block as the engine calls it, or leave it out (``in_place``)."""
+        if self._is_inside:
+            return forward(values)
+        if place == 0:
+            self._passed = 0
+            if isinstance(values, tuple) and len(values) == 2:
+                self._is_inside = True
+                try:
+                    values, self._passed = self(*values)
+                finally:
+                    self._is_inside = False
+        return values if place < self._passed else forward(values)
 
     @property
     def depth(self) -> int:
         """Return how many blocks from the front on are frozen."""
-        count = 0
-        for block in self._blocks:
-            if any(parameter.requires_grad for parameter in block.parameters()):
-                break
-            count += 1
-        return count
+        trains = (any(one.requires_grad for one in block.parameters()) for block in self._blocks)
+        return next(itertools.compress(itertools.count(), trains), len(self._blocks))
 
     def free(self) -> None:
         """Free all kept outputs."""
@@ -119,7 +139,7 @@ class FrozenFront:
             starts = agreed or starts
         if anew:
             self._drop()
-        rows: list[Tensor | None] = [None] * len(numbers)
+        rows: dict[int, Tensor] = {}
         for start in sorted(set(starts)):
             places = [place for place, one in enumerate(starts) if one == start]
             values: Sequence[Tensor]
@@ -129,9 +149,8 @@ class FrozenFront:
             else:
                 values = self._run(start, depth, [numbers[p] for p in places], inputs[places])
                 self.misses += len(places)
-            for place, value in zip(places, values, strict=True):
-                rows[place] = value
-        return torch.stack([row for row in rows if row is not None]), depth
+            rows.update(zip(places, values, strict=True))
+        return torch.stack([rows[place] for place in range(len(numbers))]), depth
 
     def _run(self, start: int, depth: int, numbers: list[int], inputs: Tensor) -> Sequence[Tensor]:
         """Return the outputs of the blocks from ``start`` on, and keep them."""
@@ -209,12 +228,9 @@ class FrozenFront:
 
 def _mark(block: nn.Module) -> list[int]:
     """Return sums of the bits of a block's weights, which show whether they have changed."""
-    shares: list[Tensor] = []
-    for value in (*block.parameters(), *block.buffers()):
-        own = _own(value)
-        if own.dtype in VALUE_DTYPES and own.numel():
-            shares.append(own.detach().reshape(-1))
-    return hashes_of(shares)
+    own = [_own(value) for value in (*block.parameters(), *block.buffers())]
+    held = [one for one in own if one.dtype in VALUE_DTYPES and one.numel()]
+    return hashes_together(one.detach().reshape(-1) for one in held)
 
 
 def _own(value: Any) -> Tensor:

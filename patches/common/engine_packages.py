@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+#: what ``resume`` and ``freeze`` take, megatron-core's aside
+ENGINES = (
+    "expected an engine of DeepSpeed, a model under DistributedDataParallel, or the root of "
+    "fully_shard"
+)
+
 
 def packages_of(engine: Any) -> set[str]:
     """Return the top-level packages that define the classes of ``engine``, such as "deepspeed"."""

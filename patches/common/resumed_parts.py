@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic.checkpoints import SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.log import say
@@ -42,9 +41,17 @@ def whole_index(folder: Path) -> Metadata:
     return index
 
 
-def say_skipped(skipped: Iterable[str]) -> None:
-    """Print the names of the checkpoints that were skipped because they are incomplete."""
-    say(*(f"resume: skipped {text}" for text in skipped))
+def check_optimizer(optimizer: Any, whose: str) -> None:
+    """Raise ConfigError where the script has given no optimizer."""
+    if optimizer is None:
+        todo = f"give {whose}: hybridcomp.resume(model, folder, optimizer=optimizer)"
+        raise ConfigError(f"{KEY}: optimizer", NOTHING, todo)
+
+
+def say_dropped(folder: Path) -> None:
+    """Print that this job drops the residuals in ``folder``."""
+    say(f"WARNING: {folder} is of a compressed run, and this job has no block: what error "
+        "feedback held back is dropped")  # fmt: skip
 
 
 def check_sampler(sampler: Any, job: SavedJob, samples: int | None = None) -> None:

@@ -25,7 +25,7 @@ from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.patches.common.first_rank import on_first
-from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
+from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, scale
 from hybridcomp.patches.ds import conversion
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -174,12 +174,21 @@ def _samples(
     return samples // steps if steps and samples and samples % steps == 0 else None
 
 
-def resume(engine: Any, place: Path, sampler: Any, lr: str | None) -> ResumedJob:
+def check(engine: Any, optimizer: Any, scheduler: Any) -> None:
+    """Refuse before any checkpoint is read. Raises ConfigError."""
+    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if given is not None:
+            raise ConfigError(f"{KEY}: {name}", Shown("one"), "the engine has it; leave it out")
+    if type(engine.optimizer).__name__ == "BF16_Optimizer" and not engine.zero_optimization():
+        # it takes the states of its own rank for those of all ranks
+        todo = "DeepSpeed cannot load what it saves of one; take ZeRO 1, whose it can"
+        raise ConfigError(KEY, Shown("a pipeline in bf16 without ZeRO"), todo)
+
+
+def resume(
+    engine: Any, job: SavedJob, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
+) -> ResumedJob:
     """See ``hybridcomp.resume``."""
-    job, skipped = on_first(lambda beat: find(place), WHAT)
-    say_skipped(skipped)
-    if job is None:
-        return ResumedJob()
     replicas, parts = int(engine.seq_dp_world_size), int(engine.mp_world_size)
     is_moved = (replicas, parts) != (job.replicas, job.parts)
     _check_layout(engine, job, parts, is_moved)
@@ -238,18 +247,10 @@ def _check_model(engine: Any, job: SavedJob) -> None:
         name: tuple(getattr(one, "ds_shape", one.shape))
         for name, one in engine.module.named_parameters()
     }
-    saved_shapes = job.shapes
-    if not saved_shapes:
-        return  # in a pipeline without ZeRO DeepSpeed itself compares the layers
-    wrong = [name for name, shape in here.items() if saved_shapes.get(name) != shape]
-    if not job.is_pipeline and job.zero:
-        wrong += [name for name in saved_shapes if name not in here]
-    if wrong:
-        name = min(wrong)
-        raise CheckpointError(
-            f"{job.folder} is of another model: {name} is {saved_shapes.get(name, 'not there')} "
-            f"there and {here.get(name, 'not there')} here; nothing was loaded"
-        )
+    is_whole = not job.is_pipeline and job.zero
+    there = {name: shape for name, shape in job.shapes.items() if is_whole or name in here}
+    if job.shapes:  # in a pipeline without ZeRO DeepSpeed itself compares the layers
+        checkpoints.check_shapes(job.folder, there, here)
 
 
 @contextlib.contextmanager

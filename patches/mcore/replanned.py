@@ -15,19 +15,18 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import checkpoint, checkpoint_note
-from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
 from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
-from hybridcomp.log import say
-from hybridcomp.patches.common.first_rank import on_first
 from hybridcomp.patches.common.resumed_parts import (
     KEY,
     WHAT,
+    check_optimizer,
     check_sampler,
-    say_skipped,
+    say_dropped,
     scale,
     whole_index,
 )
@@ -49,24 +48,16 @@ SAVE = (
 
 def is_here(place: Path) -> bool:
     """Return whether ``place`` is a checkpoint of Megatron, or a folder of some."""
-    return any((path / COMMON).is_file() for path in (place, *place.iterdir()))
+    return any(map(_is_one, (place, *place.iterdir())))
+
+
+def _is_one(folder: Path) -> bool:
+    return (folder / COMMON).is_file()
 
 
 def find(place: Path) -> checkpoints.Picked:
-    """Return the newest whole checkpoint in ``place``, which may be one itself.
-
-    Its folder has the largest number at the end of its name. Raises CheckpointError if none is
-    whole.
-    """
-    if (place / COMMON).is_file():
-        return checkpoints.newest([place], read)
-    inside = place.iterdir() if place.is_dir() else ()  # a job's first start
-    found = [path for path in inside if (path / COMMON).is_file()]
-    found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
-    done = [path for path in found if (path / LAST).is_file()]
-    job, skipped = checkpoints.newest(done, read)
-    return job, [f"{path} was not finished: it has no {LAST}" for path in found
-                 if path not in done] + skipped  # fmt: skip
+    """Return the newest complete checkpoint in ``place``. Raises CheckpointError."""
+    return checkpoints.newest_in(place, _is_one, LAST, read)
 
 
 def read(folder: Path) -> SavedJob:
@@ -96,24 +87,21 @@ def read(folder: Path) -> SavedJob:
     )  # fmt: skip
 
 
+def check(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Refuse before any checkpoint is read. Raises ConfigError."""
+    check_optimizer(optimizer, "Megatron's")
+
+
 def resume(
-    model: Any, place: Path, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
+    model: Any, job: SavedJob, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
 ) -> ResumedJob:
     """See ``hybridcomp.resume``."""
-    if optimizer is None:
-        todo = "give Megatron's: hybridcomp.resume(model, folder, optimizer=optimizer)"
-        raise ConfigError(f"{KEY}: optimizer", NOTHING, todo)
     chunks = [_unwrapped(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
-    job, skipped = on_first(lambda beat: find(place), WHAT)
-    say_skipped(skipped)
-    if job is None:
-        return ResumedJob()
     session = process.own_session()
     if session is not None:
         _check_layout(session, job)
     elif job.settings["groups"] is not None:
-        say(f"WARNING: {job.folder} is of a compressed run, and this job has no block: what error "
-            "feedback held back is dropped")  # fmt: skip
+        say_dropped(job.folder)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
     wanted = _sharded(chunks, optimizer, job)
@@ -190,17 +178,11 @@ def _check_model(job: SavedJob, wanted: Mapping[str, Any]) -> None:
     """Raise CheckpointError where the checkpoint has other weights."""
     from megatron.core.dist_checkpointing import ShardedTensor, load_tensors_metadata
 
-    there = load_tensors_metadata(str(job.folder))
-    for name, part in wanted.items():
-        for one in part.values() if name != "optimizer" else ():
-            if not isinstance(one, ShardedTensor):
-                continue
-            shape = None if one.key not in there else tuple(there[one.key].global_shape)
-            if shape != tuple(one.global_shape):
-                raise CheckpointError(
-                    f"{job.folder} is of another model: {one.key} is {shape or 'not there'} there "
-                    f"and {tuple(one.global_shape)} here; nothing was loaded"
-                )
+    parts = [one for name, part in wanted.items() if name != "optimizer" for one in part.values()]
+    here = {one.key: tuple(one.global_shape) for one in parts if isinstance(one, ShardedTensor)}
+    there = {key: tuple(one.global_shape) for key, one in
+             load_tensors_metadata(str(job.folder)).items() if key in here}  # fmt: skip
+    checkpoints.check_shapes(job.folder, there, here)
 
 
 def _load(

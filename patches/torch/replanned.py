@@ -14,21 +14,20 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map
 
-from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
 from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.elastic.freezing import plain
-from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved
-from hybridcomp.log import say
-from hybridcomp.patches.common.first_rank import on_first
 from hybridcomp.patches.common.resumed_parts import (
     INDEX,
     KEY,
     WHAT,
+    check_optimizer,
     check_sampler,
-    say_skipped,
+    say_dropped,
     scale,
     whole_index,
 )
@@ -55,21 +54,8 @@ def _is_one(folder: Path) -> bool:
 
 
 def find(place: Path) -> checkpoints.Picked:
-    """Return the newest whole checkpoint in ``place``, which may be one itself.
-
-    Its folder has the largest number at the end of its name. torch writes its index last, so a
-    checkpoint without an index is unfinished. Raises CheckpointError if none is whole.
-    """
-    if _is_one(place):
-        return checkpoints.newest([place], read)
-    # the folder does not exist at a job's first start
-    inside = place.iterdir() if place.is_dir() else ()
-    found = [path for path in inside if path.is_dir() and _is_one(path)]
-    found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
-    done = [path for path in found if (path / INDEX).is_file()]
-    job, skipped = checkpoints.newest(done, read)
-    return job, [f"{path} was not finished: it has no {INDEX}" for path in found
-                 if path not in done] + skipped  # fmt: skip
+    """Return the newest complete checkpoint in ``place``. Raises CheckpointError."""
+    return checkpoints.newest_in(place, _is_one, INDEX, read)
 
 
 def read(folder: Path) -> SavedJob:
@@ -86,17 +72,15 @@ def read(folder: Path) -> SavedJob:
     return SavedJob(folder, step, replicas=ranks or None, shapes=shapes, files=tuple(known))
 
 
+def check(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Refuse before any checkpoint is read. Raises ConfigError."""
+    check_optimizer(optimizer, "the model's")
+
+
 def resume(
-    model: Any, place: Path, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
+    model: Any, job: SavedJob, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
 ) -> ResumedJob:
     """See ``hybridcomp.resume``."""
-    if optimizer is None:
-        todo = "give the model's: hybridcomp.resume(model, folder, optimizer=optimizer)"
-        raise ConfigError(f"{KEY}: optimizer", NOTHING, todo)
-    job, skipped = on_first(lambda beat: find(place), WHAT)
-    say_skipped(skipped)
-    if job is None:
-        return ResumedJob()
     tops = {name.partition(".")[0] for name in job.files}
     for name, part in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, scheduler)):
         if part is not None and name not in tops:
@@ -107,7 +91,9 @@ def resume(
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
     with _never_stepped(model, job):
         weights, states = get_state_dict(model, optimizer)
-    _, problem = saved.attempt(lambda: _check_model(job, weights))
+    here = {name: tuple(one.shape) for name, one in weights.items()
+            if isinstance(one, torch.Tensor)}  # fmt: skip
+    _, problem = saved.attempt(lambda: checkpoints.check_shapes(job.folder, job.shapes, here))
     saved.all_well(problem, WHAT)
     # read into copies: an error midway leaves the model as it was
     state: dict[str, Any] = tree_map(
@@ -118,8 +104,7 @@ def resume(
     if attached is not None:
         state[OURS] = AtCheckpoint(attached, job.folder)
     elif OURS in tops:
-        say(f"WARNING: {job.folder} is of a compressed run, and this job has no block: what error "
-            "feedback held back is dropped")  # fmt: skip
+        say_dropped(job.folder)
     if scheduler is not None:
         state[SCHEDULER] = scheduler
     load(state, checkpoint_id=job.folder)
@@ -167,16 +152,3 @@ def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:
     load(state, checkpoint_id=job.folder, no_dist=alone)
     found = state[SAMPLER]
     return replace(job, sampler=found, samples=found.get("samples"), trained=found.get("trained"))
-
-
-def _check_model(job: SavedJob, weights: dict[str, Any]) -> None:
-    """Raise CheckpointError where the checkpoint has other parameters."""
-    here = {name: tuple(one.shape) for name, one in weights.items()
-            if isinstance(one, torch.Tensor)}  # fmt: skip
-    for name in sorted({*here, *job.shapes}):
-        if here.get(name) != job.shapes.get(name):
-            raise CheckpointError(
-                f"{job.folder} is of another model: {name} is "
-                f"{job.shapes.get(name, 'not there')} there and {here.get(name, 'not there')} "
-                "here; nothing was loaded"
-            )

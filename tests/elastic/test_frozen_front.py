@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hybridcomp
+from hybridcomp.channels.kept_weights import SMALL, hashes_together
 from hybridcomp.errors import ConfigError
 from tests.elastic.jobs import Case, build_deepspeed, loss_of, settings
 from tests.patches.torch.trainer import forget
@@ -136,6 +137,19 @@ def test_weights_that_change_or_train_again_free_what_is_kept(
     blocks.requires_grad_(True)
     passed, depth = front(range(BATCH), values[:BATCH])
     assert depth == 0 and torch.equal(passed, values[:BATCH]) and front.nbytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_change_of_any_weight_shows_in_the_hashes_of_all(dtype: torch.dtype) -> None:
+    shares = [torch.ones(size, dtype=dtype) for size in (1, 7, SMALL, SMALL + 5)]
+    shares.append(torch.ones(3, dtype=torch.float16))
+    found = [hashes_together(shares)]
+    for share in shares:
+        share[-1] = 2.0
+        found.append(hashes_together(shares))
+    assert len(set(map(tuple, found))) == len(found) == len(shares) + 1
+    assert [len(one) for one in found] == [3] * len(found)  # the small ones of a dtype are one
+    assert hashes_together(shares) == found[-1]
 
 
 def test_the_least_recently_used_go_where_the_host_is_full(
@@ -282,3 +296,67 @@ def test_a_block_that_is_gathered_with_others_is_refused() -> None:
             "hybridcomp.FrozenFront: found a block that FSDP2 gathers with others; call "
             "fully_shard on it, so that it can run without the others"
         ]
+
+
+class Piped(NamedTuple):
+    """A pipeline whose first stage is frozen, wholly or in half."""
+
+    stage: int
+    whole: bool
+    dtype: str = "fp32"
+    recomputes: bool = False
+
+    def train(self, codec: str | None) -> tuple[list[float], list[list[int]], int]:
+        """Train three epochs: losses, samples that blocks have seen by epoch, samples not kept."""
+        import deepspeed
+        from deepspeed.pipe import LayerSpec, PipelineModule
+
+        case = Case("pipe" if self.stage else "pipe0", stages=2, dtype=self.dtype)
+        build_deepspeed(case).destroy()  # which has the patches installed, and joins the group
+        torch.manual_seed(dist.get_rank())
+        model: Any = PipelineModule(
+            [LayerSpec(Counted) for _ in range(4)], num_stages=2, loss_fn=loss_of,
+            partition_method="uniform", activation_checkpoint_interval=int(self.recomputes),
+        )  # fmt: skip
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=settings(
+                case, train_batch_size=12, train_micro_batch_size_per_gpu=3,
+            ),
+        )  # fmt: skip
+        hybridcomp.freeze(engine, ["0", "1"] if self.whole else ["0"])
+        blocks, front = engine.module.forward_funcs, None
+        if codec is not None and engine.is_first_stage():
+            front = hybridcomp.FrozenFront(blocks, codec, in_place=True)
+        values, losses, seen = case.cast(data()), [], []
+        for _ in range(3):
+            for at in torch.split(torch.arange(SAMPLES), 12):
+                inputs = [values[one] if codec is None else (one, values[one])
+                          for one in torch.split(at, 3)]  # fmt: skip
+                wanted = [values[one].roll(1, 1) for one in torch.split(at, 3)]
+                losses.append(float(engine.train_batch(zip(inputs, wanted, strict=True))))
+            seen.append([block.seen for block in blocks])
+        misses = 0 if front is None else front.misses
+        alone = torch.split(values, 3)[:4]
+        engine.eval_batch(zip(alone, alone, strict=True))
+        assert front is None or (front.misses == misses and blocks[1].seen > seen[-1][1])
+        engine.destroy()
+        return losses, seen, misses
+
+
+def pipelines(cases: list[Piped]) -> list[Any]:
+    """Each without a front and with one."""
+    return [[one.train(codec) for codec in (None, "expcode")] for one in cases]
+
+
+def test_a_pipeline_passes_over_its_front() -> None:
+    pytest.importorskip("deepspeed")
+    cases = [Piped(0, True), Piped(1, True, "bf16"), Piped(1, False), Piped(0, False, "fp16", True)]
+    first, second = run_ranks(2, pipelines, cases)
+    for case, front, behind in zip(cases, first, second, strict=True):
+        (losses, every, _), (kept, seen, misses) = front
+        assert losses == kept and losses[-1] < losses[0]  # to the last bit
+        assert behind[0] == behind[1] and misses == SAMPLES
+        assert [epoch[0] for epoch in seen] == [SAMPLES] * 3 < [epoch[0] for epoch in every]
+        assert [epoch[1] for epoch in seen] == (
+            [SAMPLES] * 3 if case.whole else [e[1] for e in every]
+        )

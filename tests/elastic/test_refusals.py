@@ -183,6 +183,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(saved: P
         assert "is of another model: 0.down is (16, 48) there and (16, 64) here" in text
 
 
+def test_a_pipeline_in_bf16_without_zero_is_refused_before_it_trains(tmp_path: Path) -> None:
+    case = Case("pipe0", stages=2, dtype="bf16")
+    for (one,) in run_ranks(2, run, [case], str(tmp_path), 4):
+        assert one.refused == (
+            "ConfigError: hybridcomp.resume: found a pipeline in bf16 without ZeRO; DeepSpeed "
+            "cannot load what it saves of one; take ZeRO 1, whose it can"
+        )
+    assert not list((tmp_path / case.name).iterdir())
+
+
 def test_replan_writes_what_goes_on(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
