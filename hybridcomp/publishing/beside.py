@@ -1,8 +1,8 @@
 """Write versions to a folder in the background: each rank's thread copies, encodes and writes.
 
-1. ``publish(wait=False)``, on the caller's thread: the ranks agree, and the thread begins. 2. The
-thread copies the weights; the next optimizer step, which changes them, waits for the copy. Then it
-encodes and writes this rank's part.
+1. ``publish(wait=False)``, on the caller's thread: the ranks agree, and the thread begins.
+2. The thread copies the weights; the next optimizer step, which changes them, waits for the copy.
+   Then the thread encodes and writes this rank's part.
 3. The thread of rank 0 waits until the parts of all ranks are in the folder, and writes the
    manifest: the version is readable.
 4. The next ``publish`` completes the version, or raises one rank's failure on all ranks.

@@ -81,7 +81,7 @@ class PartEncoder:
         self._is_due = False  # whether that snapshot begins, or never comes
 
     def make_room(self) -> None:
-        """Have memory for the first snapshot, in a thread; ``begin_snapshot`` ends it."""
+        """Start a thread that allocates the first snapshot; ``begin_snapshot`` waits for it."""
         if self._maker is None and not self._is_due:
             # an error, as of memory, will be that of the snapshot
             work, name = partial(saved.attempt, self._make_room), "hybridcomp memory for versions"

@@ -116,7 +116,7 @@ def gso_nbytes(rate: int) -> int:
 
 
 def shaping(namespace: str, interface: str, rate: int) -> list[list[str]]:
-    """Return the commands that shape what leaves through ``interface``.
+    """Return the commands that limit the traffic leaving through ``interface``.
 
     tbf with a bucket of two packets of ``gso_nbytes``, or BURST_S where that is more: a packet that
     does not fit into the bucket would be cut up by the kernel, and a smaller bucket misses the rate

@@ -32,7 +32,7 @@ COPY_NBYTES: dict[str, float] = {"native": 2.0, "exact": 2.0, "bits8": 33 / 32}
 
 @dataclass(frozen=True)
 class JobTraffic:
-    """A job of data-parallel ranks, as far as its bits between nodes depend on it.
+    """The settings of a data-parallel job that decide how many bits it sends between nodes.
 
     Attributes:
         stage: of ZeRO.
@@ -85,7 +85,7 @@ class JobTraffic:
         return self._total(self._whole_sums, 8.0 * self.dtype.itemsize)
 
     def _total(self, sums: float, moved: float) -> float:
-        """Return bits of a step with ``sums`` bits a reduction and ``moved`` bits a gather."""
+        """Return the bits of a step: a reduction takes ``sums`` bits, a gather ``moved``."""
         trained = (1 - self.frozen) * (self.reductions * sums + self.gathers * moved)
         held = 0 if self.frozen_kept else self.frozen_gathers
         return trained + self.frozen * held * moved

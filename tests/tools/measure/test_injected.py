@@ -100,7 +100,7 @@ def unwritten(path: str) -> tuple[int, str]:
         raise OSError(28, "No space left on device", path)
 
     with (
-        mock.patch.object(command, "measure", return_value=None),
+        mock.patch.object(command, "measure", return_value=Cluster(cluster_ranks(2))),
         mock.patch.object(command, "lines", return_value=[]),
         mock.patch.object(command, "missing", return_value=[]),
         mock.patch.object(cluster_file, "write", full), contextlib.redirect_stderr(told),

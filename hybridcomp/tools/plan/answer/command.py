@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _moved(options: argparse.Namespace, best: Plan, whole: Model, cluster: Cluster) -> str | None:
-    """Return what the layout of a job that froze nothing would cost now, if it differs."""
+    """Return a note on the best layout of the unfrozen model, if it differs from ``best``."""
     before = _search(options, whole, cluster)
     if not before.plans:
         return f"with nothing frozen there is no plan: {before.reason}"

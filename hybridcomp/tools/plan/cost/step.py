@@ -169,7 +169,7 @@ class Step:
 
 
 def sample(layout: Layout) -> tuple[int, int]:
-    """Return how many micro-batches to simulate, and how many to add to find the slope of the rest.
+    """Return how many micro-batches to simulate first, and how many more give the seconds of each.
 
     1F1B is steady in between: every ``stages`` micro-batches more take the same time. The second
     number is 0 where the whole step is simulated. With slices every micro-batch takes the same.

@@ -23,7 +23,7 @@ from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
 
 Items = tuple[Item, ...]
-#: what crosses nodes with a secondary copy, and what is gathered of one inside a node
+#: codecs with a secondary copy: of messages between nodes, and of gathers inside a node
 STEPS = Choice.of("stepcode")
 #: how frozen weights are kept
 KEPT = Choice.of("expcode")

@@ -138,7 +138,7 @@ def _block_work(model: DecoderSizes, shape: BatchShape) -> float:
 
 
 def _messages(model: DecoderSizes, shape: BatchShape, sparse: bool) -> tuple[Messages, Messages]:
-    """Return messages of forward and backward: sums behind attention and MLP, then before both."""
+    """Return the messages of forward (behind attention and MLP) and backward (before them)."""
     if shape.mesh > 1:
         between = [model.intermediate] * (2 if model.gated else 1)
         return mesh.block(shape, model.hidden, model.query, model.keys, between)

@@ -107,7 +107,7 @@ class TracedModel:
         return 0.0
 
     def refuses(self, shape: BatchShape) -> str | None:
-        """Say why the model cannot be cut into ``shape``: traced layers cannot be cut; or None."""
+        """Say why ``shape`` cuts layers, which traced layers do not allow; None if it does not."""
         for name in ("tensor", "context", "expert", "mesh", "slices"):
             if getattr(shape, name) > 1:
                 return f"{name} {getattr(shape, name)}: only models of known layers are cut so"

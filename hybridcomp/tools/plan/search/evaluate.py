@@ -21,7 +21,7 @@ from hybridcomp.tools.plan.search.budget import AllowedChoices
 
 #: seconds of an option by stage (serial, coding, link), then the bytes that it keeps
 Costs = tuple[float, ...]
-#: what ``dp.accumulate`` is about
+#: the messages that ``dp.accumulate`` changes
 SUMS: frozenset[Key] = frozenset({("dp", "forward")})
 #: combinations of choices that are simulated for one layout
 MOST = 64

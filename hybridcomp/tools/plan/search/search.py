@@ -151,9 +151,9 @@ class _Search:
 
 
 def _family(layout: Layout) -> Layout:
-    """Return the key of one entry of the ranking: no cuts, recomputation, levels, slice lengths.
+    """Return ``layout`` without the fields in which layouts of one ranking entry may differ.
 
-    Nor how memory is divided.
+    These are cuts, recomputed layers, levels, lengths of slices, and how memory is divided.
     """
     slices, rest = (1, 1) if layout.slices else (), {"ratio": 1.0, "drive": 0.0, "knobs": ()}
     return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices, **rest)
