@@ -144,8 +144,9 @@ def _row(found: Mapping[str, Any]) -> MeasuredRow:
         raise ValueError("columns")
     if not all(math.isfinite(one) and one > 0 for one in flat):
         raise ValueError("seconds")
-    words = [str(found[name]) for name in ("how", "codec", "dtype")]
-    return MeasuredRow(*words, int(found["levels"]), numels, *columns)
+    how, codec, dtype = (str(found[name]) for name in ("how", "codec", "dtype"))
+    levels, (native_s, coded_s) = int(found["levels"]), columns
+    return MeasuredRow(how, codec, dtype, levels, numels, native_s, coded_s)
 
 
 def write(path: Path, hosts: Sequence[str], rows: Sequence[MeasuredRow], written: float) -> str:
