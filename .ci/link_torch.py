@@ -23,7 +23,7 @@ def closure(name: str) -> Iterator[Distribution]:
         try:
             found = distribution(name)
         except PackageNotFoundError:
-            continue  # of another platform, or optional
+            continue  # needed on another platform only, or optional
         yield found
         requirements = map(Requirement, found.requires or ())
         waiting += [

@@ -305,7 +305,7 @@ def publish(
             next one then raises PublishError.
         as_: "fp8" (E4M3 in blocks of 128 x 128) or "mxfp8" (in blocks of 32) for matrices that
             engines hold in 8 bits; None: 16 bits. The block's key is ``as``.
-        lora: of a model of PEFT, "adapters" alone under the names of PEFT's checkpoints, or
+        lora: for a PEFT model, "adapters" alone under the names of PEFT's checkpoints, or
             "merged" with their base under its names; None: as they are.
 
     Raises ConfigError where the engine's weights or the destination do not fit.

@@ -1,4 +1,4 @@
-"""Describe each dimension of parallelism in one row: what it sends, when it is timed, and for whom.
+"""Describe each dimension of parallelism in one row: its messages, timing and engines.
 
 Policy, block, presets, rules, ledger, planner and pages read these rows. A new dimension is a name
 in ``Dimension``, a row in ``ROWS`` and the seams that send its messages;
@@ -53,8 +53,8 @@ class DimensionRow:
     """One dimension of parallelism.
 
     Attributes:
-        about: what its messages are; a sentence of the block's schema and pages.
-        operation: how upstream sends them.
+        about: description of its messages, a sentence of the block's schema and pages.
+        operation: upstream's operation for them.
         settings: which keys it has in the block.
         directions: the directions, or kinds, that have codecs and counters of their own.
         apart: the directions that are native unless they name a codec of their own.
@@ -221,7 +221,7 @@ KEYS: tuple[Key, ...] = tuple((name, way) for name, row in ROWS.items() for way 
 ONE_WAY = tuple(name for name, row in ROWS.items() if row.one_way)
 #: dimensions whose codec is compared with native message by message
 MEASURED = tuple(name for name, row in ROWS.items() if row.timed not in (None, "in real steps"))
-#: those of MEASURED that are compared before the first step
+#: dimensions of MEASURED that are compared before the first step
 MEASURED_EARLY = tuple(name for name, row in ROWS.items() if row.timed == "at start-up")
 #: dimensions whose messages go from rank to rank
 BETWEEN_RANKS = tuple(name for name, row in ROWS.items() if row.between_ranks)

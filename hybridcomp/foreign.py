@@ -32,7 +32,7 @@ from urllib.parse import unquote, urlsplit
 TOO_DEEP = "nested too deeply"
 #: longest key, with its escapes, that YAML can parse
 LONGEST_KEY = 1000
-#: most characters shown of a name, and of a sentence
+#: maximum characters shown of a name, and of a sentence
 MOST, SENTENCE = 200, 2000
 #: Unicode categories that no folder name may contain: controls, direction marks and other invisible
 #: characters, surrogates, line and paragraph separators, except for the two joiners of letters
@@ -79,7 +79,7 @@ def folder_path(text: str) -> Path:
 def parsed_yaml(text: str) -> Any:
     """Parse YAML without Python tags. Raises ValueError in one line."""
     try:
-        import yaml  # yaml is a dependency of GPT-NeoX, whose files these are
+        import yaml  # yaml is a dependency of GPT-NeoX, the source of these files
     except ImportError:
         raise MissingPackage("pyyaml") from None
     try:
@@ -162,7 +162,7 @@ def fenced(text: object) -> list[str]:
 
 
 def picture(text: object) -> str:
-    """Escape ``text`` for a label of matplotlib, keeping lines: a dollar sign starts no formula.
+    """Escape ``text`` for a label of matplotlib, keeping lines; dollar signs do not start formulas.
 
     Adds a space before a leading underscore, which would keep a label out of the legend.
     """

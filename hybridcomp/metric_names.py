@@ -81,7 +81,7 @@ CONFIG_BLOCK, CONFIG_RUN, CONFIG_CODECS = "compression", "run", "codecs"
 
 #: units by the ending of a figure's name
 UNITS = {"ms": " ms", "MB": " MB", "gbps": " Gb/s"}
-#: words for figures whose names are not words
+#: descriptions of figures whose names are not words
 WORDS = {
     "meet_wait": "waited for others", "full_versions": "of them in full", "wire": "sent",
     "raw_versions": "of them without a codec", "bits_per_weight": "bits a weight",
@@ -102,7 +102,7 @@ def trainer_name(event: str) -> str:
 
 
 def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
-    """Return ``(dimension, direction, figure)`` of a name; None for names of other things."""
+    """Return ``(dimension, direction, figure)`` of a name; None for other names."""
     parts = name.removeprefix(prefix).split("/")
     if not name.startswith(prefix) or len(parts) not in (2, 3):
         return None

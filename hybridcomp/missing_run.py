@@ -89,7 +89,7 @@ def _has_block(file: str) -> bool:
     try:
         whole = read_source(file)
     except ConfigError:
-        return False  # whoever reads the file reports its errors
+        return False  # the reader of the file reports its errors
     if BLOCK not in whole and os.environ.get(CONFIG) != file:
         return False
     try:

@@ -53,11 +53,11 @@ def train_draft(
         kind: "glide" looks at the keys and values of the target's top layers, "plain" has a wider
             MLP instead; "better" trains both and keeps the one that agrees more often with the
             target on the held-out sequences.
-        layers, width: of the draft; width None: half of the heads' widths of the target together.
+        layers, width: the draft's; width None: half the total width of the target's heads.
         loss: "target" learns the target's distribution, "text" the next token.
         lr: highest learning rate.
-        rope_base: of the target's rotation by position (in halves, as in Llama and GPT-NeoX).
-        seed: of the draft's weights.
+        rope_base: the target's base of rotary positions (in halves, as in Llama and GPT-NeoX).
+        seed: seed of the draft's weights.
 
     Returns the draft. Raises ConfigError and PeerError as ``generate``.
     """

@@ -49,8 +49,8 @@ class FreezeSchedule:
                 In a pipeline names of all stages.
             alpha: share of the blocks that train which a decision may freeze, above 0, below 1.
             every: optimizer steps from one decision to the next.
-            norms: whether gradients have a say; False: as the authors' code, the share alone.
-            most: blocks that are frozen at most; None: all but one.
+            norms: whether gradient norms count; False: only the share, as in the authors' code.
+            most: most blocks that are frozen; None: all but one.
             steps: in place of ``every``: by optimizer step, how many blocks are frozen from then.
 
         Raises ConfigError where these do not fit.
@@ -163,7 +163,9 @@ class FreezeSchedule:
         return [float(value) ** 0.5 for value in total.tolist()]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps so far; the engine's checkpoint has what is frozen."""
+        """Return the number of steps so far; the engine's checkpoint holds the set of frozen
+        parameters.
+        """
         return {"taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

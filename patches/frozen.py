@@ -34,8 +34,7 @@ def freeze(engine: Any, what: What) -> tuple[str, ...]:
     """Stop training some parameters, from the next step on; every rank calls it between two steps.
 
     They stay exactly as they are, at any stage of ZeRO; their gradients are neither made nor sent.
-    What error feedback held back of them is dropped, and its norm said; their optimizer state
-    stays.
+    Their residuals are dropped, with a message on their norm; their optimizer state stays.
 
     Args:
         engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of

@@ -42,24 +42,24 @@ def generate(
     Args:
         engine: a DeepSpeed engine of a PipelineModule, or of a SlicedStage (token slices), whose
             attention layers take ``past`` (``docs/generation.md``).
-        prompts: ids of each, 1-D.
+        prompts: token ids of each prompt, 1-D.
         tokens: most tokens of an answer.
-        in_flight: batches under way; None: what the block says.
+        in_flight: batches under way; None: the block's value.
         samples: answers to each prompt, side by side in the result.
         stop: tokens, or runs of tokens, behind which an answer ends; they are its last tokens.
-        temperature: of sampling; 0 takes the most likely token.
+        temperature: temperature of sampling; 0 takes the most likely token.
         top_k, top_p: sample among so many most likely tokens (0: all), and among the fewest that
             have the probability ``top_p`` together.
-        seed: of sampling; answers do not depend on the number of stages and ranks.
-        figures: adds up what this rank does.
-        draft: what ``train_draft`` returned, for temperature 0; experimental (``docs/drafts.md``).
+        seed: seed of sampling; answers do not depend on the number of stages and ranks.
+        figures: counters of this rank's work, added to.
+        draft: a draft of ``train_draft``, for temperature 0; experimental (``docs/drafts.md``).
         cape: whether a draft gives more candidates where it is unsure; "auto" takes the faster way.
         drafted: adds up what drafts save, on the last stage.
 
     Returns the answers, int64 (n,) each on the CPU, on every rank of the replica.
 
-    Raises on every rank ConfigError for what cannot be answered, AgreementError where ranks of a
-    replica were called differently, PeerError that names a rank that has failed.
+    Raises on every rank: ConfigError for prompts that cannot be answered, AgreementError if ranks
+    of a replica have different arguments, PeerError that names a failed rank.
     """
     with together(KEY):
         stage = stage_of(engine)
@@ -82,7 +82,7 @@ def generate(
 def rollout(engine: Any, tokenizer: Any, *, seed: int = 0) -> Any:
     """Return a ``RolloutEngine`` of DeepSpeed's that generates as ``generate`` does.
 
-    ``tokenizer``: the model's own, with a pad or an EOS token. ``seed``: of sampling; every call
+    ``tokenizer``: the model's, with a pad or an EOS token. ``seed``: seed of sampling; every call
     and every replica draws other numbers. Raises ConfigError as ``generate`` does.
     """
     stage_of(engine)

@@ -28,9 +28,9 @@ def publish(
     lora: str | None,
     **options: Any,
 ) -> Publisher:
-    """Implement ``hybridcomp.publish``, which describes the ``options``.
+    """Implement ``hybridcomp.publish``, whose docstring describes the ``options``.
 
-    A destination that this rank alone refuses is told to all ranks, which raise its error.
+    If only this rank refuses a destination, all ranks raise its error.
     """
     if not 0 < still_s <= MOST_STILL_S:
         todo = f"expected seconds, above 0 and at most {MOST_STILL_S:g}"

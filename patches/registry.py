@@ -64,7 +64,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 #: packages whose name another upstream shares -> whether this process has the right one
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
 
-#: packages that a job may have and not need: where their patches do not fit, UNFIT keeps the reason
+#: packages that a job may have without needing them: if their patches do not fit, UNFIT has the
+#: reason
 OPTIONAL = frozenset(
     {
         "transformer_engine.pytorch",
@@ -117,7 +118,7 @@ def compressed() -> list[tuple[str, str, str]]:
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
     found += attach.rows()  # torch's own engines have slots, and no seams
-    # messages of hybridcomp.nn, which no upstream has, go by its name
+    # messages of hybridcomp.nn, which belong to no upstream, are listed under its name
     found += nn.rows(torch_versions.TORCH)
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))

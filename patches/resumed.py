@@ -43,13 +43,13 @@ def resume(
             (a list of them with virtual pipeline stages), or the root of fully_shard.
         folder: where the job saves its checkpoints, each into a folder whose name ends in a number,
             or one of them.
-        optimizer, scheduler: of the model; DeepSpeed's engine has them.
+        optimizer, scheduler: the model's; omitted for DeepSpeed, whose engine has them.
         sampler: the job's, to begin with the first sample that was not trained on.
         lr: the learning rate if a step has other samples than in the checkpoint: times their ratio
             ("linear"), times its root ("sqrt"), or the same ("keep").
 
-    Raises, on every rank and before anything changes: ConfigError where this job cannot go on from
-    the checkpoint, CheckpointError where none is whole or it is of another model.
+    Raises, on every rank and before anything changes: ConfigError if this job cannot continue from
+    the checkpoint, CheckpointError if no checkpoint is whole or it belongs to another model.
     """
     error_exit.install()
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
 """Gradients that toytrain averages over its ranks, dimension ``dp``.
 
-``toytrain.gradients.average`` and not ``toytrain.step``: the step also clips, writes its log and
-changes with every release; ``average`` is looked up in its module at every call.
+The seam is ``toytrain.gradients.average``, which is looked up in its module at every call, and not
+``toytrain.step``, which also clips, writes its log and changes with every release.
 
 This is the template of a seam: docs/contributing/seam.md says how to make another one of it. Its
 four parts stand in the order that every seam has: why this symbol (above), the ``Seam``, the

@@ -1,4 +1,4 @@
-"""Where the repository's folders are, for tests that read or start what lies in them."""
+"""Locations of the repository's folders, for tests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Import and look up, once for all ranks, what every rank would: the server of ranks imports this.
+"""Imports and look-ups of every rank, done once: the rank server imports this module.
 
-Nothing here arms a patch or keeps state of a job. A rank that forks from the server so begins with
-the modules of hybridcomp, of FSDP2 and of megatron-core's own imports, 1.5 s of a core each time,
-and with the answers of DeepSpeed's builders, for which it would run a compiler.
+Nothing here arms a patch or keeps a job's state. Forked ranks start with the modules of hybridcomp,
+FSDP2 and megatron-core's dependencies, which saves 1.5 core seconds each, and with the results of
+DeepSpeed's builders, which would run a compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pkgutil import walk_packages
 
 import hybridcomp.patches
 
-#: what ranks import beside the modules of hybridcomp; where one is not installed, no rank needs it
+#: packages that ranks import besides hybridcomp; missing ones are skipped, as no rank needs them
 OTHERS = (
     "pytest", "setuptools", "yaml", "wandb", "torch.utils.tensorboard", "torch.utils.serialization",
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",

@@ -1,9 +1,9 @@
-"""Run functions on several ranks of one machine, over gloo, or as ``HYBRIDCOMP_NCCL_DEVICE`` says
-on devices and over an NCCL that stand in for those (``tests/stand_ins/cuda``).
+"""Run functions on several ranks over gloo, or on fake devices if ``HYBRIDCOMP_NCCL_DEVICE`` is
+set.
 
-A forkserver with torch preloaded starts a rank in about 0.2 s instead of 9 s. ``run_ranks`` takes
-fresh ranks, for whatever leaves global state behind (DeepSpeed). ``RankPool`` keeps its ranks for
-many short functions.
+A forkserver with torch preloaded starts a rank in about 0.2 s instead of 9 s. ``run_ranks`` uses
+new ranks, for functions that leave global state behind (DeepSpeed). ``RankPool`` keeps its ranks
+for many short functions. ``tests/stand_ins/cuda`` has the fake devices.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from tests.stand_ins.cuda import begin
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: ``run(world_size, function, *args)``, as the fixture ``on_ranks`` gives it
+#: ``run(world_size, function, *args)``, as the fixture ``on_ranks`` provides it
 RunRanks = Callable[..., list[Any]]
 
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
 PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
-#: what the first step of an optimizer and megatron-core import, another 7 s, and all of hybridcomp
+#: imports of an optimizer's first step and of megatron-core, another 7 s, and all of hybridcomp
 COMPILER = [
     "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "tests.preloaded",
 ]  # fmt: skip
-#: seconds that the other ranks get to fail too, so that the message can show all of them
+#: seconds in which other ranks may fail too, so that the message can show all failures
 GRACE_S = 1.0
-#: seconds after which ranks hang: seconds on a machine of their own, minutes beside other jobs
+#: seconds after which ranks count as hanging: alone they need seconds, beside other jobs minutes
 LIMIT_S = 240.0
 
 
 def python_path() -> str:
-    """This repository in front of what PYTHONPATH has brought already."""
+    """Return this repository in front of the current PYTHONPATH."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def fork_server() -> ForkServerContext:
-    """What starts processes as forks of one that has imported ``PRELOAD``.
+    """Return a context whose processes fork from one that has imported ``PRELOAD``.
 
-    Where there is no GPU it has ``COMPILER`` as well: that looks for one when it is imported (torch
-    2.11), and forks of a process that has looked cannot use it.
+    Without a GPU it also imports ``COMPILER``, which detects GPUs at import (torch 2.11), after
+    which forks could not use one.
     """
     import torch
 
-    os.environ.setdefault("TORCH_WARM_POOL", "0")  # no compilers in a process that others fork from
+    os.environ.setdefault("TORCH_WARM_POOL", "0")  # no compiler workers in the server
     context = mp.get_context("forkserver")
     if begin.is_asked():
-        os.environ["DS_ACCELERATOR"] = "cuda"  # DeepSpeed looks for it once, in that process
+        os.environ["DS_ACCELERATOR"] = "cuda"  # DeepSpeed detects it once, in that process
         context.set_forkserver_preload([begin.PRELOAD, *PRELOAD, *COMPILER])
         return context
     context.set_forkserver_preload(PRELOAD if torch.cuda.is_available() else [*PRELOAD, *COMPILER])
@@ -71,16 +71,16 @@ def fork_server() -> ForkServerContext:
 
 
 def forget_inherited() -> None:
-    """Hide from the garbage collector what this process got from the one it was forked from.
+    """Hide from the garbage collector the objects inherited through the fork.
 
-    Half a million objects of torch and DeepSpeed, none of which a test made: every ``install``
-    looks through all that there are for early engines, 0.6 s of a core, and copies their memory.
+    They are half a million objects of torch and DeepSpeed: every ``install`` would search them for
+    early engines, which takes 0.6 core seconds and copies their memory.
     """
     gc.freeze()
 
 
 def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
-    """One rank: joins the group, then calls what comes through ``pipe`` until that is closed."""
+    """Run a rank: join the group, then call functions from ``pipe`` until it closes."""
     forget_inherited()
     os.environ.update(
         RANK=str(rank),
@@ -99,7 +99,7 @@ def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
 
 def serve(pipe: Connection, backend: str, rank: int, world_size: int, folder: str) -> None:
-    """Join the group over ``backend``, then call what comes through ``pipe`` until that closes."""
+    """Join the group over ``backend``, then call functions from ``pipe`` until it closes."""
     import torch
     import torch.distributed as dist
 
@@ -130,7 +130,7 @@ def serve(pipe: Connection, backend: str, rank: int, world_size: int, folder: st
 
 
 class Process(Protocol):
-    """What a pool asks of the process of a rank."""
+    """Methods of a rank's process that a pool uses."""
 
     @property
     def pid(self) -> int | None: ...
@@ -142,7 +142,7 @@ class Process(Protocol):
 
 
 class RankPool:
-    """``world_size`` ranks that stay; use as a context manager or call ``close``."""
+    """``world_size`` persistent ranks; use as a context manager or call ``close``."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -157,14 +157,13 @@ class RankPool:
         timeout: float = LIMIT_S,
         grace: float = GRACE_S,
     ) -> list[Any]:
-        """Call ``function(*args)`` on every rank; the results by rank.
+        """Call ``function(*args)`` on every rank; return the results by rank.
 
-        When one fails the others get ``grace`` seconds to fail too.
+        When a rank fails, the others get ``grace`` seconds to fail too.
 
         ``function`` must be importable (top level of a module), its results picklable. Raises
-        AssertionError with the traceback of every rank that failed, first failure first, or
-        TimeoutError with the stacks of those that hang. Either ends the ranks: the next ``run``
-        starts new ones.
+        AssertionError with the traceback of every failed rank, first failure first, or TimeoutError
+        with the stacks of hanging ranks. Either ends the ranks: the next ``run`` starts new ones.
         """
         if not self._pipes:
             self._start()
@@ -178,7 +177,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self, at_once: bool = False) -> None:
-        """End the ranks: politely, or ``at_once`` if they may hang."""
+        """End the ranks: by closing pipes, or killing them ``at_once`` if they may hang."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -217,7 +216,7 @@ class RankPool:
             self._processes.append(process)
 
     def _collect(self, timeout: float, grace: float) -> dict[int, Any]:
-        """Wait for all ranks; a failure of one shortens the wait for the others."""
+        """Wait for all ranks; the failure of a rank shortens the wait for the others."""
         running = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         results: dict[int, Any] = {}
         failures: list[str] = []
@@ -254,7 +253,7 @@ class RankPool:
         return fine, value
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Where the hanging ranks are, from their own faulthandler."""
+        """Return the stacks of hanging ranks, from their faulthandler."""
         assert self._folder is not None
         for rank in ranks:
             pid = self._processes[rank].pid
@@ -271,6 +270,6 @@ class RankPool:
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = LIMIT_S
 ) -> list[Any]:
-    """``RankPool.run`` on fresh ranks that end afterwards."""
+    """Run ``RankPool.run`` on new ranks that end afterwards."""
     with RankPool(world_size) as pool:
         return pool.run(function, *args, timeout=timeout)

@@ -1,9 +1,9 @@
-"""Scripts as the ranks of a job, each a fork of a process that has torch and DeepSpeed already.
+"""Run scripts as the ranks of a job, each forked from a process with torch and DeepSpeed.
 
-Under a launcher two ranks take half a minute of a core before their first step: the launcher, the
-process that it starts, and every rank import torch and DeepSpeed. Where a claim is one about the
-script and not about its launcher, ranks are forked as in ``tests.ranks``; they see what a launcher
-would tell them, run the script as ``__main__`` and end with its status and its handlers at exit.
+With a launcher two ranks take half a minute of a core before their first step, as the launcher, its
+child and every rank import torch and DeepSpeed. Tests of the script alone fork ranks as in
+``tests.ranks``; these have a launcher's variables, run the script as ``__main__`` and end with its
+exit status and exit handlers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pathlib import Path
 
 from tests.ranks import forget_inherited, fork_server
 
-#: seconds that other ranks get to end by themselves, once one has failed
+#: seconds in which other ranks may end by themselves after a failure
 GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: the worst status of its ranks, and what they have written."""
+    """End of a job: the worst status of its ranks, and their output."""
 
     returncode: int
     output: str
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses now."""
+    """Return an unused TCP port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -56,11 +56,11 @@ def run_script(
     """Run ``script`` in ``folder`` on ``ranks`` ranks.
 
     Args:
-        armed: through ``hybridcomp.run``, as ``--module hybridcomp.run`` of a launcher does.
+        armed: run through ``hybridcomp.run``, as a launcher's ``--module hybridcomp.run`` does.
         anew: import hybridcomp again: ``folder`` has another one, or a codec that it finds there.
         timeout: seconds after which ranks that still run are killed, and the job has failed.
-        until: asked often: all ranks are killed as soon as it is true.
-        environment: variables beside those that a launcher sets.
+        until: polled condition that kills all ranks.
+        environment: variables besides a launcher's.
     """
     context = fork_server()
     common = {
@@ -106,13 +106,13 @@ def _rank(
     environment: Mapping[str, str],
     log: str,
 ) -> None:
-    """Become the script: its arguments, folder, variables, and what it leaves behind."""
+    """Become the script: its arguments, folder, variables and exit behaviour."""
     forget_inherited()
-    atexit._clear()  # those of the process that this one was forked from
+    atexit._clear()  # handlers of the process that this one was forked from
     if anew:
         for name in [name for name in sys.modules if name.partition(".")[0] == "hybridcomp"]:
             del sys.modules[name]
-    elif "hybridcomp.session.process" in sys.modules:  # the server has registered it, once
+    elif "hybridcomp.session.process" in sys.modules:  # registered in the server, once
         atexit.register(sys.modules["hybridcomp.session.process"]._let_go)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -137,7 +137,7 @@ def _rank(
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     atexit._run_exitfuncs()
-    # hybridcomp ends a ledger there
+    # hybridcomp closes a ledger there
     util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Which tests run: those of the day, all with ``--nightly``, a selection with ``--quick``.
+"""Select tests: the daily ones, all with ``--nightly``, few with ``--quick``.
 
-By day a capability is held by its representatives: one launch for each launcher, one or a few cases
-of a sweep. The rest of a sweep carries ``pytest.mark.nightly``, alone or by ``by_day``.
+Daily tests cover a feature by representatives: one launch for each launcher, one or a few cases of
+a sweep. The rest of a sweep has ``pytest.mark.nightly``, directly or through ``by_day``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 
 from tests.paths import ROOT
 
-#: what a variable of the environment asks for as ``--nightly`` does
+#: values of the environment variable that act like ``--nightly``
 VARIABLE = "HYBRIDCOMP_NIGHTLY"
 
-#: files and folders of ``--quick``: two minutes on two cores, with what each of them holds
+#: files and folders of ``--quick``: two minutes on two cores, with the features they cover
 QUICK: dict[str, str] = {
     "config": "the block, its presets and mistakes",
     "publishing/test_bad_input.py": "published weights, and what a receiver refuses",
@@ -80,7 +80,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def by_night(config: pytest.Config) -> bool:
-    """Tell whether nightly tests run: asked for by option, variable, ``-m`` or their own names."""
+    """Return whether nightly tests run: requested by option, variable, ``-m`` or by name."""
     named = any("::" in str(argument) for argument in config.args)
     return bool(
         config.getoption("--nightly")
@@ -91,13 +91,13 @@ def by_night(config: pytest.Config) -> bool:
 
 
 def is_quick(path: Path) -> bool:
-    """Tell whether ``--quick`` looks into this file or folder."""
+    """Return whether ``--quick`` includes this file or folder."""
     chosen = [ROOT / "tests" / name for name in QUICK]
     return any(path == one or one in path.parents or path in one.parents for one in chosen)
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave in ``items`` what runs, and tell pytest what does not."""
+    """Keep in ``items`` the tests to run, and report the others to pytest."""
     unwanted: set[str] = set()
     if not by_night(config):
         unwanted.add("nightly")
@@ -110,9 +110,9 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
-    """List what the selected tests of the fixture's module ask of it by ``argument``, each once.
+    """List the values of ``argument`` that the module's selected tests request, each once.
 
-    A fixture that trains for every case of a sweep so trains for those that run.
+    A fixture that trains for every case of a sweep thus trains only for selected ones.
     """
     items: list[Any] = request.session.items
     asking = [i for i in items if request.fixturename in getattr(i, "fixturenames", ())]
@@ -121,10 +121,10 @@ def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
 
 
 def by_day(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """Parameters of a test: the ``chosen`` of ``values`` run by day, the others by night.
+    """Return a test's parameters: the ``chosen`` of ``values`` run by day, the others nightly.
 
-    A tuple is the parameters of several arguments. Raises AssertionError if one of the chosen is
-    none of the values.
+    A tuple holds the parameters of several arguments. Raises AssertionError if a chosen value is
+    not among the values.
     """
     values = list(values)
     assert chosen and all(one in values for one in chosen), f"{chosen} are not all in {values}"

@@ -1,4 +1,4 @@
-"""How far a message goes below ``Channel.run``, and the files of the way that a page lists."""
+"""Files and functions that a message passes below ``Channel.run``, and the page that lists them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.ranks import run_ranks
 from tests.way import Way, followed
 
 PAGE = ROOT / "docs" / "architecture.md"
-#: message -> files, functions and calls between files at most, with everything warm
+#: message -> maximum files, functions and calls between files, with warm caches
 BUDGET = {"zero1": (10, 57, 35), "fsdp2": (10, 60, 36), "tp": (9, 47, 34)}
 SUM = {"codec": "blockint", "bits": 4, "error_feedback": True}
 
 
 def _zero1() -> tuple[list[str], tuple[int, int, int]]:
-    """Return the files and the size of the first bucket of the third step, when nothing is new."""
+    """Return the files and counts of the first bucket of the third step, when caches are warm."""
     from tests.training.trainer import Job, make_engine, train_step
 
-    # several buckets a step, some of which go directly and some by the balanced plan
+    # several buckets a step, some direct and some with the balanced plan
     job = Job(stage=1, block={"dp": SUM, "min_bytes": 0})
     engine = make_engine(job)
     for step in range(3):
@@ -33,7 +33,7 @@ def _zero1() -> tuple[list[str], tuple[int, int, int]]:
 
 
 def _fsdp2() -> tuple[list[str], tuple[int, int, int]]:
-    """Return the same of the reduce-scatters of FSDP2."""
+    """Return the same for FSDP2's reduce-scatters."""
     from tests.patches.torch import trainer
 
     job = trainer.Job(block={"dp": SUM, "min_bytes": 0}, steps=3)
@@ -45,7 +45,7 @@ def _fsdp2() -> tuple[list[str], tuple[int, int, int]]:
 
 
 def _tp() -> tuple[list[str], tuple[int, int, int]]:
-    """Return the same of an all-reduce of activations."""
+    """Return the same for an all-reduce of activations."""
     import torch.distributed as dist
 
     from hybridcomp.channels import Channels

@@ -1,4 +1,4 @@
-"""The rows of ``hybridcomp.dimensions``, held against the block, the seams and the rules."""
+"""The rows of ``hybridcomp.dimensions`` agree with the block, the seams and the rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hybridcomp.patches.rules.engine import Rule
 from tests.paths import ROOT
 
 NAMES = frozenset(DIMENSIONS)
-#: package whose functions seams replace -> engines whose messages these send
+#: package whose functions seams replace -> engines that send their messages
 ENGINES = {
     "deepspeed": (DEEPSPEED,),
     "megatron.mpu": (DEEPSPEED,),
@@ -43,7 +43,7 @@ ENGINES = {
     "transformer_engine.pytorch": (MEGATRON,),
     "torch.distributed.tensor.experimental._context_parallel._attention": (FSDP2, DDP),
 }
-#: modules that compare something with a dimension's name or list several: what no row has
+#: modules that compare with a dimension's name or list several, for facts outside the rows
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
     "channels/ledger.py": "by which dimensions generation sends",
@@ -115,7 +115,7 @@ def test_presets_take_their_settings_from_the_rows() -> None:
 
 
 def covered() -> Iterator[tuple[str, str]]:
-    """Engine and dimension of every seam module, and of torch's slots."""
+    """Return engine and dimension of every seam module, and of torch's slots."""
     from hybridcomp.patches import registry
     from hybridcomp.patches.torch import ddp, fsdp2
 
@@ -131,7 +131,7 @@ def test_the_engines_of_a_row_are_those_with_a_seam() -> None:
     found = set(covered())
     for name, row in ROWS.items():
         having = {one for one, dimension in found if dimension == name}
-        if row.by_script:  # its layers send by themselves, in a session that an engine lends
+        if row.by_script:  # its layers send by themselves, in a session shared by an engine
             assert not having and any(name == covers for covers, _, _ in nn.rows("torch"))
         else:
             assert having == set(row.engines), name
@@ -171,13 +171,13 @@ def test_an_engine_without_a_seam_for_a_dimension_refuses_it() -> None:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """The names of dimensions among the constants of an expression."""
+    """Return the dimension names among an expression's constants."""
     constants = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
     return {value for value in constants if isinstance(value, str)} & NAMES
 
 
 def asks(path: Path) -> bool:
-    """Whether a module compares something with a dimension's name, or lists several of them."""
+    """Return whether a module compares with a dimension's name, or lists several."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Compare) and names_in(node):
             return True
@@ -191,7 +191,7 @@ def asks(path: Path) -> bool:
 
 
 def test_modules_read_the_rows() -> None:
-    """Rules and seams know one upstream's traffic, by name; all others ask the row."""
+    """Rules and seams know an upstream's traffic by name; all others use the row."""
     package = ROOT / "hybridcomp"
     rooms = [room for room in package.iterdir() if room.name != "patches"]
     files = [path for room in rooms for path in (room.rglob("*.py") if room.is_dir() else [room])]

@@ -1,4 +1,4 @@
-"""Texts of other people's files stay data in every file that is written of them."""
+"""Texts from other people's files stay data in every file written from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from hybridcomp import foreign
 
-#: texts that act where a writer forgets to quote them; CANARY is replaced by a path
+#: texts that act if a writer forgets to quote them; CANARY is replaced by a path
 HOSTILE = (
     "x\ntouch CANARY\n",
     "x\r\ntouch CANARY",
@@ -77,7 +77,7 @@ def test_a_comment_and_a_word_of_a_shell_run_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     for number, text in enumerate(armed(canary)):
         if "\x00" in text or "\ud800" in text:
-            continue  # no word of a process can hold them
+            continue  # a process argument cannot hold them
         script = tmp_path / f"{number}.sh"
         words = foreign.shell_words(["printf", "%s", text])
         lines = f"#!/bin/sh\n# {foreign.one_line(text)}\nexec {words}\n"

@@ -1,4 +1,4 @@
-"""Imports among modules: no circle, in types neither; each module alone; few in the large rooms."""
+"""Imports among modules: no cycle, not even for types; each module alone; few in large rooms."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PACKAGE = ROOT / "hybridcomp"
 
 
 def module_of(path: Path) -> str:
-    """``hybridcomp/codecs/zfp.py`` -> ``hybridcomp.codecs.zfp``, a package without ``__init__``."""
+    """Convert ``hybridcomp/codecs/zfp.py`` to ``hybridcomp.codecs.zfp``, without ``__init__``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def sources() -> dict[str, Path]:
-    """Every module of the package; ``patches`` is a link, and one of its rooms."""
+    """Return every module of the package; ``patches`` is a link, and one of its rooms."""
     rooms = (path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
     files = [*PACKAGE.glob("*.py"), *(path for room in rooms for path in room.glob("**/*.py"))]
     return {module_of(path): path for path in files}
 
 
 def at_import(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The import statements outside of functions: those under TYPE_CHECKING are among them."""
+    """Return the import statements outside functions, including those under TYPE_CHECKING."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
@@ -43,7 +43,7 @@ def at_import(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[str]:
-    """The modules of the package that a statement names."""
+    """Return the package's modules that a statement names."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & set(modules)
     found = {f"{node.module}.{alias.name}" for alias in node.names} & set(modules)
@@ -53,9 +53,9 @@ def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[
 
 
 def graph(nodes: Callable[[ast.Module], Iterable[ast.AST]] = ast.walk) -> dict[str, set[str]]:
-    """By module the modules that it imports, inside of functions too: that hides a circle.
+    """Return each module's imports, also inside functions, which can hide a cycle.
 
-    ``at_import`` as ``nodes``: outside of functions.
+    ``nodes``: ``at_import`` for imports outside functions only.
     """
     modules = sources()
     return {
@@ -70,7 +70,7 @@ def graph(nodes: Callable[[ast.Module], Iterable[ast.AST]] = ast.walk) -> dict[s
 
 
 def reached(arrows: dict[str, set[str]], start: str) -> set[str]:
-    """Everything that ``start`` imports, and what that imports."""
+    """Return all modules that ``start`` imports, directly or not."""
     seen: set[str] = set()
     waiting = [start]
     while waiting:
@@ -92,9 +92,9 @@ def test_no_circle() -> None:
 
 
 class Stored(MetaPathFinder, Loader):
-    """Imports a module of the package again without running it, and then what it imports.
+    """Importer that restores a stored module without running it, and then its imports.
 
-    So each module is run once, among exactly the modules that importing it alone brings.
+    Each module thus runs once, with exactly the modules that importing it alone loads.
     """
 
     def __init__(self, imports: dict[str, set[str]]) -> None:
@@ -102,9 +102,9 @@ class Stored(MetaPathFinder, Loader):
         self.imports = imports
 
     def import_alone(self, name: str) -> None:
-        """Import ``name`` where nothing of the package is imported, and store it."""
+        """Import ``name`` with no other module of the package loaded, and store it."""
         for other in [other for other in sys.modules if other.partition(".")[0] == "hybridcomp"]:
-            if other.startswith("hybridcomp.kernels._"):  # compiled ones load once
+            if other.startswith("hybridcomp.kernels._"):  # compiled modules load once
                 continue
             del sys.modules[other]
             parent, _, child = other.rpartition(".")
@@ -113,7 +113,7 @@ class Stored(MetaPathFinder, Loader):
         self.modules[name] = import_module(name)
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Find what is stored already."""
+        """Return the stored module's spec."""
         return spec_from_loader(name, self) if name in self.modules else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -121,13 +121,13 @@ class Stored(MetaPathFinder, Loader):
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import what it imported."""
+        """Import its imports."""
         for other in self.imports[module.__name__]:
             import_module(other)
 
 
 def import_each_alone(names: list[str]) -> list[str]:
-    """Import each of the modules alone, in this process; those that fail and why."""
+    """Import each of the modules alone, in this process; return failures with reasons."""
     stored, failures = Stored(graph(at_import)), []
     sys.meta_path.insert(0, stored)
     for name in names:
@@ -138,12 +138,12 @@ def import_each_alone(names: list[str]) -> list[str]:
     return failures
 
 
-#: modules that need a package which hybridcomp does not bring -> that package
+#: modules that need a package that hybridcomp does not require -> that package
 NEEDS = {
     "hybridcomp.inference.verl_engine": "verl",
     "hybridcomp.inference.vllm_trainer": "vllm",
     "hybridcomp.inference.vllm_worker": "vllm",
-    "hybridcomp.kernels.build": "pybind11",  # brought by pip while it builds
+    "hybridcomp.kernels.build": "pybind11",  # provided by pip during the build
     "hybridcomp.patches.trainers.hugging_face": "transformers",
     "hybridcomp.patches.trainers.lightning": "lightning",
     "hybridcomp.patches.trainers.torchtitan": "torchtitan",
@@ -154,6 +154,6 @@ def test_every_module_can_be_imported_alone() -> None:
     absent = {name for name, package in NEEDS.items() if find_spec(package) is None}
     arrows = graph()
     names = [name for name in arrows if not name.endswith("__main__") and name not in absent]
-    names.sort(key=lambda name: len(reached(arrows, name)))  # what a module imports is before it
+    names.sort(key=lambda name: len(reached(arrows, name)))  # a module's imports come before it
     with RankPool(1) as pool:
         assert pool.run(import_each_alone, names) == [[]]

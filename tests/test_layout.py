@@ -1,4 +1,4 @@
-"""The rooms of the house: imports run one way, every package is declared, patches/ is one copy."""
+"""Rooms of the package: one-way imports, declared packages, a single copy of patches/."""
 
 from __future__ import annotations
 
@@ -18,72 +18,72 @@ else:
 
 PACKAGE = ROOT / "hybridcomp"
 
-#: room -> rooms that it may import. Anything else is a wrong turn.
+#: room -> rooms that it may import
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "log": set(),
     "foreign": set(),
-    # the ranks of a job: what they compare, who died, what they write together
+    # the ranks of a job: agreement, dead ranks, shared files
     "job": {"errors", "log"},
     "kernels": {"errors"},
     "codecs": {"errors", "kernels"},
     "collectives": {"codecs", "errors", "job"},
     # a row for each dimension of parallelism
     "dimensions": set(),
-    # the block: models, presets, and which codec a message takes
+    # the block: models, presets, and a message's codec
     "config": {"codecs", "dimensions", "errors", "foreign"},
-    # replacing an upstream's functions, at once or when its module is imported
+    # replacing an upstream's functions, at once or at import
     "seams": {"errors"},
-    # names of figures, which reports write and comparisons read
+    # names of figures that reports write and comparisons read
     "metric_names": set(),
     "autotune": {"codecs", "collectives", "config", "dimensions", "job"},
     "channels": {
         "autotune", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
     },
-    # what attaching to an engine means, and the session of a process that has none
+    # attaching to an engine, and the session of a process without one
     "session": {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
         "metric_names",
     },
-    # islands that train by themselves and meet: the arithmetic, groups, meetings, their state
+    # local-SGD islands: arithmetic, groups, meetings, state
     "sync": {"channels", "codecs", "collectives", "config", "errors", "job"},
-    # versions of weights, from what an engine's adapter says of them to a receiver's mirror
+    # weight versions, from an engine adapter's description to a receiver's mirror
     "publishing": {"codecs", "errors", "foreign", "job", "log"},
-    # layers and pipelines whose own traffic goes through the channels of a session, or natively
+    # layers and pipelines whose traffic uses a session's channels, or stays native
     "nn": {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "foreign", "job",
         "log", "session",
     },
-    # text and weights for it from the ranks of a training
+    # text generation on the ranks of a training, and the weights for it
     "generation": {
         "channels", "codecs", "collectives", "config", "errors", "job", "log", "nn", "session",
     },
-    # all that knows an upstream: seams, rules, checkpoints, callbacks of trainers
+    # everything about upstreams: seams, rules, checkpoints, trainers' callbacks
     "patches": {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "elastic",
         "errors", "foreign", "generation", "job", "log", "metric_names", "nn", "publishing",
         "seams", "session", "sync",
-        "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
+        "",  # callbacks and GPT-NeoX's launcher call public functions, as scripts do
     },
-    # jobs that go on with another number of ranks: what every engine's adapter needs for that
+    # jobs resumed on another number of ranks: shared parts of the engines' adapters
     "elastic": {"channels", "codecs", "config", "errors", "job", "log"},
-    # adapters to inference engines; each module imports its own
+    # adapters to inference engines; each module imports its engine
     "inference": {"errors", "foreign", "job", "log", "publishing", "seams"},
     "run": {"", "job", "log"},
     "missing_run": {"config", "errors", "job", "log"},
-    # hybridcomp/__init__.py: the public names, imported late
+    # hybridcomp/__init__.py: lazily imported public names
     "": {
         "channels", "collectives", "config", "elastic", "errors", "generation", "job", "log",
         "patches", "publishing", "seams", "session", "sync",
     },
 }  # fmt: skip
-FREE = {"tools"}  # offline: it may look into every room, and no job imports it
+FREE = {"tools"}  # offline tools: may import every room, and no job imports them
 UPSTREAM = {"deepspeed", "megatron"}
 NAMES_UPSTREAM = {"patches"}
 
 
 def room_of(path: Path) -> str:
-    """``hybridcomp/codecs/zfp.py`` -> ``codecs``; ``hybridcomp/__init__.py`` -> ``""``."""
+    """Map ``hybridcomp/codecs/zfp.py`` to ``codecs``; ``hybridcomp/__init__.py`` to ``""``."""
     first = path.relative_to(PACKAGE).parts[0]
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
@@ -96,7 +96,7 @@ def sources() -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names of all modules that a file imports, at whatever depth."""
+    """Return the dotted names of all modules that a file imports, at any depth."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -131,8 +131,8 @@ def test_every_room_has_its_rule() -> None:
 
 
 def packages() -> list[Path]:
-    """The ``__init__.py`` of every package below hybridcomp; patches/ is a link."""
-    rooms = [path for path in PACKAGE.iterdir() if path.is_dir()]  # a glob does not enter a link
+    """Return the ``__init__.py`` of every package below hybridcomp; patches/ is a link."""
+    rooms = [path for path in PACKAGE.iterdir() if path.is_dir()]  # a glob does not follow a link
     return [path for room in rooms for path in room.glob("**/__init__.py")]
 
 
@@ -191,7 +191,7 @@ def test_import_needs_no_upstream() -> None:
 
 
 def seam_modules() -> dict[str, Path]:
-    """Every module below patches/, by its dotted name."""
+    """Return every module below patches/, by its dotted name."""
     folder = ROOT / "patches"
     return {
         ".".join(("hybridcomp.patches", *path.relative_to(folder).with_suffix("").parts)): path
@@ -200,14 +200,14 @@ def seam_modules() -> dict[str, Path]:
     }
 
 
-#: folder of patches/ -> folders of other upstreams that it may ask
+#: folder of patches/ -> folders of other upstreams that it may import
 ASKS: dict[str, set[str]] = {
     "common": set(),
     "rules": set(),
     "torch": {"common", "rules"},
     "mcore": {"common", "rules"},
     "neox": {"common", "rules"},
-    # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
+    # DeepSpeed trains models whose groups Megatron or GPT-NeoX created
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
     "drafts": {"common", "generating"},
@@ -224,7 +224,7 @@ ASKS: dict[str, set[str]] = {
 
 
 def test_folders_of_patches_ask_few_others() -> None:
-    """A folder knows one upstream; no seam imports another, except for what an upstream shares."""
+    """A folder covers one upstream; no seam imports another's, except what upstreams share."""
     for name, path in seam_modules().items():
         folder = name.split(".")[2]
         asked = {
@@ -237,7 +237,7 @@ def test_folders_of_patches_ask_few_others() -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    """Two things of one name are told apart by nobody; ``docs/contributing/index.md`` has words."""
+    """Classes that share a name cannot be told apart; see ``docs/contributing/index.md``."""
     defined: dict[str, list[str]] = {}
     for path in sources():
         for node in ast.parse(path.read_text()).body:

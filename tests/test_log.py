@@ -1,4 +1,4 @@
-"""What the user reads: one logger, rank 0, a prefix, each thing once where asked for."""
+"""Log lines for the user: one logger, rank 0, a prefix, once where requested."""
 
 from __future__ import annotations
 

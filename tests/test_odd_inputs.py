@@ -1,4 +1,4 @@
-"""Hundreds of odd files and options for plan, pays and compare: a line and a status each."""
+"""Hundreds of malformed files and options of plan, pays and compare: one line and a status each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.tools.plan.answer.test_command import CLUSTER, CONFIG
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 DEEP = "[" * 5000 + "]" * 5000
-#: what is in the place of a number
+#: invalid values for a number
 ODD: tuple[Any, ...] = (None, True, "x", "1e9", [], {}, -1, 0, 0.5, NAN, INF, 1e300, HUGE, "\ud800")
-#: contents of whole files that are none of what is expected
+#: contents of files of the wrong kind
 FILES: dict[str, bytes] = {
     "empty": b"", "space": b" \n", "null": b"null", "list": b"[1]", "text": b'"a"', "number": b"3",
     "binary": bytes(range(256)) * 9, "latin": '{"a": "\xe9"}'.encode("latin-1"),
@@ -27,15 +27,15 @@ FILES: dict[str, bytes] = {
     "deep object": b'{"a":' * 5000 + b"1" + b"}" * 5000, "cut": b'{"a": {"b": ',
     "digits": b'{"version": ' + b"9" * 6000 + b"}", "nul": b'{"a": "\x00"}', "twice": b'{"a":1}{}',
 }  # fmt: skip
-#: keys and texts that would be several lines, act on a terminal, or have no end
+#: keys and texts that span lines, control a terminal, or are too long
 TEXTS = ("x\ny\n", "x\r\x1b[2J\u202e", "x" * 5000, "---\n- `$(y)`\n")
-#: a small space, so that a plan takes no time
+#: a small search space, so that a plan is fast
 FEW = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1", "--fix", "micro_batch=1",
        "--no-recompute"]  # fmt: skip
 
 
 def changed(whole: dict[str, Any], path: str, value: Any) -> str:
-    """JSON of ``whole`` with another value at a dotted path."""
+    """Return ``whole`` as JSON with another value at a dotted path."""
     found = copy.deepcopy(whole)
     place: Any = found
     *parts, last = path.split(".")
@@ -52,7 +52,7 @@ MEASURED: dict[str, Any] = {
 
 
 def with_texts(whole: dict[str, Any], *places: str) -> Iterator[tuple[str, bytes]]:
-    """``whole`` with each text at each place, as the key of that place, and as one key more."""
+    """Return ``whole`` with each text at each place, as its key, and as an additional key."""
     for text in TEXTS:
         for place in places:
             yield f"{place} {text[:9]!r}", changed(whole, place, text).encode()
@@ -164,10 +164,10 @@ def ledgers() -> Iterator[tuple[str, bytes]]:
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Run a command: no traceback, and one line where it refuses."""
+    """Run a command: no traceback, and a single line on errors."""
     try:
         status: object = cli.main(words)
-    except SystemExit as end:  # argparse's own
+    except SystemExit as end:  # argparse's
         status = end.code
     shown = capsys.readouterr()
     assert status in (0, 1, 2)
@@ -183,7 +183,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def named(cases: Iterator[tuple[str, bytes]]) -> list[Any]:
-    """Parameters of a test: every third by day."""
+    """Return a test's parameters: every third by day."""
     return [
         pytest.param(content, id=ascii(name), marks=pytest.mark.nightly if place % 3 else ())
         for place, (name, content) in enumerate(cases)
@@ -200,7 +200,7 @@ def planned(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are drawn elsewhere; they would be most of the time here."""
+    """Skip pictures, which are tested elsewhere and would dominate here."""
     from hybridcomp.tools.compare import command
     from hybridcomp.tools.plan.answer import picture
 

@@ -1,7 +1,7 @@
 """The public names and their signatures change only together with ``tests/public.json``.
 
-``python -m tests.test_public`` in the root of a checkout, with scripts/ in PYTHONPATH, writes that
-file anew; what it changes belongs into CHANGELOG.md.
+``python -m tests.test_public`` in the root of a checkout, with scripts/ in PYTHONPATH, rewrites
+that file; its changes belong into CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _shape(thing: object) -> object:
 
 
 def _fields(thing: type) -> set[str]:
-    """Return the fields of a class; of the block, those of its dimensions too."""
+    """Return the fields of a class; of the block, also its dimensions' fields."""
     known = getattr(thing, "model_fields", None) or vars(thing).get("__annotations__", {})
     return {name for name in known if name[0] != "_"}
 

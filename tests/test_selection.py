@@ -1,4 +1,4 @@
-"""What runs by day, at night and in ``--quick``; the nightly workflow runs all."""
+"""Tests that run by day, nightly and with ``--quick``; the nightly workflow runs all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.paths import ROOT
 
 @dataclass
 class Config:
-    """As much of pytest's as the selection asks for; it keeps what was left out."""
+    """Minimal pytest config for the selection; records deselected tests."""
 
     nightly: bool = False
     quick: bool = False
@@ -31,7 +31,7 @@ class Config:
 
 
 def selected(config: Config) -> list[str]:
-    """Names of what is left of one test of each kind."""
+    """Return the names selected from one test of each kind."""
     marks = {"plain": (), "night": ("nightly",), "slow": ("slow",)}
     items = [SimpleNamespace(name=name, keywords=set(found)) for name, found in marks.items()]
     whole = len(items)
@@ -46,8 +46,8 @@ def test_by_day_and_by_night(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selected(Config()) == ["plain", "slow"]
     assert selected(Config(quick=True)) == ["plain"]
     assert selected(Config(nightly=True)) == everything
-    assert selected(Config(markexpr="nightly and gpu")) == everything  # pytest has chosen already
-    assert selected(Config(args=("tests/test_x.py::test_y",))) == everything  # named: wanted
+    assert selected(Config(markexpr="nightly and gpu")) == everything  # pytest has selected already
+    assert selected(Config(args=("tests/test_x.py::test_y",))) == everything  # named explicitly
     monkeypatch.setenv(selection.VARIABLE, "1")
     assert selected(Config()) == everything
     assert selected(Config(quick=True)) == ["plain"]

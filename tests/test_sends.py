@@ -1,4 +1,4 @@
-"""All that is sent between ranks goes through two modules, one of which counts it."""
+"""All messages between ranks go through two modules, one of which counts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybridcomp.collectives.wire import transport
 from tests.paths import ROOT
 
-#: functions of torch.distributed that send
+#: torch.distributed functions that send
 SENDERS = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
     "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
@@ -22,9 +22,9 @@ SENDERS = {
     "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send",
     "send_object_list",
 }  # fmt: skip
-#: traffic, counted; and messages in which ranks agree
+#: counted traffic, and messages in which ranks agree
 THROUGH = {"hybridcomp/collectives/wire/transport.py", "hybridcomp/job/small_messages.py"}
-#: the native side of what is measured, which must be torch's own
+#: the native side of measurements, which must use torch directly
 MEASURED = {
     "hybridcomp/autotune/sum_trials.py", "hybridcomp/autotune/trials.py",
     "hybridcomp/tools/measure/channels.py", "hybridcomp/tools/measure/links.py",
@@ -32,11 +32,11 @@ MEASURED = {
 }  # fmt: skip
 #: workers of an inference engine agree on a version; no job trains there
 ENGINES = {"hybridcomp/inference/together.py"}
-#: weights for inference engines: counted in a row of their own
+#: weights for inference engines: counted in a separate row
 PUBLISHED = {"hybridcomp/publishing/groups.py", "hybridcomp/publishing/streams.py"}
-#: weights of islands as they are; what meetings send through a channel is counted there
+#: uncompressed weights of islands; meetings' messages through channels are counted there
 ISLANDS = {"hybridcomp/sync/exact_sends.py"}
-#: what upstream would send itself, called as upstream calls it
+#: upstream's messages, sent as upstream would
 UPSTREAM = {"patches/ds/tied_weights.py", "patches/torch/ddp_slot.py"}
 
 
@@ -53,7 +53,7 @@ def _sends(path: Path) -> bool:
 
 
 def test_no_call_of_torch_is_bound_at_import() -> None:
-    """What replaces one later, to count, to delay or to encode messages, acts on ours as well."""
+    """Later replacements, which count, delay or encode messages, then also apply to our calls."""
     counted: list[str] = []
     values = torch.zeros(4)
     for name in (transport.GATHER, transport.SCATTER):

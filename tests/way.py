@@ -28,7 +28,7 @@ class Way:
         self.files: dict[str, None] = {}
         self.functions: set[CodeType] = set()
         self.switches = 0
-        self._known: dict[str, str] = {}  # of a code's file name -> path below ROOT, or ""
+        self._known: dict[str, str] = {}  # file name of a code -> path below ROOT, or ""
 
     def _file(self, frame: FrameType | None) -> str:
         name = "" if frame is None else frame.f_code.co_filename

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from hybridcomp.job import small_messages
 
-#: most bytes per value in a trial: the value, two residuals, a sum, a payload
+#: maximum bytes per value in a trial: the value, two residuals, a sum, a payload
 NBYTES = 24
 
 
 def room_for(device: torch.device) -> int:
-    """Return the most values of trials: half of ``device``'s free memory, least of all ranks.
+    """Return the maximum number of trial values: half of the free memory, least of all ranks.
 
     A collective over the job.
     """

@@ -32,16 +32,16 @@ import torch
 from hybridcomp.config.policy import Dimension
 from hybridcomp.job import small_messages
 
-#: uncounted steps before the first round
+#: number of uncounted steps before the first round
 REHEARSED = 2
-#: most dimensions of a comparison; a round has every combination of their modes
+#: maximum dimensions of a comparison; a round has every combination of their modes
 MOST = 3
 CELLS = 1 << MOST
 #: share of a step that must be saved for a change to encoding, and for one back to native
 GAIN, BACK = 0.03, 0.01
 ROUNDS = 2
-#: share of a step that the other mode must cost to end early after a single pair; with n pairs each
-#: must cost an n-th of it
+#: share of a step that the other mode must lose to end early after a single pair; with n pairs, an
+#: n-th of it in each
 SURELY = 0.3
 
 
@@ -168,7 +168,7 @@ class Recheck(StepClock):
         }
 
     def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:
-        """Return the finding for ``name``; None if it is unclear and another round may come."""
+        """Return the result for ``name``; None if it is unclear and another round may follow."""
         pairs = self._pairs(name, seconds)
         last = self.rounds == ROUNDS
         if len(pairs) < CELLS // 2 and self._cut is None:
@@ -195,7 +195,7 @@ class Recheck(StepClock):
 
 
 def describe_finding(name: Dimension, finding: Finding, pays: bool, step: int) -> str:
-    """Describe a finding in a sentence; ``pays``: the outcome, ``step``: the first step after."""
+    """Describe a result in a sentence; ``pays``: the decision, ``step``: the first step after."""
     if not finding.native_s:
         seen = "too few steps were seen to compare"
     else:

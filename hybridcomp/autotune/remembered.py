@@ -36,7 +36,7 @@ from hybridcomp.job.devices import device_name
 STEPS = 8
 #: factor, up or down, by which step times may differ before the verdicts are doubted
 MOVED = 1.15
-#: fields of a verdict that are saved; the steps at which things happened are not
+#: saved fields of a verdict, without the steps at which it changed
 KEPT = ("pays", "nbytes", "native_s", "coded_s", "messages", "of", "gain_s")
 #: environment variables that choose the network of a backend
 NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET")
@@ -75,7 +75,7 @@ class Remembered:
         said = tell(self._statement(messages, model, device, group), what="remembered verdicts")
         hosts = [row["host"] for row in said]
         here = [hosts.index(host) for host in hosts]
-        facts = {name: _hash([here, [row["sent"][name] for row in said]]) for name in messages}
+        facts = {name: hashed([here, [row["sent"][name] for row in said]]) for name in messages}
         self._facts.update(facts)
         self._clock = None
         self.is_due, found = said[0]["keeps"], said[0]["found"]
@@ -103,11 +103,11 @@ class Remembered:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         network = {name: os.environ.get(name) for name in NETWORK}
         where = [device_name(device), str(dist.get_backend(group)), network, versions()]
-        sent = {name: _hash([where, len(ranks), ranks[0], row]) for name, row in messages.items()}
+        sent = {name: hashed([where, len(ranks), ranks[0], row]) for name, row in messages.items()}
         found: Any = None
         if dist.get_rank() == 0:
             job = [self._block, dist.get_world_size(), where[:2], sorted(model.items())]
-            self._path = remembered_file.path_of(_hash(job))
+            self._path = remembered_file.path_of(hashed(job))
             found = None if self._path is None else remembered_file.read(self._path)
             found = asdict(found) if isinstance(found, FoundVerdicts) else found
         keeps = self._path is not None
@@ -172,7 +172,7 @@ class Remembered:
 
 
 def _told(name: Dimension, verdict: Decision, day: str) -> str:
-    """Return a sentence on an adopted verdict."""
+    """Describe an adopted verdict in a sentence."""
     how = "compressed" if verdict.pays else "native"
     figures = (
         f"{verdict.nbytes / 1e6:.3g} MB took {verdict.native_s * 1e3:.1f} ms natively and "
@@ -182,5 +182,6 @@ def _told(name: Dimension, verdict: Decision, day: str) -> str:
     return f"{name}: {how}, as found on {day} on the same machines ({figures}; {todo})"
 
 
-def _hash(facts: Sequence[Any]) -> str:
+def hashed(facts: Sequence[Any]) -> str:
+    """Return a hash of JSON values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

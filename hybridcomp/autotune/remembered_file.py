@@ -24,8 +24,8 @@ FORMAT = 1
 #: days after which saved verdicts are ignored, since clusters and drivers change
 DAYS = 30
 DAY_S = 24 * 3600
-#: name patterns of our files, and of unfinished ones
-FILES, PARTS = "verdicts-*.json", "verdicts-*.part"
+#: name patterns of our files, of unfinished ones, and of what ``hybridcomp measure`` left
+FILES, PARTS, LINKS = "verdicts-*.json", "verdicts-*.part", "links-*.json"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,23 @@ def read(path: Path) -> FoundVerdicts | str | None:
 
 def write(path: Path, found: FoundVerdicts) -> str:
     """Write verdicts, and delete old files beside them; return why that failed, or ""."""
-    text = json.dumps({"format": FORMAT, **vars(found), "written": time.time()}, indent=1)
+    return write_text(
+        path, json.dumps({"format": FORMAT, **vars(found), "written": time.time()}, indent=1)
+    )
+
+
+def read_links(path: Path) -> Any:
+    """Return what ``measured.write`` wrote; None: nothing, not readable or too old."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        age = (time.time() - float(found["written"])) / DAY_S
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return found if 0 <= age <= DAYS else None
+
+
+def write_text(path: Path, text: str) -> str:
+    """Write a file atomically, and delete old files beside it; return why that failed, or ""."""
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +124,7 @@ def write(path: Path, found: FoundVerdicts) -> str:
 
 def _sweep(here: Path) -> None:
     """Delete files of jobs that have not run for long, and unfinished files of killed jobs."""
-    for pattern, days in ((FILES, DAYS), (PARTS, 1)):
+    for pattern, days in ((FILES, DAYS), (LINKS, DAYS), (PARTS, 1)):
         for old in here.glob(pattern):
             with contextlib.suppress(OSError):  # another job may delete the same file
                 if old.stat().st_mtime < time.time() - days * DAY_S:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from hybridcomp.autotune import measured
 from hybridcomp.autotune.memory_limits import room_for
 from hybridcomp.autotune.trials import Run, StepTraffic
 from hybridcomp.autotune.verdicts import Decision
@@ -35,7 +36,7 @@ BUDGET_S = 1.0
 FIRST_LOOK = 0.1
 #: factor by which encoded messages must be faster: the codec takes cores that the model needs
 MARGIN = 1.1
-#: if a small message is this many times faster encoded, larger ones are not tried: per byte, the
+#: if a small message is this many times faster encoded, larger ones are not tried: per byte the
 #: link costs as much and the codec less
 SURE = 3.0
 
@@ -85,13 +86,45 @@ def judge(
     )
 
 
+def confirm(
+    trials: Callable[[StepTraffic], tuple[Run, Run]],
+    sent: StepTraffic,
+    seconds: Callable[[StepTraffic], tuple[float, float] | None],
+    itemsize: int,
+    device: torch.device,
+) -> Decision | None:
+    """Decide by a table of measured messages if short ones take what it says; None: a trial must.
+
+    A collective over the job. ``seconds``: those of messages by the table, native and encoded, the
+    same on all ranks.
+    """
+    short = replace(sent, numels=(max(1, min(SIZES[0], max(sent.numels))),))
+    told, whole = seconds(short), seconds(sent)
+    if told is None or whole is None:
+        return None
+    native_s, coded_s = whole
+    if max(native_s, coded_s) < measured.SURE * min(native_s, coded_s):
+        return None
+    runs = trials(short)
+    _race(runs, 1, device)
+    found = _race(runs, REPEATS[1], device).amin(dim=0).tolist()
+    off = [max(now / then, then / now) for now, then in zip(found, told, strict=True)]
+    if max(off) > measured.OFF:
+        return None
+    gain_s = native_s - coded_s
+    nbytes = sent.numel * itemsize
+    return Decision(
+        gain_s > 0, nbytes, native_s, coded_s, len(sent.numels), checked=True, gain_s=gain_s
+    )
+
+
 def _is_sure(rows: torch.Tensor) -> bool:
     native_s, coded_s = rows.amin(dim=0).tolist()
     return bool(coded_s * SURE <= native_s)
 
 
 def _largest(numel: int, device: torch.device) -> int:
-    """Return the largest ``numel`` of all ranks, since stages differ; a collective over the job."""
+    """Return the largest ``numel`` of all ranks, as stages differ; a collective over the job."""
     return int(small_messages.most(torch.tensor(numel, device=device)))
 
 
@@ -104,10 +137,10 @@ def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torc
 def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Decision:
     """Time this rank's messages natively and encoded; a collective over the job.
 
-    ``nbytes``: size of the largest of these messages in the job, 0 if they could not be planned. A
-    first timing decides the number of rounds. Each round follows work that clears the caches, as a
-    layer does. The median counts: such messages are short, and disturbances are normal if ranks
-    share cores.
+    ``nbytes``: size of the largest of these messages in the job, 0 if planning failed. A first
+    timing decides the number of rounds. Each round follows work that clears the caches, as a layer
+    does. The median counts: such messages are short, and disturbances are normal if ranks share
+    cores.
     """
     if not nbytes:
         return Decision(True, 0, 0.0, 0.0)

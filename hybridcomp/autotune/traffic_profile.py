@@ -25,7 +25,7 @@ from hybridcomp.job.agreement import tell
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of messages, which differ only in their values."""
+    """A kind of messages, which differ only in values."""
 
     ranks: Ranks  # ranks of the group; sender and receiver of a send
     is_send: bool
@@ -41,7 +41,7 @@ class Kind:
 
     @property
     def stated(self) -> str:
-        """Return a text that is equal on all ranks of the kind and sorts equally on them."""
+        """Return a sort key that is equal on all ranks of the kind."""
         how = [self.ranks, self.is_send, self.direction, str(self.dtype), self.numel]
         return json.dumps([*how, self.codec.spec])
 
@@ -95,7 +95,7 @@ class TrafficProfile:
         self.counts[dimension][kind] += 1
 
     def is_due(self) -> bool:
-        """Return whether to plan after this step: ever less often, as there may be none."""
+        """Return whether to plan after this step: ever less often, as there may be no messages."""
         self._steps += 1
         return self._steps & (self._steps - 1) == 0
 

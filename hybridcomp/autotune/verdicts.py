@@ -20,8 +20,9 @@ from hybridcomp.config.policy import Dimension
 #: if encoding took this many times as long as native in the trial, no steps are compared: in a step
 #: encoding also takes the model's cores
 CLEAR = 2.0
-#: nor are they if encoding was this many times as fast. Below that the model's own work may hide
-#: the wire: over 1 Gb/s messages of DDP were twice as fast encoded, yet steps were slower
+#: no steps are compared either if encoding was this many times as fast. Below that the model's own
+#: work may hide the wire: over 1 Gb/s messages of DDP were twice as fast encoded, yet steps were
+#: slower
 CLEAR_CODED = 8.0
 #: encoded steps before steps are compared, in which kernels load and buffers are allocated
 WARM = 3
@@ -127,12 +128,12 @@ class Verdicts:
         return not self._is_planned and dimension in self.by_dimension and self._is_open(dimension)
 
     def flushes(self, dimension: Dimension, step: int) -> bool:
-        """Return whether messages of ``step`` also send the residuals, losslessly."""
+        """Return whether messages of ``step`` send the residuals too, losslessly."""
         verdict = self.by_dimension.get(dimension)
         return verdict is not None and verdict.flush == step
 
     def holds_nothing(self, dimension: Dimension, step: int) -> bool:
-        """Return whether no message of ``step`` or later will take residuals."""
+        """Return whether no message of ``step`` or later uses residuals."""
         verdict = self.by_dimension.get(dimension)
         if verdict is None or verdict.pays or self.comparing(step):
             return False

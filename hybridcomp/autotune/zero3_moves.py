@@ -2,11 +2,12 @@
 
 DeepSpeed (0.19.8, ``PartitionedParameterCoordinator``) follows a trace of modules:
 
-1. A module's own parameters are gathered before it, whatever the limits say. 2. The trace position
-moves past the module's entries, unless a prefetch has already passed them. 3. The next entries are
-prefetched, up to ``min(live - available, prefetch)`` elements, a limit that the last of them may
-exceed. 4. After a module its parameters are released, except those for a later use that a prefetch
-has passed, those that a running module uses, and those used again within ``reuse`` elements.
+1. A module's own parameters are gathered before it, whatever the limits say.
+2. The trace position moves past the module's entries, unless a prefetch has already passed them.
+3. The next entries are prefetched, up to ``min(live - available, prefetch)`` elements, a limit that
+   the last of them may exceed.
+4. After a module its parameters are released, except those for a later use that a prefetch has
+   passed, those that a running module uses, and those used again within ``reuse`` elements.
 
 A transformer's trace is a palindrome, for which keeping the most recently used parameters is
 optimal: no eviction policy beats these settings, as the bound ``fewest`` shows.
@@ -15,10 +16,9 @@ optimal: no eviction policy beats these settings, as the bound ``fewest`` shows.
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections import deque
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ class Knobs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Elements that a pass gathers, and the most at once; without persistent ones."""
+    """Elements gathered in a pass, and the peak; persistent parameters excluded."""
 
     gathered: int
     peak: int
@@ -58,32 +58,6 @@ class Event(NamedTuple):
     module: int
     fetches: bool
     forward: bool
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """The parameters of the modules in the order in which these begin.
-
-    before: elements of the trace before each moment, and in total; moments: of each parameter's
-    uses.
-    """
-
-    before: list[int]
-    moments: dict[int, list[int]]
-
-    @classmethod
-    def of(cls, order: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> _Walk:
-        moments: dict[int, list[int]] = {}
-        for moment, own in enumerate(order):
-            for p in own:
-                moments.setdefault(p, []).append(moment)
-        return cls([0, *itertools.accumulate(sum(sizes[p] for p in own) for own in order)], moments)
-
-    def next_use(self, p: int, moment: int) -> int | None:
-        """Return the first use of ``p`` from ``moment`` on."""
-        uses = self.moments.get(p, [])
-        place = bisect.bisect_left(uses, moment)
-        return uses[place] if place < len(uses) else None
 
 
 @dataclass(frozen=True)
@@ -115,118 +89,141 @@ class Trace:
         """Return the parameters of the modules as they begin: DeepSpeed's trace."""
         return [self.uses[event.module] for event in self.events if event.fetches]
 
-    @cached_property
-    def walk(self) -> _Walk:
-        """Return the pass in the order in which its parameters are gathered."""
-        return _Walk.of(self.order, self.sizes)
+    @property
+    def depths(self) -> tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]:
+        """Return the parameters of each module as non-leaf and as leaf modules look for them."""
+        return self.shallow or self.uses, self.deep or self.uses
 
     @cached_property
-    def walks(self) -> tuple[_Walk, _Walk]:
-        """Return the pass as non-leaf and as leaf modules search it for later uses."""
-        found = []
-        for uses in (self.shallow or self.uses, self.deep or self.uses):
-            order = [uses[event.module] for event in self.events if event.fetches]
-            found.append(_Walk.of(order, self.sizes))
-        return found[0], found[1]
+    def distances(self) -> list[tuple[tuple[int, float], ...]]:
+        """Return the elements to the next use of each parameter of a module that ends, by event."""
+        found: list[tuple[tuple[int, float], ...]] = []
+        # by depth: elements of the trace, from its end on, and where a parameter is used next
+        places = [0, 0]
+        later: tuple[dict[int, int], ...] = ({}, {})
+        for event in reversed(self.events):
+            own, leaf = self.uses[event.module], event.module in self.leaves
+            if not event.fetches:
+                here, after = places[leaf], later[leaf]
+                found.append(tuple((p, after.get(p, math.inf) - here) for p in own))
+                continue
+            found.append(())
+            for depth, uses in enumerate(self.depths):
+                places[depth] -= sum(self.sizes[p] for p in uses[event.module])
+                later[depth].update(dict.fromkeys(uses[event.module], places[depth]))
+        return found[::-1]
+
+    @cached_property
+    def queue(self) -> list[tuple[int, int]]:
+        """Return the uses of parameters, (parameter, moment), in order."""
+        return [(p, moment) for moment, own in enumerate(self.order) for p in own]
+
+    @cached_property
+    def stays(self) -> frozenset[int]:
+        """Return the parameters that no pass releases."""
+        return self.persistent | self.external
 
     @cached_property
     def moved(self) -> int:
         """Return the elements of the parameters that are used and not persistent."""
-        return sum(self.sizes[p] for p in self.walk.moments if p not in self.persistent)
+        return sum(self.sizes[p] for p in {p for p, _ in self.queue} - self.persistent)
 
 
-@dataclass
 class _Pass:
-    """State of DeepSpeed's coordinator within a pass."""
+    """State of DeepSpeed's coordinator within a pass; lists are by parameter.
 
-    trace: Trace
-    knobs: Knobs
-    there: set[int]
-    available: int = 0
-    gathered: int = 0
-    peak: int = 0
-    moment: int = 0
-    # last use that the queue returned, by parameter
-    passed: dict[int, int] = field(default_factory=dict)
-    running: dict[int, set[int]] = field(default_factory=dict)  # running modules, by parameter
-    # modules whose backward pass is running
-    backward: dict[int, None] = field(default_factory=dict)
+    Attributes:
+        there: whether it is gathered. passed: its last use that the queue returned.
+        running: the running modules that use it.
+        backward: modules whose backward pass is running.
+    """
 
-    def __post_init__(self) -> None:
-        order = enumerate(self.trace.order)
-        self.queue = deque((p, moment) for moment, own in order for p in own)
+    def __init__(self, trace: Trace, knobs: Knobs, there: list[bool]) -> None:
+        self.trace, self.knobs, self.there, self._sizes = trace, knobs, there, trace.sizes
+        self.available = self.gathered = self.peak = self.moment = self._place = 0
+        self.passed = [-1] * len(there)
+        self.running: list[set[int]] = [set() for _ in there]
+        self.backward: dict[int, None] = {}
 
-    def gather(self, params: Sequence[int] | set[int]) -> None:
-        numel = sum(self.trace.sizes[p] for p in set(params) - self.there)
-        self.there.update(params)
+    def gather(self, params: Sequence[int]) -> None:
+        numel = 0
+        for p in params:
+            if not self.there[p]:
+                self.there[p] = True
+                numel += self._sizes[p]
         self.available += numel
         self.gathered += numel
         self.peak = max(self.peak, self.available)
 
     def fetch(self, event: Event) -> None:
-        own = self.trace.uses[event.module]
+        own, queue = self.trace.uses[event.module], self.trace.queue
         if not event.forward:
             self.backward[event.module] = None
         self.gather(own)
         for p in own:
-            self.running.setdefault(p, set()).add(event.module)
-        late = {p for p in own if self.passed.get(p, -1) < self.moment}
+            self.running[p].add(event.module)
+        late = len({p for p in own if self.passed[p] < self.moment})
         found: set[int] = set()
-        while self.queue and len(found) < len(late):
-            p, self.passed[p] = self.queue[0][0], self.queue[0][1]
+        while self._place < len(queue) and len(found) < late:
+            p, self.passed[p] = queue[self._place][0], queue[self._place][1]
             found.add(p)
-            self.queue.popleft()
-        self.prefetch()
+            self._place += 1
+        if self.knobs.prefetch:
+            self.prefetch()
         self.moment += 1
 
     def prefetch(self) -> None:
-        budget = min(self.knobs.live - self.available, self.knobs.prefetch)
+        budget, queue = min(self.knobs.live - self.available, self.knobs.prefetch), self.trace.queue
         ahead: set[int] = set()
         numel = 0
-        while self.knobs.prefetch and self.queue and numel < budget:
-            p, moment = self.queue.popleft()
-            self.passed[p] = max(self.passed.get(p, -1), moment)
-            if p not in self.there and p not in ahead:
+        while self._place < len(queue) and numel < budget:
+            p, moment = queue[self._place]
+            self._place += 1
+            self.passed[p] = max(self.passed[p], moment)
+            if not self.there[p] and p not in ahead:
                 ahead.add(p)
-                numel += self.trace.sizes[p]
-        self.gather(ahead)
+                numel += self._sizes[p]
+        self.gather([*ahead])
 
-    def release(self, event: Event) -> None:
-        trace, own = self.trace, self.trace.uses[event.module]
-        walk = trace.walks[event.module in trace.leaves]
+    def release(self, event: Event, distances: tuple[tuple[int, float], ...]) -> None:
         if not event.forward:
             self.backward.pop(event.module, None)
-        for p in own:
-            self.running.get(p, set()).discard(event.module)
-            following, start = walk.next_use(p, self.moment), walk.before[self.moment]
-            reused = following is not None and walk.before[following] - start < self.knobs.reuse
-            if not reused and self.passed.get(p, -1) <= self.moment:
+        for p, distance in distances:
+            self.running[p].discard(event.module)
+            if distance >= self.knobs.reuse and self.passed[p] <= self.moment:
                 self.leave(p)
 
     def leave(self, p: int) -> None:
-        stays = p in self.trace.persistent or p in self.trace.external or self.running.get(p)
-        if p in self.there and not stays:
-            self.there.discard(p)
-            self.available -= self.trace.sizes[p]
+        if self.there[p] and not self.running[p] and p not in self.trace.stays:
+            self.there[p] = False
+            self.available -= self._sizes[p]
 
     def end(self) -> None:
         """Release modules whose backward pass has not reported its end."""
         for module in self.backward:
             for p in self.trace.uses[module]:
-                self.running.get(p, set()).discard(module)
+                self.running[p].discard(module)
                 self.leave(p)
 
 
-def simulate(trace: Trace, knobs: Knobs, passes: int = 1) -> Moves:
-    """Return what ``passes`` micro-batches of a step gather, from an empty device on."""
-    there, gathered, peak = set(trace.persistent), 0, 0
+def simulate(
+    trace: Trace, knobs: Knobs, passes: int = 1, within: tuple[float, float] = (math.inf, math.inf)
+) -> Moves:
+    """Return what ``passes`` micro-batches of a step gather, from an empty device on.
+
+    ``within``: stop where more is gathered, in total or at once, and return what was until then.
+    """
+    there = [place in trace.persistent for place in range(len(trace.sizes))]
+    gathered = peak = 0
     for _ in range(passes):
         one = _Pass(trace, knobs, there)
-        for event in trace.events:
-            if event.fetches:
-                one.fetch(event)
-            else:
-                one.release(event)
+        for event, distances in zip(trace.events, trace.distances, strict=True):
+            if not event.fetches:
+                one.release(event, distances)
+                continue
+            one.fetch(event)
+            if gathered + one.gathered > within[0] or one.peak > within[1]:
+                return Moves(gathered + one.gathered, one.peak)
         one.end()
         gathered, peak = gathered + one.gathered, max(peak, one.peak)
     return Moves(gathered, peak)
@@ -240,12 +237,12 @@ def fewest(trace: Trace, limit: int) -> int | None:
     """
     held: dict[int, int] = {}
     total = filled = 0
-    for moment, every in enumerate(trace.order):
+    following: dict[int, int] = {}
+    for every, after in zip(trace.order, _following(trace.order), strict=True):
         own = [p for p in every if p not in trace.persistent]
         needed = {p: trace.sizes[p] - held.get(p, 0) for p in own}
         excess = filled + sum(needed.values()) - limit
-        others = sorted((p for p in held if p not in needed), reverse=True,
-                        key=lambda p: _next(trace, p, moment))  # fmt: skip
+        others = sorted(held.keys() - needed.keys(), key=following.__getitem__, reverse=True)
         for p in others:
             gone = min(held[p], max(0, excess))
             held[p], excess, filled = held[p] - gone, excess - gone, filled - gone
@@ -254,12 +251,18 @@ def fewest(trace: Trace, limit: int) -> int | None:
         filled += sum(needed.values())
         total += sum(needed.values())
         held.update({p: trace.sizes[p] for p in own})
+        following |= after
     return total
 
 
-def _next(trace: Trace, p: int, moment: int) -> int:
-    following = trace.walk.next_use(p, moment)
-    return len(trace.order) if following is None else following
+def _following(order: Sequence[tuple[int, ...]]) -> list[dict[int, int]]:
+    """Return by moment when its parameters are used again; behind the last one if they are not."""
+    later: dict[int, int] = {}
+    found = []
+    for moment in reversed(range(len(order))):
+        found.append({p: later.get(p, len(order)) for p in order[moment]})
+        later.update(dict.fromkeys(order[moment], moment))
+    return found[::-1]
 
 
 class GatherChoice(NamedTuple):
@@ -275,30 +278,42 @@ def choose(trace: Trace, limit: int, passes: int = 1) -> GatherChoice | None:
     Among settings within ``SLACK`` of the fewest it takes the one with the longest prefetch.
     """
     found: list[GatherChoice] = []
+    least: float = math.inf
     for knobs in _settings(trace, limit):
-        moves = simulate(trace, knobs, passes)
-        if moves.peak <= limit:
+        moves = simulate(trace, knobs, passes, (SLACK * least, limit))
+        if moves.peak <= limit and moves.gathered <= SLACK * least:
             found.append(GatherChoice(knobs, moves))
-    if not found:
-        return None
-    least = min(one.moves.gathered for one in found)
+            least = min(least, moves.gathered)
     near = [one for one in found if one.moves.gathered <= SLACK * least]
-    return max(near, key=lambda one: (one.knobs.prefetch, -one.moves.gathered, -one.moves.peak))
+
+    def rank(one: GatherChoice) -> tuple[int, ...]:
+        (prefetch, live, reuse), (gathered, peak) = one
+        return prefetch, -gathered, -peak, live, -reuse
+
+    return max(near, key=rank, default=None)
 
 
 def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
-    """Yield settings to try: reuse on a grid, refined near the largest that fits unprefetched."""
-    whole, step = max(walk.before[-1] for walk in trace.walks), 4 if len(trace.order) > LONG else 1
+    """Yield settings to try, those that keep most first.
+
+    Reuse is on a grid, refined near the largest that fits unprefetched, one of those between two
+    distances of uses.
+    """
+    known = sorted({distance for one in trace.distances for _, distance in one} - {math.inf})
+    step, begun = 4 if len(trace.order) > LONG else 1, [e.module for e in trace.events if e.fetches]
+    whole = max(sum(trace.sizes[p] for m in begun for p in uses[m]) for uses in trace.depths)
     reuses = {int(share * whole) + 1 for share in REUSE[::step]} | {0}
     low, high = 0, whole + 1  # bisect for the longest reuse distance that fits without a prefetch
     while high - low > max(1, whole // 4096):
         middle = (low + high) // 2
-        if simulate(trace, Knobs(0, limit, middle)).peak <= limit:
+        if simulate(trace, Knobs(0, limit, middle), 1, (math.inf, limit)).peak <= limit:
             low = middle
         else:
             high = middle
     reuses |= {low, max(0, low - limit // 16), max(0, low - limit // 8)}
-    reuses = {reuse for reuse in reuses if reuse <= low}  # a prefetch takes more room, not less
+    # a prefetch takes more room, not less
+    alike = {bisect.bisect_left(known, one): one for one in sorted(reuses, reverse=True)
+             if one <= low}  # fmt: skip
     for prefetch in dict.fromkeys(int(share * trace.moved) for share in PREFETCH):
         for live in (limit, limit * 3 // 4) if prefetch else (limit,):
-            yield from (Knobs(prefetch, live, reuse) for reuse in sorted(reuses))
+            yield from (Knobs(prefetch, live, reuse) for reuse in alike.values())

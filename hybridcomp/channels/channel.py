@@ -5,7 +5,7 @@ send it natively: ``channel.run(message, native=..., encoded=...)``. The channel
 Without one it counts the message and calls ``native``, upstream's original, so that ``none`` is
 bit-identical. Otherwise the message encodes its tensors, calls the collective and is recorded in
 the ledger. Its classes: sums in ``sums`` and ``scatter_sums``, messages that only move values in
-``moves``, broadcasts and reductions to one rank in ``broadcast_reduce``.
+``p2p_and_gather``, broadcasts and reductions to one rank in ``broadcast_reduce``.
 
 The choice depends only on what is equal on all ranks of a group: the block, the message's size and
 dtype, the step, and decisions the ranks agreed on, such as a measured link or a tripped guard.
@@ -46,7 +46,7 @@ H = TypeVar("H", Handle, ReduceScatterHandle)
 _Key = tuple[int, torch.dtype, int, Direction]
 #: most messages whose codecs are remembered; the sizes of token messages may differ in every step
 MOST_SETTLED = 4096
-#: shown for a link that should have been measured before the first message
+#: reason shown for a link that should have been measured before the first message
 UNMEASURED = (
     'nothing was measured, as this job makes its groups in a way of its own; write "always"'
 )
@@ -85,8 +85,8 @@ class Message(ABC, Generic[R]):
     def nbytes_among(self, size: int, ranks: int) -> int:
         """Return the bytes that this rank would send natively in a group of ``ranks`` ranks.
 
-        That is the group of a job without islands, which sums or gathers the same values as the
-        ``size`` ranks here.
+        This is the group of the same job without islands; the ``size`` ranks here sum or gather the
+        same values.
         """
         return self.native_nbytes(ranks)
 
@@ -199,7 +199,7 @@ class Channel:
         return self.groups[dist.group.WORLD if group is None else group, self.state.nodes]
 
     def run_native(self, message: Message[Any], native: Callable[[], T]) -> T:
-        """Count a message that no codec may change, and have upstream send it."""
+        """Count a message that must stay uncompressed, and have upstream send it."""
         size = self.group(message.group).size
         if self.state.islands > 1:
             self._count_spared(message)
@@ -332,7 +332,7 @@ class Channel:
         every = self.state.config.ledger.sample_every
         if not every or self.state.step % every:
             return False
-        # extra encodings would distort the comparison's timing
+        # the comparison's timing must not include extra encodings
         return not self.state.verdicts.comparing(self.state.step)
 
     def sample(

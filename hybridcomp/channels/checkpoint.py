@@ -290,7 +290,7 @@ def _not_together(
 
 
 def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> bool:
-    """Return whether every rank encodes the parameters that it saved, so may load its own file."""
+    """Return whether every rank encodes the parameters that it saved, so may load its file."""
     here = _encodes(channels)
     same = own is not None and count == dist.get_world_size()
     same = same and own is not None and own.get("layout") == channels.layout

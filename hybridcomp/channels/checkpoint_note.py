@@ -112,7 +112,7 @@ def forget(folder: Path, kind: str) -> None:
 def lacking(folder: Path, lost: Sequence[str], bring: str) -> list[str]:
     """Return a line on the state that restarts because ``folder`` lacks our files, or nothing.
 
-    ``bring``: a sentence that says how the files get there.
+    ``bring``: a sentence on how to copy the files there.
     """
     if not lost:
         return []

@@ -11,13 +11,13 @@ from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as
 
 
 class DeferredResiduals:
-    """Residuals of parameters whose sum is discarded, kept out of a message.
+    """Residuals of parameters whose sum is discarded, held back from a message.
 
-    Only the device knows which parameters these are; the host does not wait for it.
+    Only the device knows these parameters; the host does not wait for it.
     """
 
     def __init__(self, taken: Mapping[str, Tensor]) -> None:
-        """Store ``taken``: by parameter name, a bool () on the device, whether its sum counts."""
+        """Store ``taken``: by parameter name, a bool () on the device: whether its sum is used."""
         self._taken = taken
         self._kept: list[tuple[Residual, Tensor]] = []
 

@@ -29,7 +29,7 @@ from hybridcomp.log import say
 
 #: attribute of a buffer that is gathered by deltas: its Reference
 ATTRIBUTE = "_hybridcomp_reference"
-#: number of weights for 64-bit words in a digest; prime, so that no row length divides it
+#: number of weights for the 64-bit words of a digest; prime, so that no row length divides it
 WEIGHTS = 4093
 #: values that are processed at once
 PIECE, CPU_PIECE = 1 << 22, 1 << 16
@@ -140,7 +140,7 @@ def _state(
     total = torch.zeros((), dtype=torch.int64, device=buffer.device)
     for row, share in enumerate(shares):
         total += (2 * row + 1) * digest(share)  # odd weights keep every difference modulo 2^64
-    # adding steps to a non-finite reference never makes it finite again
+    # adding deltas to a non-finite reference never makes it finite again
     ready = codec.lossless or all(
         (new.float() - old.float()).sum().isfinite()
         for new, old in cache_pieces(rows[rank], reference.own)
@@ -175,7 +175,7 @@ def digest(values: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    """Return WEIGHTS + 3 pseudo-random odd numbers: odd ones lose no difference modulo 2^64."""
+    """Return WEIGHTS + 3 pseudo-random odd numbers: odd factors keep differences modulo 2^64."""
     numbers = torch.arange(1, WEIGHTS + 4, device=device) * 0x1E3779B97F4A7C15
     numbers = (numbers ^ (numbers >> 29)) * 0x3F58476D1CE4E5B9
     return (numbers ^ (numbers >> 32)) | 1

@@ -70,7 +70,7 @@ class Channels(EngineState):
         return None if "dp" in self.policy.low_rank else self.nodes
 
     def leave_out(self, absent: Collection[Dimension]) -> None:
-        """Record dimensions of which this job sends no messages, so that they are not measured."""
+        """Record dimensions without messages in this job, so that they are not measured."""
         self.absent = frozenset(absent)
         for name in absent:
             self.seen.forget(name)

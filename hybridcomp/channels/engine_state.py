@@ -38,7 +38,7 @@ GRAPHS = (
 )
 
 
-#: after this many backward passes without an optimizer step, the step counts as missed
+#: backward passes without an optimizer step after which the step counts as missed
 UNCOUNTED = 8
 
 

@@ -45,7 +45,7 @@ from hybridcomp.codecs.quantized_residual import (
     squares,
 )
 
-#: most messages that are recognized by the identity of their pieces
+#: maximum messages recognized by the identity of their pieces
 MOST_KNOWN = 4096
 
 
@@ -71,8 +71,8 @@ class Residuals:
     _owned: set[str] = field(default_factory=set)
     #: slices that cover a parameter, by hop and name, in the order of ``_stretches``
     _holders: dict[tuple[Hop, str], list[ResidualStretch]] = field(default_factory=dict)
-    #: slices by hop and id of a tuple of pieces, which is kept too; walking a tuple of many ranks
-    #: is slow
+    #: slices by hop and id of a tuple of pieces (also kept alive); iterating over the pieces of
+    #: many ranks is slow
     _known: dict[tuple[Hop, int], tuple[tuple[Piece, ...], ResidualStretch]] = field(
         default_factory=dict
     )

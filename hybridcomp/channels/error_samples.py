@@ -50,8 +50,10 @@ class Samples:
     def factors(
         self, direction: Direction, left_sq: Tensor, sent_sq: Tensor, value_sq: Tensor
     ) -> None:
-        """Record a sample of a low-rank sum: squared L2 norms, each float64 (), of this rank's
-        residual after the sum, of its input with residual, and of the gradients in that input.
+        """Record a sample of a low-rank sum.
+
+        Arguments are squared L2 norms, float64 (): this rank's residual after the sum, the sum's
+        input (gradients plus residual), and the gradients alone.
         """
         sums = torch.stack([left_sq, sent_sq, value_sq])
         self._state.late_samples.add(sums, partial(self._write_factors, direction))
@@ -59,7 +61,7 @@ class Samples:
     def _write_factors(
         self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
     ) -> None:
-        # ratio of the residual to the gradients
+        # ratio of residual to gradients
         held = left_sq * sent_sq / value_sq if value_sq else 0.0
         self._write(direction, left_sq, sent_sq, held)
 
@@ -90,10 +92,10 @@ def encode_once(
 
     Args:
         values: the message; its first SAMPLE_NUMEL elements are encoded.
-        codec: of the first quantization.
+        codec: codec of the first quantization.
         cuts: borders that the codec must not cross.
         relative_to: the tensor whose norm the error is divided by, None for ``values``.
-        residual: of error feedback for ``values``.
+        residual: residual of error feedback for ``values``.
     """
     head = values.detach().reshape(-1)[:SAMPLE_NUMEL]
     nbytes = codec.wire_nbytes(head.numel(), head.dtype)

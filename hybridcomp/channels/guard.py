@@ -130,7 +130,7 @@ def are_trips(value: Any) -> bool:
 def _held(limits: Limits, sums: Sequence[float], step: int) -> Trip | None:
     error_sq, value_sq, residual_sq = sums
     if not value_sq:
-        return None  # nothing but zeros was sampled, or nothing at all
+        return None  # all samples are zero, or there are none
     for figure, limit, square in (
         ("error", limits.error, error_sq),
         ("residual", limits.residual, residual_sq),

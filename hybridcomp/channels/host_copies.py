@@ -43,11 +43,11 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.config.policy import Direction
 
-#: number of ends of a copy (device and host), passed where codecs are chosen by ranks
+#: number of ends of a copy (device and host), passed as number of ranks to choose codecs
 ENDS = 2
 #: payloads that may be on the way to the device at once
 UPLOADS = 4
-#: micro-batches that are added in one pass over the sum: memory traffic of one pass instead of 4
+#: micro-batches added in one pass over the sum: one pass of memory traffic instead of 4
 PACKED = 4
 
 

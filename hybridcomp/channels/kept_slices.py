@@ -1,8 +1,8 @@
-"""Keep all ranks' shares of the last gather as references for the steps of the next gather.
+"""Keep all ranks' shares of the last gather as references for the deltas of the next gather.
 
 With several nodes of the same size, each rank keeps its slice of the node's copy (``KeptSlice``);
 in other groups, it keeps all shares (``KeptRows``). Before each gather the ranks compare digests of
-their references. If these differ, or a rank has none, the shares are sent whole.
+their references. If these differ, or a rank has none, full shares are sent.
 """
 
 from __future__ import annotations
@@ -60,26 +60,31 @@ class KeptSlice:
         (W, n), the slice on ``device``, and whether it was renewed.
         """
         channel, groups = self._channel, self._groups
-        share = rows = held = torch.empty(0)
-        now, known = 0, False
+        share: Tensor | None = None  # no tensor is made before the ranks learn of failures
+        rows: Tensor | None = None
+        held: Tensor | None = None
+        now = 0
 
         def prepared() -> tuple[list[Tensor] | None, bool]:
-            nonlocal share, rows, held, now, known
+            nonlocal share, rows, held, now
             share = own()
             rows = share.new_empty(groups.size, share.numel())
             now = int(digest(share.view(torch.bfloat16) if share.dtype == torch.uint8 else share))
             generation, step = self._of
             known = self.slice is not None and generation == channel.generation
             known = known and (step == channel.step or not is_exact(channel))
-            if known and self.slice is not None:
-                held = self.slice.to(device)
-            return ([held.view(-1)] if known else None), now == self._sent
+            if not known or self.slice is None:
+                return None, False
+            held = self.slice.to(device)
+            return [held.view(-1)], now == self._sent
 
         state = state_of(channel, groups, prepared, device)
+        assert share is not None and rows is not None, "prepared"
         if state == "current":
+            assert held is not None, "a slice that is current"
             return rows, held, False
         with together("zero: renewing the copies of a node", self._forget, votes=True):
-            self.slice = None  # stays None until the new slice is complete
+            self.slice = None  # None until the new slice is complete
             held = renew(channel, groups, share, held if state == "steps" else None, native)
             self.slice = held.cpu() if self.on_host else held
         self._sent, self._of = now, (channel.generation, channel.step)
@@ -110,7 +115,7 @@ class KeptRows:
         ``own``: (n,) bf16 or fp16, this rank's share.
         """
         channel, group, rank = self._channel, self._group, dist.get_rank(self._group)
-        held, self.rows = self.rows, None  # stays None until the new rows are complete
+        held, self.rows = self.rows, None  # None until the new rows are complete
         rows: Tensor | None = None
 
         def state() -> tuple[bool, int]:

@@ -10,7 +10,7 @@ from hybridcomp.channels.engine_channels import Channels
 
 
 def put_back(channels: Channels, *others: object) -> Callable[[], None]:
-    """Return an undo that restores the present state of ``channels`` and ``others``.
+    """Return a function that restores the present state of ``channels`` and ``others``.
 
     Tensors are not copied: a load replaces the objects that hold them and never writes into a
     tensor.

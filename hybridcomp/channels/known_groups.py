@@ -10,7 +10,7 @@ from hybridcomp.collectives import Group
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.dimensions import ROWS, Dimension
 
-#: torch's process group, and the nodes of the job that were known when its ``Group`` was made
+#: torch's process group, and the nodes that were known when its ``Group`` was created
 GroupKey = tuple[ProcessGroup | None, Nodes | None]
 
 
@@ -32,7 +32,7 @@ class KnownGroups(dict[GroupKey, Group]):
         if nodes is None:
             found = Group.of(group)
         else:
-            # residuals of low-rank sums cover whole messages, also where a flush sends them
+            # residuals of low-rank sums cover whole messages, also when a flush sends them
             deep = ROWS[self._dimension].two_levels
             deep = deep and self._dimension not in self._state.policy.low_rank
             found = nodes.group(group, two_levels=deep)
@@ -41,7 +41,7 @@ class KnownGroups(dict[GroupKey, Group]):
 
 
 def _exists(group: ProcessGroup | None) -> bool:
-    """Return whether ``group`` still exists; a kept one would keep its threads alive."""
+    """Return whether ``group`` exists; keeping a destroyed one would keep its threads alive."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import read_together
 
-#: most samples that may wait; an evaluation in a sampled step can send any number of messages
+#: maximum waiting samples; an evaluation in a sampled step can send any number of messages
 MOST = 256
 
 

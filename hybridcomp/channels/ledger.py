@@ -22,7 +22,8 @@ from hybridcomp.dimensions import Dimension, Key
 
 __all__ = ["KEYS", "Entry", "Key", "Ledger", "entries_of"]
 
-#: rows of what ``hybridcomp.generate`` sends, whose codecs are its own: dimensions as directions
+#: rows of ``hybridcomp.generate``'s messages, which have their own codecs, by dimension and
+#: direction
 _SENT = ("dp", "tp", "pp", "offload")
 GENERATED = cast("tuple[Key, ...]", tuple(("generate", name) for name in _SENT))
 KEYS = dimensions.KEYS + GENERATED
@@ -33,7 +34,7 @@ class Entry:
     """Totals of one dimension and direction. All fields add up over messages and ranks."""
 
     messages: float = 0.0  # messages, including those left native
-    native: float = 0.0  # of these, messages left native
+    native: float = 0.0  # how many of the messages stayed native
     raw_nbytes: float = 0.0  # bytes that native would have sent to other ranks
     wire_nbytes: float = 0.0  # bytes sent to other ranks
     codec_s: float = 0.0  # host seconds of encoding and decoding
@@ -43,7 +44,7 @@ class Entry:
     inter_raw_nbytes: float = 0.0  # encoded messages: bytes native would have sent to other nodes
     inter_nbytes: float = 0.0  # encoded messages: bytes sent to other nodes
     outside: float = 0.0  # sampled: elements beyond their error bound; must stay 0
-    device_nbytes: float = 0.0  # of raw_nbytes, those encoded on a GPU
+    device_nbytes: float = 0.0  # part of raw_nbytes that was encoded on a GPU
     timed_nbytes: float = 0.0  # part of device_nbytes in timed steps
     device_codec_s: float = 0.0  # seconds on the streams in timed steps
     device_wait_s: float = 0.0
@@ -66,7 +67,7 @@ class Entry:
     @property
     def inter_ratio(self) -> float | None:
         """Return native over encoded bytes between nodes; None where none crossed."""
-        # None for islands, whose messages have no native counterpart between nodes
+        # None for islands, which have no native messages between nodes to compare with
         known = self.inter_nbytes and self.inter_raw_nbytes
         return self.inter_raw_nbytes / self.inter_nbytes if known else None
 
@@ -162,7 +163,7 @@ class Ledger:
             timed.land(meter.spans, entry)
 
     def record_native(self, key: Key, wire_nbytes: int, raw_nbytes: int | None = None) -> None:
-        """Count one native message; ``raw_nbytes``: bytes without hybridcomp, if other."""
+        """Count one native message; ``raw_nbytes``: bytes without hybridcomp, if different."""
         entry = self.interval[key]
         entry.messages += 1
         entry.native += 1
@@ -170,7 +171,7 @@ class Ledger:
         entry.wire_nbytes += wire_nbytes
 
     def add_generated(self, other: Ledger) -> None:
-        """Add the counters of ``other``, which ``hybridcomp.generate`` has kept, as its rows."""
+        """Add the counters that ``hybridcomp.generate`` kept in ``other``, as rows of its own."""
         for row, name in zip(GENERATED, _SENT, strict=True):
             for key in (one for one in dimensions.KEYS if one[0] == name):
                 self.interval[row].add(other.interval[key])

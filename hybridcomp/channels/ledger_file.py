@@ -23,8 +23,8 @@ FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 def set_aside(path: Path) -> None:
     """Rename the file of an earlier run, so that a run resumed by the same command keeps its
-    figures. ``ledger.jsonl`` becomes ``ledger.1.jsonl``. A link is renamed as well: somebody else
-    may have put it there, and its target stays as it is.
+    figures. ``ledger.jsonl`` becomes ``ledger.1.jsonl``. A link is renamed too, and its target
+    stays unchanged: another user may have created it.
     """
     if _is_link(path) or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
@@ -61,9 +61,9 @@ def make_together(path: Path | None, key: str, ranks: Sequence[int] | None = Non
 
 
 def unwritable(path: Path) -> str | None:
-    """Return why this user cannot create or write ``path`` on this machine, None if it can.
+    """Return why this user cannot create or write ``path`` on this machine, None if possible.
 
-    Creates nothing; missing folders are fine, since ``JsonLines`` makes them.
+    Creates nothing; missing folders are fine, since ``JsonLines`` creates them.
     """
     if path.is_dir():
         return os.strerror(errno.EISDIR)

@@ -2,8 +2,8 @@
 
 Error feedback is always on: the error of a step is added to the next. Residuals are kept by
 parameter, as for every other codec. The right factors, from which the next power iteration starts,
-are kept here. Both are in the checkpoint. ``hierarchy`` changes nothing: factors are summed
-natively over the whole group, and NCCL handles the nodes itself.
+are kept here. Both are in the checkpoint. ``hierarchy`` has no effect: factors are summed natively
+over the whole group, and NCCL handles nodes.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def reduce_to_owners(
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Join neighbouring pieces that continue each other; buckets are split where owners change."""
+    """Join adjacent pieces of a parameter; buckets are split where owners change."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

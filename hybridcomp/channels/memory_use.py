@@ -31,7 +31,7 @@ def note(
     *,
     beside: bool = False,
 ) -> None:
-    """Record in ``state.messages`` the messages ``sent`` in a step.
+    """Record in ``state.messages`` the messages that a step sends.
 
     Args:
         state: whose ``messages`` are changed.
@@ -88,7 +88,7 @@ def memory_of(state: EngineState) -> list[MemoryItem]:
 
 
 def _islands(state: EngineState) -> int:
-    """Return the number of islands; where more jobs may join, an estimate."""
+    """Return the number of islands; an estimate if more jobs may join."""
     sync = state.config.sync
     if sync.jobs is not None:
         return sync.jobs.at_start

@@ -47,7 +47,7 @@ from hybridcomp.job.gates import gate
 from hybridcomp.log import say
 
 KEY = f"{BLOCK}.zero.secondary"
-#: what the copies of all nodes lack: nothing, the steps since the last update, or all values
+#: state of all nodes' copies: current, a delta behind, or unusable
 State = Literal["current", "steps", "whole"]
 #: bit pattern of the bf16 value that stands for byte 0 of an encoded copy; byte b is b patterns up
 FIRST = 0x3F00
@@ -149,7 +149,7 @@ class CopyGroups:
         """Send ``gives[i]`` rows to local rank i and receive ``takes[i]`` from it, in order."""
         numel, out, inner = rows.shape[1], torch.empty_like(rows), self.levels.inner
         sent, come = [count * numel for count in gives], [count * numel for count in takes]
-        flat = out.view(-1), rows.view(-1)  # nothing behind the gate but the message
+        flat = out.view(-1), rows.view(-1)  # no work between the gate and the message
         gate()
         transfer(lambda: transport.all_to_all(*flat, come, sent, inner, meter), meter)
         return out
@@ -161,7 +161,7 @@ def state_of(
     held: Callable[[], tuple[Iterable[Tensor] | None, bool]],
     device: torch.device,
 ) -> State:
-    """Return what must be sent for all nodes to hold the same new copy; a collective.
+    """Return what to send so that all nodes hold the same new copy; a collective.
 
     The result is the same on all ranks. Prints a message if nodes differ, as after user code wrote
     into one.
@@ -245,10 +245,10 @@ def gather_inside(
     was_renewed: bool,
     out: Tensor,
 ) -> None:
-    """Fill ``out`` (W, n) with all shares from the slices of a node's ranks; a node collective.
+    """Gather all ranks' shares into ``out`` (W, n) from the slices of a node; a node collective.
 
-    ``native``: as in ``renew``, for a job that gathers over all ranks every time; ``was_renewed``:
-    whether ``renew`` has counted the bytes between nodes of this gather.
+    ``native``: size and dtype of a share in the job's native gather over all ranks, as in
+    ``renew``. ``was_renewed``: whether ``renew`` already counted this gather's bytes between nodes.
     """
     levels, meter = groups.levels, channel.meter(slice_.device)
     flat, inner = slice_.contiguous().view(-1), levels.inner
@@ -266,7 +266,7 @@ def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
 
 
 def _as_steps(values: Tensor) -> Tensor:
-    """Return 16-bit values whose steps can be encoded: one for each byte, or ``values`` as is."""
+    """Return 16-bit values for delta encoding: one for each byte, or ``values`` unchanged."""
     if values.dtype != torch.uint8:
         return values
     return values.to(torch.int16).add_(FIRST).view(torch.bfloat16)

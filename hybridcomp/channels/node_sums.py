@@ -1,9 +1,9 @@
 """Sums of micro-batches inside the node, which cross between nodes once (``dp.accumulate``).
 
 In two levels the ranks of a node sum a message and each gets a slice of the node's sum. Until the
-last micro-batch of a step it keeps the slice in fp32 and hands upstream zeros; in the last one it
-adds the kept sum to what crosses. So each rank keeps its 1/L of the gradients, L ranks on a node,
-and upstream's own sum over micro-batches is complete after the last one.
+last micro-batch of a step it keeps the slice in fp32 and returns zeros to upstream; in the last one
+it adds the kept sum to the message between nodes. So each rank keeps its 1/L of the gradients, L
+ranks on a node, and upstream's own sum over micro-batches is complete after the last one.
 
 A message of the last micro-batch may hold other parameters than earlier messages, whose slices were
 then cut elsewhere. The sums kept for its parameters become part of this rank's gradients again
@@ -96,7 +96,7 @@ class NodeSums:
     def take(self, message: Pieces, group: Group) -> Tensor | None:
         """Remove and return the sum kept of messages like this one.
 
-        None if there is none, or if other messages hold some of its parameters; then use
+        None if there is none, or if some of its parameters are in other messages; then use
         ``put_back``.
         """
         key = _key(message, group)

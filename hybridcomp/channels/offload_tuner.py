@@ -27,10 +27,10 @@ Kind = tuple[Direction, ...]
 NATIVE: Kind = ()
 #: native steps before the first timed step, in which memory is pinned and kernels are loaded
 WARM_UP = 2
-#: timed steps in each turn of a kind; the turn's first step, after another kind, is not timed
+#: timed steps in each turn of a kind; the turn's first step, after a change of kind, is not timed
 TIMED = 3
 TURNS = 2
-#: encoded steps must be this much faster than native ones; less is noise
+#: required speed-up of encoded over native steps; smaller differences are noise
 MARGIN = 1.02
 #: keys of the state
 _STATE = ("kinds", "begin", "seconds", "chosen", "medians")
@@ -150,7 +150,7 @@ class OffloadTuner:
 
     @property
     def verdict_step(self) -> int:
-        """Return the number of optimizer steps before the first that the verdict holds for."""
+        """Return the number of optimizer steps taken before the verdict first applies."""
         assert self.begin is not None
         return self.begin + self.length
 

@@ -7,6 +7,7 @@ engine's channels follow the verdicts in its state (``autotune/verdicts``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -14,22 +15,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp.autotune import measured
+from hybridcomp.autotune.measured import MeasuredLinks
 from hybridcomp.autotune.memory_limits import has_room
 from hybridcomp.autotune.remembered import Remembered
 from hybridcomp.autotune.sum_trials import reductions
-from hybridcomp.autotune.timing import judge, judge_seen
+from hybridcomp.autotune.timing import confirm, judge, judge_seen
 from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
 from hybridcomp.codecs import require_kernels
+from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import together
 
-#: number of parameters if it is still unknown: more than any trial needs
+#: assumed number of parameters while it is unknown: more than any trial needs
 UNKNOWN = 1 << 62
 #: name of the operation in messages
 MEASURING = "measuring whether encoding pays"
@@ -86,11 +90,16 @@ class OnlineTuner:
         with together(MEASURING), state.gains.measuring():
             told = self._recall(names, group, int(common), known, place)
             anew = [name for name in names if name not in state.verdicts.by_dimension]
-            self._judge(anew, group, int(common), known, place)
+            links = None
+            if anew and state.config.remember:
+                links = measured.recall(device, group)
+            confirmed = self._judge(anew, group, int(common), known, place, links)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
         self._note_verdicts()
         told += [state.verdicts.by_dimension[name].describe(name) for name in anew]
+        if confirmed and links is not None:
+            told.append(links.describe(confirmed))
         return told + self._nothing_left()
 
     def _recall(
@@ -119,9 +128,15 @@ class OnlineTuner:
         numel: int,
         sent: Mapping[Dimension, StepTraffic],
         place: TrialGroup,
-    ) -> None:
-        """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective."""
+        links: MeasuredLinks | None,
+    ) -> list[Dimension]:
+        """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective.
+
+        ``links``: what ``hybridcomp measure`` found here, which short trials may confirm. Returns
+        the names whose verdicts are its.
+        """
         state, dtype, device = self._state, place.dtype, place.device
+        levels, confirmed = 1 if place.group.levels is None else 2, []
         for name in names:
             known = sent.get(name)
             whole = agree_on(known, group, device)
@@ -134,8 +149,18 @@ class OnlineTuner:
             if summed:
                 bits = state.residuals.bits if self._channels[name].error_feedback else 0
                 trials = reductions(codec, bits, place)
-            state.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
+            found = None
+            if links is not None and whole:
+                at = functools.partial(
+                    links.seconds, codec=codec.spec, dtype=DTYPE_NAMES[dtype], levels=levels
+                )
+                found = confirm(trials, known, at, dtype.itemsize, device)
+            confirmed += [name] if found else []
+            state.verdicts.by_dimension[name] = found or judge(
+                trials, known, dtype.itemsize, device, whole
+            )
             del trials
+        return confirmed
 
     def tune_from_profile(self, device: torch.device) -> list[str]:
         """Time tp and pp, if still undecided, with messages like those observed.
@@ -170,7 +195,7 @@ class OnlineTuner:
         if not state.verdicts.by_dimension or state.step < state.config.start_step + WARM:
             return []
         if state.pace.is_measuring:
-            return []  # these steps differ in how offload copies, which would blur the comparison
+            return []  # offload varies these steps, which would blur the comparison
         if not state.verdicts.may_compare:
             return self._remembered.check(state.step, device, state.verdicts)
         without, told = set(state.guard.trips), []
@@ -219,7 +244,7 @@ class OnlineTuner:
         return "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
 
     def _idle(self, name: Dimension, step: int, sent: Collection[Dimension] | None) -> str:
-        """Return why no message of a dimension that has a codec was encoded."""
+        """Return why no message of a dimension with a codec was encoded."""
         state = self._state
         if name in state.guard.trips:
             return f"the guard has made it native since step {state.guard.trips[name].step}"
@@ -240,7 +265,7 @@ class OnlineTuner:
         return small
 
     def _nothing_left(self) -> list[str]:
-        """Return a message that nothing is compressed, once no verdict can change that."""
+        """Return a message that nothing is compressed, once no verdict can change any more."""
         state = self._state
         if self.idle_reason(state.step) != ALL_NATIVE or state.verdicts.may_change:
             return []

@@ -19,7 +19,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 
-#: explains why a codec cannot act where receives are posted, and what to do
+#: explains why a codec has no effect on posted receives, and the remedy
 VARIES = (
     "receives are posted before the sender has encoded, and only gloo takes a message that is "
     "shorter than its receive; use a codec of fixed size, such as blockint or zfp"
@@ -79,7 +79,7 @@ class AllToAll(Message[Handle]):
     """Exchange parts of ``values`` between all ranks.
 
     Attributes:
-        values: of any shape; their flat order counts.
+        values: a tensor of any shape, read in flat order.
         out: 1-D contiguous, of their dtype; None: allocated where there is a codec.
         in_splits, out_splits: rows to and from each rank; None: equal parts. Sending replaces them
             by elements to and from each rank.
@@ -111,7 +111,7 @@ class AllToAll(Message[Handle]):
         self.in_splits, self.out_splits = (
             gives,
             takes,
-        )  # so the splits are compared once per message
+        )  # so that the splits are compared once per message
         if self.out is None:
             self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(

@@ -77,7 +77,7 @@ class GatherParameters(AllGather):
         numel = self.shard.numel()
         chunk = numel
         if self.limit:
-            # differences are fp32: chunks of half the values
+            # differences are fp32, twice the size: use chunks of half the values
             limit = self.limit // 2 if channel.delta else self.limit
             size = dist.get_world_size(self.group)
             chunk = max(1, limit // size // CHUNK_ALIGN) * CHUNK_ALIGN

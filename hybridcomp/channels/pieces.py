@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridcomp.channels.saved_residuals import Held, for_checkpoint
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 
-#: most slices that may hold a parameter's value, on average
+#: maximum average number of slices that hold a parameter's value
 MOST_HELD = 2
 
 

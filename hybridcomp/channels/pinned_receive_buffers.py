@@ -156,9 +156,9 @@ class PinnedReceiveBuffers:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "hybridcomp-offload")
             before, fewer = torch.get_num_threads(), host_threads()
-            # set_num_threads acts on the calling thread, but also
+            # set_num_threads acts on the calling thread,
             self._thread.submit(torch.set_num_threads, fewer).result()
-            torch.set_num_threads(before)  # on threads that start later: undo it for those
+            torch.set_num_threads(before)  # and on threads that start later: undo it for those
         nbytes = sum(payload.used for payload in payloads)
         self._waiting.append((self._thread.submit(_timed, task, payloads), nbytes))
         seconds = []

@@ -33,7 +33,7 @@ class Stretch:
 
 
 def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> list[Stretch]:
-    """Find where the parameters ``names`` lie in the tensors described by ``pieces``."""
+    """Locate the parameters ``names`` in the tensors described by ``pieces``."""
     found = []
     for index, of_tensor in enumerate(pieces):
         position = 0

@@ -1,10 +1,10 @@
 """Give residuals saved by another number of ranks to the ranks that encode the values now.
 
-For each parameter their sum over the job must survive: it is what the sent gradients still lack.
-New rank ``i % world_size`` reads old rank i's state, so each is read once. Then one all-reduce, in
-pieces of ``PIECE`` values, adds up the residuals of all ranks, and each summed value goes to one of
-the ranks that encode it: each of n senders of a slice keeps an n-th of it. No rank ever holds more
-than the states it has read and its own part, and no value is held twice.
+For each parameter their sum over the job must be kept: it is the part of the gradients not yet
+sent. New rank ``i % world_size`` reads old rank i's state, so each is read once. Then one
+all-reduce, in pieces of ``PIECE`` values, adds up the residuals of all ranks, and each summed value
+goes to one of the ranks that encode it: each of n senders of a slice keeps an n-th of it. No rank
+ever holds more than the states it has read and its own part, and no value is held twice.
 
 In two levels the ranks of a node encode a sum together, so they count as one sender and hold its
 part in common (``error_feedback.NodeStretch``).
@@ -35,7 +35,7 @@ Held = tuple[int, Tensor]
 WHAT = "residuals of another number of ranks"
 #: values that are summed per message: 16 MB
 PIECE = 1 << 22
-#: most names that an error message lists
+#: maximum names listed in an error message
 SHOWN = 4
 
 
@@ -161,7 +161,7 @@ def _json_of(sends: Mapping[str, Sends] | None) -> dict[str, list[Any]] | None:
 
 
 def _tell_once(statement: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Exchange statements like ``tell``, but send a statement that several ranks make only once."""
+    """Exchange statements like ``tell``, but send each distinct statement only once."""
     text = json.dumps(statement, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     digests = [one["digest"] for one in tell({"digest": digest}, what=WHAT)]

@@ -20,8 +20,8 @@ from hybridcomp.collectives.row_sums import (
     sum_rows,
 )
 
-#: elements passed to the policy, so that ``min_bytes`` never applies: ranks touch different numbers
-#: of rows and must choose alike
+#: number of elements passed to the policy, so that ``min_bytes`` never applies: ranks touch
+#: different numbers of rows but must choose alike
 ANY_SIZE = 1 << 60
 
 

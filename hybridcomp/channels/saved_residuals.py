@@ -16,7 +16,7 @@ from hybridcomp.job import saved
 #: ``owner``: error of encoding the sum that this rank owns (second hop).
 Hop = Literal["sender", "owner"]
 HOPS: tuple[Hop, ...] = ("sender", "owner")
-#: in a saved state: key of the residuals that the ranks of a node hold in common
+#: key of residuals shared by a node's ranks in a saved state
 COMMON = "common"
 #: offset of a slice in its parameter, and its values
 Held = tuple[int, Residual]
@@ -24,11 +24,11 @@ Held = tuple[int, Residual]
 
 @dataclass(frozen=True)
 class NodeStretch:
-    """Residual of a parameter from ``offset`` on that ``count`` ranks of a node hold in common.
+    """Residual of a parameter from ``offset`` on that ``count`` ranks of a node share.
 
-    In two levels a rank encodes a stretch of its node's sum, and only a message shows which one.
-    So after a change of ranks every rank of the node starts with all residuals of the node; with
-    each message it applies those of its stretch and forgets those of the other ranks' stretches.
+    In two levels a rank encodes a slice of its node's sum, which only the message determines. So
+    after a change of ranks every rank of the node starts with all of the node's residuals; with
+    each message it applies those of its slice and drops those of the other ranks' slices.
     """
 
     offset: int

@@ -143,7 +143,7 @@ def has_any(channels: Channels) -> bool:
 
 
 def anew(channels: Channels) -> list[str]:
-    """Return the state that a run restarts if a checkpoint lacks the ranks' files."""
+    """Return the state that restarts if a checkpoint lacks the ranks' files."""
     return [part.anew for part in PARTS if part.anew and part.wanted(channels)]
 
 

@@ -75,10 +75,8 @@ class Footer(NamedTuple):
     name: int
 
     def pack(self) -> bytes:
-        """Return the header as 64 bytes."""
-        dtype, form, rank, *rest = self
-        numel, nbytes, version, digest, half, name = rest
-        body = _LAYOUT.pack(MAGIC, dtype, form, 0, rank, numel, nbytes, version, digest, half, name)
+        """Return the footer as 64 bytes."""
+        body = _LAYOUT.pack(MAGIC, self.dtype, self.form, 0, *self[2:])
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
@@ -128,7 +126,7 @@ def pack(
 
 
 def room_for(values: Tensor, codec: Codec, aligned: int = ALIGNED) -> int:
-    """Return the most bytes that the file of ``values`` can take, including room for encoding."""
+    """Return the maximum bytes of the file of ``values``, including room for encoding."""
     most = max(values.nbytes, codec.wire_nbytes(values.numel(), values.dtype))
     return -(-(most + SIZE) // aligned) * aligned
 

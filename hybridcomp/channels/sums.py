@@ -39,9 +39,9 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.config.policy import Direction
 
-#: pieces that one rank encodes, and the part of them whose sum it owns
+#: pieces that one rank encodes, and pieces whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
-#: this many pieces weigh as much as one plan in a group's cache: they only refer to existing
+#: number of pieces that count as much as a plan in a group's cache: they only refer to existing
 #: objects
 WEIGHED = 64
 

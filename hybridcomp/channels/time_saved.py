@@ -21,12 +21,12 @@ class TimeSaved:
 
     by_dimension: dict[Dimension, float] = field(default_factory=dict)  # seconds
     spent_s: float = 0.0  # seconds of measuring
-    #: encoded dimensions of which single messages were timed, but not whole steps
+    #: encoded dimensions for which single messages were timed, but no whole steps
     timed_alone: set[Dimension] = field(default_factory=set)
 
     @property
     def net_s(self) -> float:
-        """Return the seconds saved, less those that measuring took."""
+        """Return the seconds saved, minus the time spent on measuring."""
         return sum(self.by_dimension.values()) - self.spent_s
 
     def count(self, verdicts: Verdicts, step: int, without: Collection[Dimension]) -> None:

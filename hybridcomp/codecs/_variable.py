@@ -28,10 +28,10 @@ class VariableCodec(Codec):
     @property
     @abstractmethod
     def _settings(self) -> tuple[float, ...]:
-        """First arguments of the kernels: the codec's settings."""
+        """Settings of the codec, the first arguments of its kernels."""
 
     def _settings_for(self, numel: int) -> tuple[float, ...]:
-        """First arguments of the kernels for a message of ``numel`` values."""
+        """Arguments of the kernels for a message of ``numel`` values, after the settings."""
         return self._settings
 
     @property

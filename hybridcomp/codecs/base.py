@@ -185,7 +185,7 @@ class Codec(Capabilities, ABC):
         return dtype in VALUE_DTYPES
 
     def against(self, held: Tensor) -> Codec:
-        """Return this codec for one message whose earlier version every receiver holds.
+        """Return this codec for a message whose previous version every receiver holds.
 
         Only codecs with ``references`` differ: they encode the change from ``held``, which is as
         long as the message, and decode in place into tensors that hold the earlier version.
@@ -206,7 +206,7 @@ class Codec(Capabilities, ABC):
         return self.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
 
     def cost_summary(self, *, summed: bool) -> str:
-        """Describe the cost of this codec in the start-up line; ``summed``: messages are sums."""
+        """Describe this codec's cost in the start-up line; ``summed``: messages are sums."""
         if not self.fixed_size:
             lossless = ", lossless" if self.lossless else ""
             return f"{self.spec}{lossless}, size varies with the values"

@@ -1,4 +1,4 @@
-"""Encode fp32 master weights relative to their bf16 parameters: only the bits that these lack.
+"""Encode fp32 master weights relative to their bf16 parameters: only the missing bits.
 
 A bf16 parameter is its rounded fp32 master, so a reader that has it lacks only the lower 16 bits,
 and whether rounding carried into the upper 16: it did if the lower half is above the middle. If the

@@ -137,7 +137,7 @@ class Bounded(Codec):
 
         where = f" of sums of {inner + 1}" if inner else ""
         then = f", then rounded by {rounding:g}" if rounding else ""
-        self._spec = (  # computed once, since instances are looked up by it
+        self._spec = (  # computed once, since it is a cache key
             f"{fixed.spec if fixed else family} within {self.error_bound!r} "
             f"({mode}, segments of {segment} values{where}{then})"
         )
@@ -243,7 +243,8 @@ def _hops(
 ) -> tuple[Codec, ...]:
     ladder = bound.choices
     moved = count == 1 and world_size == 1
-    # radix checks values after rounding to the message's dtype; for other codecs rounding is added
+    # radix checks values after rounding to the message's dtype; other codecs need the rounding
+    # added
     rounding = 0.0 if moved and not ladder else max(ROUNDING[result], bound.rounding)
     sums = bound.inner + world_size + 2 if world_size > 1 else 0
     errors = shares(bound.error_bound, bound.mode, count, world_size - exact, sums, rounding)
@@ -252,7 +253,7 @@ def _hops(
     found = tuple(
         cheapest(ladder, bound.family, bound.mode, bound.segment, error, result) for error in errors
     )
-    # a lossless hop beside a lossy one would spend bits on accuracy that the other loses anyway
+    # a lossless hop beside a lossy one would spend bits on accuracy that the other hop loses
     return (LOSSLESS,) * count if LOSSLESS in found else found
 
 

@@ -33,7 +33,7 @@ class Capabilities:
     about: ClassVar[str] = ""
     #: its difference from codecs with the same ``about``, as half a sentence
     remark: ClassVar[str] = ""
-    #: arguments of its constructor, all with a default; the block has keys of these names
+    #: arguments of its constructor, all with a default; the block's keys have these names
     settings: ClassVar[tuple[Setting, ...]] = ()
     #: decoding (without adding) gives back exactly the encoded values, bits of NaNs included
     lossless: bool
@@ -45,18 +45,18 @@ class Capabilities:
     #: codecs of variable size: aligned ranges of this many values decode to the same wherever a
     #: message is cut between them
     segment: int = 1
-    #: factor on the length of its rounds, where long messages are cut into rounds: above 1 if each
+    #: factor on the length of its rounds, if long messages are split into rounds: above 1 if each
     #: call has a constant cost
     round_scale: ClassVar[int] = 1
-    #: keeps an error bound of whole collectives; their segments then end at parameters' borders
+    #: satisfies an error bound of whole collectives; its segments then end at parameter borders
     bounded: ClassVar[bool] = False
     #: reduces gradients instead of encoding: for dp only, always with error feedback, without a
     #: bound, and its time is not measured
     gradients_only: ClassVar[bool] = False
-    #: encodes what changed since the last gather of parameters, against what receivers hold: for
+    #: encodes the change since the last gather of parameters relative to the receivers' copies: for
     #: zero only, always with deltas
     references: ClassVar[bool] = False
-    #: leaves out most values, which error feedback sends later: for sync only
+    #: drops most values, which error feedback sends later: for sync only
     sparse: ClassVar[bool] = False
     #: has kernels for all chunks of a reduction at once on GPUs, residuals included, and on CPUs
     #: for residuals of few bits
@@ -69,7 +69,7 @@ class Capabilities:
 
     @classmethod
     def ladder(cls) -> tuple[Self, ...]:
-        """Return the settings among which an error bound chooses, cheapest first; if any.
+        """Return the settings among which an error bound chooses, cheapest first; maybe none.
 
         All have ``fixed_size`` and one ``block_size``, and ``element_bound`` is constant below some
         absmax and grows linearly above it (``budget.worst_ratio``).

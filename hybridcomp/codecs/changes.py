@@ -10,7 +10,7 @@ from hybridcomp.kernels import KernelSet
 
 
 class ChangeKernels(Protocol):
-    """Loops over weights on a host; addresses as ``FixedKernels``, values of 16 bits."""
+    """Loops over weights on a host; addresses as in ``FixedKernels``, 16-bit values."""
 
     def digest(self, data: int, nbytes: int, threads: int, /) -> bytes:
         """Return the checksum of bytes."""
@@ -24,7 +24,7 @@ class ChangeKernels(Protocol):
         """Copy the values selected by ``mask`` to ``out`` without gaps; return their number."""
 
     def put(self, picked: int, mask: int, numel: int, out: int, /) -> None:
-        """Copy values that ``pick`` took back to their positions in ``out``."""
+        """Copy values that ``pick`` collected back to their positions in ``out``."""
 
     def places(self, mask: int, numel: int, out: int, /) -> None:
         """Write the positions set in ``mask`` as int64."""

@@ -154,7 +154,7 @@ class QuantizedResidual:
 
     def zero_(self, *, steps: bool = False) -> None:
         """Set the values to zero; with ``steps`` also block steps, as packing zeros does."""
-        if self.in_blocks:  # without ``steps`` they stay, as when kernels write zeros
+        if self.in_blocks:  # without ``steps`` they stay unchanged, as when kernels write zeros
             levels, each = self._parts()
             levels.zero_()
             if steps:
@@ -213,7 +213,7 @@ class QuantizedResidual:
         return found
 
 
-#: a stored residual: fp32, or of fewer bits
+#: a stored residual: fp32, or low-bit
 Residual: TypeAlias = Tensor | QuantizedResidual
 
 

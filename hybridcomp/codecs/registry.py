@@ -34,7 +34,7 @@ from hybridcomp.errors import CodecError
 GROUP = "hybridcomp.codecs"
 #: the lossless codec with the fewest bits, used if no bound can be kept
 LOSSLESS: Codec = ExpCode()
-#: keeps any bound, relative or absolute, with the fewest bits
+#: default codec of a bound, relative or absolute: the fewest bits
 ANY_BOUND = Radix
 #: codec of fixed size for messages that are too small for an exchange of sizes
 SMALL = BlockInt

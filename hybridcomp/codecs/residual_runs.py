@@ -1,4 +1,4 @@
-"""Read and write many views of few-bit residuals as a few contiguous runs."""
+"""Read and write many views of low-bit residuals as a few contiguous runs."""
 
 from __future__ import annotations
 

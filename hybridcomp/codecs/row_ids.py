@@ -20,7 +20,7 @@ from hybridcomp.errors import CodecError
 
 #: row numbers per block
 BLOCK = 128
-#: the widest gap, in bits: numbers are below 2^40
+#: maximum width of a gap in bits: numbers are below 2^40
 WIDEST = 40
 
 Bytes = npt.NDArray[np.uint8]

@@ -1,8 +1,8 @@
-"""Test that a codec keeps the contract of ``codecs.base``: ours, and those of other packages.
+"""Test that a codec satisfies the contract of ``codecs.base``: ours, and other packages'.
 
 A test of a codec calls ``check(codec)`` once for every setting that matters. It encodes values of
-every kind and length, on the CPU unless ``device`` says otherwise, and raises an AssertionError
-that names the codec, the promise and the message that breaks it.
+every kind and length, on the CPU unless ``device`` is set, and raises an AssertionError that names
+the codec, the broken promise and the message.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class _Plan:
     mine: slice  # this rank's elements
     gives: Splits  # bytes sent in an exchange, by rank
     takes: Splits  # bytes received in it
-    places: tuple[int, ...]  # alternately the bytes of a buffer and of the gap behind it
+    places: tuple[int, ...]  # sizes in bytes, alternating: a buffer, then the gap behind it
 
 
 @lru_cache(maxsize=4096)
@@ -212,7 +212,7 @@ def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
     total, full, last = 0, True, shards[0]
     for shard in shards:
         numel = shard.numel()
-        if not numel:  # the address of an empty tensor may be 0
+        if not numel:  # an empty tensor's address may be 0
             full = False
             continue
         if shard.data_ptr() != start + total * size or numel > length or not full:

@@ -25,7 +25,7 @@ from hybridcomp.collectives.wire import (
     transport,
 )
 
-#: most exchanges of unequal parts that are remembered; each has a row for every rank
+#: maximum remembered exchanges of unequal parts; each has a row for every rank
 MOST_KNOWN = 64
 
 
@@ -38,7 +38,7 @@ class _PartsPlan:
     gives: Splits  # bytes to each rank
     takes: Splits
     places: tuple[int, ...]
-    # part that stays on this rank: its slice of the values and of the output
+    # part that stays on this rank: its slices of the values and of the output
     own: tuple[slice, slice]
 
 

@@ -182,12 +182,12 @@ def _put(result: Tensor, rest: Sequence[tuple[int, int]], outside: Tensor) -> No
 def follow(warm: WarmStarts, key: str, right: Tensor) -> None:
     """Keep the right factor for the next step, unless it has a NaN or Inf."""
     basis = _orthonormal(right)
-    # chosen on the device, so the host does not wait
+    # chosen on the device, so that the host does not wait
     warm[key] = torch.where(basis.isfinite().all(), basis, warm[key])
 
 
 def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.device) -> Tensor:
-    """Return the initial right factor; the first one is random, seeded only by the key."""
+    """Return the right factor to start from; a first one is random, seeded only by the key."""
     found = warm.get(matrix.key)
     if found is None or found.shape != (matrix.columns, rank):
         seed = int.from_bytes(hashlib.sha256(matrix.key.encode()).digest()[:7], "little")

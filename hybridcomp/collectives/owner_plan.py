@@ -19,9 +19,9 @@ from hybridcomp.errors import CodecError
 
 PlanKind = Literal["direct", "balanced"]
 Key = TypeVar("Key")
-#: alignment, in elements, of a run's sum in the tensor of all sums, so that kernels can use vectors
+#: alignment, in elements, of a run's sum in the tensor of all sums, for vector loads
 PLACE_ALIGN = 32
-#: most tuples of ranges that are recognized by their identity
+#: maximum tuples of ranges recognized by identity
 MOST_KNOWN = 4096
 
 
@@ -40,7 +40,7 @@ class OwnedPart:
 
     @property
     def stays(self) -> bool:
-        """Return whether only the rank that sums it needs it, so that it is not quantized again."""
+        """Return whether only the summing rank needs it, so that it is not quantized again."""
         return self.ranks == (self.source,)
 
 
@@ -212,7 +212,7 @@ def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[OwnedPa
 def _direct_traffic(ranges: Sequence[OwnedRange], world_size: int) -> list[list[int]]:
     """Return ``[sent, received]`` elements of every rank if all send directly to the owners."""
     owns = [0] * world_size
-    copies = 0  # elements that a rank that owns nothing sends
+    copies = 0  # elements sent by a rank that owns nothing
     for owned in ranges:
         copies += (owned.stop - owned.start) * len(owned.ranks)
         for rank in owned.ranks:

@@ -41,8 +41,7 @@ from hybridcomp.collectives.wire import (
 from hybridcomp.errors import CodecError
 
 _SIZE_AT = slice(16, 24)  # bytes of the header that give the size of the payload
-#: a payload of another codec or shape may have at most so many times the message's bytes, plus a
-#: spare
+#: limit on payloads of another codec or shape: this many times the message's bytes, plus a spare
 MOST_TIMES, SPARE_NBYTES = 16, 4096
 
 

@@ -28,13 +28,13 @@ Ranks = tuple[int, ...]
 COUNTS = {2: "two", 3: "three", 4: "four"}
 
 _Reference = Callable[[], dist.ProcessGroup | None]
-#: subgroups of this process's default group, None where this rank is no member
+#: subgroups of this process's default group, None if this rank is not a member
 _made: dict[Ranks, _Reference | None] = {}
 _made_in: list[_Reference] = [lambda: None]  # the default group of ``_made``
 
 
 class Nodes:
-    """Nodes of all ranks, units that hold several nodes, and the levels of groups across them."""
+    """Nodes of all ranks, units of several nodes, and the levels of groups across them."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Nodes:
         *above: Sequence[int],
         codecs: Sequence[Codec | None] = (),
     ) -> None:
-        """``of_rank``: node number of every global rank; ``source``: where it is known from.
+        """``of_rank``: node of every global rank; ``source``: origin of this mapping.
 
-        ``above``: the same for switches, sites and so on, each of which holds whole units of the
-        level below. ``codecs``: codec for the sums of each level, the innermost first; None or
-        missing: native.
+        ``above``: the same for switches, sites and so on, each made of whole units of the level
+        below. ``codecs``: codec for the sums of each level, the innermost first; None or missing:
+        native.
         """
         self.codecs = tuple(codecs)
         self.of_rank = tuple(of_rank)
@@ -158,7 +158,7 @@ def _of(ranks: Ranks, members: Iterable[int]) -> Ranks:
 
 
 def _way(found: Arrangement, codecs: Sequence[Codec | None], *, nodes: bool) -> str:
-    """Describe what is native and what is encoded; ``nodes``: there are no units above nodes."""
+    """Describe native and encoded levels; ``nodes``: there are no units above nodes."""
     units, width = len(found.grid), len(found.grid[0])
     if nodes:
         return f"native inside a node, encoded between {units} nodes of {width} ranks"

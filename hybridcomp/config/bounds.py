@@ -28,7 +28,7 @@ def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], 
 
 
 def _no_bound(codec: type[Codec]) -> str:
-    """Return why an error bound does not go with ``codec``, and what to do."""
+    """Return why ``codec`` does not accept an error bound, and what to do."""
     if codec.gradients_only:
         why = "bounds no error: what it leaves out comes with the next step"
         return f"{codec.name} {why}; remove it, or {KEEPS_EVERY_BOUND}"

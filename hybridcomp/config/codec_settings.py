@@ -27,7 +27,7 @@ from hybridcomp.dimensions import DIRECTIONS, KINDS
 from hybridcomp.errors import CodecError
 
 NONE = "none"
-#: keys of a dimension, which no codec may use as a setting
+#: keys of a dimension, which codecs may not use as setting names
 DIMENSION_KEYS = frozenset(
     {
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
@@ -37,7 +37,7 @@ DIMENSION_KEYS = frozenset(
         *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
-#: attribute names of the models, which no codec may use as a setting
+#: attribute names of the models, which codecs may not use as setting names
 ATTRIBUTES = frozenset(
     {
         *dir(BaseModel),
@@ -69,8 +69,7 @@ def _refuse_taken_keys() -> None:
 _refuse_taken_keys()
 
 
-#: the dimension under which a codec is named: dp, zero and sync have codecs that no other dimension
-#: takes. None: another dimension; any: all codecs are allowed
+#: Reject other packages' codecs with a setting named like a key of the block.
 Under = Literal["dp", "zero", "sync", "any"] | None
 
 
@@ -173,7 +172,7 @@ class CodecSettings(_Declared):
 
     #: codec settings that only this dimension has
     more: ClassVar[tuple[str, ...]] = ()
-    #: example that an error shows instead of a wrong value
+    #: example value that an error suggests
     EXAMPLE: ClassVar[str] = '{"codec": "blockint", "bits": 8}'
 
     error_bound: float | None = Field(
@@ -261,7 +260,7 @@ def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> 
     except CodecError as error:
         named = [key for key in settings if key in str(error)] or list(settings) or ["codec"]
         named.sort(key=str(error).find)  # the error text names the wrong setting first
-        # ``problem`` itself adds the value that was found
+        # ``problem`` itself adds the rejected value
         said = str(error).partition(", found ")[0]
         raise problem(at(named[0]), settings.get(named[0], name), said) from None
 

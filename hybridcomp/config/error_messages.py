@@ -15,7 +15,7 @@ from hybridcomp.config import other_names
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line
 
-#: most characters of a value in a message
+#: maximum characters of a value in a message
 WIDTH = 60
 
 _EXPECTED = {
@@ -157,7 +157,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def idle(key: str, found: object, todo: str, on_unsupported: str) -> str:
     """Return a sentence on a key below "compression" that has no effect in this job.
 
-    ``todo``: why, and what to do. Raises ConfigError unless ``on_unsupported`` is "native".
+    ``todo``: reason and advice. Raises ConfigError unless ``on_unsupported`` is "native".
     """
     if on_unsupported != "native":
         raise ConfigError(key, show(found), todo)

@@ -34,5 +34,5 @@ class LedgerConfig(Strict):
 
     @property
     def interval(self) -> int:
-        """Return ``every``, or its default unless a finite steps_per_print replaces it."""
+        """Return ``every``, or its default, unless a finite steps_per_print replaces it."""
         return REPORT_EVERY if self.every is None else self.every

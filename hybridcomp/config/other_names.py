@@ -95,17 +95,17 @@ def plain(word: str) -> str:
 
 
 def of_key(word: str) -> str | None:
-    """Return the key of the block that ``word`` means at the block's top; None if unknown."""
+    """Return the top-level key of the block that ``word`` stands for; None if unknown."""
     return KEYS.get(plain(word))
 
 
 def of_setting(word: str) -> str | None:
-    """Return the key of a dimension that ``word`` means; None if unknown."""
+    """Return the key of a dimension that ``word`` stands for; None if unknown."""
     return SETTINGS.get(plain(word))
 
 
 def of_codec(word: str) -> str | None:
-    """Return the JSON that selects the codec that ``word`` means; None if unknown."""
+    """Return the JSON that selects the codec known elsewhere as ``word``; None if unknown."""
     found = CODECS.get(plain(word)) or CODECS.get(word.strip().lower())
     if found is not None:
         return found
@@ -116,12 +116,12 @@ def of_codec(word: str) -> str | None:
 
 
 def of_preset(word: str) -> str | None:
-    """Return the preset that ``word`` means; None if unknown."""
+    """Return the preset that ``word`` stands for; None if unknown."""
     return PRESETS.get(plain(word))
 
 
 def of_number(text: str) -> str | None:
-    """Return the number that ``text`` stands for, as JSON; None if it is no number."""
+    """Return the number that ``text`` stands for, as JSON; None if it is not a number."""
     found = _NUMBER.fullmatch(text.strip().lower())
     if found is None:
         return None

@@ -34,7 +34,7 @@ FACTS: Mapping[str, str] = {
     "accumulation": "micro-batches a step",
     "mesh": "ranks on a side of a mesh",
 }
-#: further facts, yes (1) or no (0), that do not enter a block's digest
+#: further facts, yes (1) or no (0), not part of a block's digest
 LATER: Mapping[str, str] = {"offload": "optimizers on a host"}
 
 

@@ -15,7 +15,7 @@ from hybridcomp.config.codec_settings import Strict
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.policy import Rung
 
-#: most codecs of a ramp before its end, so that ranks and readers see only a few
+#: maximum codecs of a ramp before its end, so that ranks and readers see only a few
 RUNGS = 8
 #: the setting that every ramp may move; a smaller value is milder, unlike for codec settings
 BOUND = "error_bound"

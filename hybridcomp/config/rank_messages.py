@@ -62,7 +62,7 @@ class RankMessages:
 
     @property
     def encoders(self) -> int:
-        """Return the number of ranks that encode one element."""
+        """Return the number of ranks that encode an element."""
         return self.ranks // self.width
 
     def fused(self, codec: Codec) -> bool:

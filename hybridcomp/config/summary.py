@@ -14,10 +14,10 @@ from hybridcomp.config.presets import NATIVE, PAPER
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension
 from hybridcomp.foreign import quoted_path
 
-#: message bytes that hardly any job reaches: gradients are reduced in buckets, by default of 5e8
-#: values in DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
+#: message bytes that few jobs reach: gradients are reduced in buckets, by default of 5e8 values in
+#: DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
 SELDOM_NBYTES = 1 << 28
-#: number of steps that hardly any job reaches
+#: number of steps that few jobs reach
 SELDOM_STEPS = 1_000_000
 #: dtypes that codecs encode, for messages
 KINDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)

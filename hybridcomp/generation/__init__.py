@@ -1,18 +1,18 @@
 """Generation from the ranks of a training, whose stages hold keys and values of their layers.
 
-past          keys and values by sequence, and what layers see of them in a pass
+past          keys and values by sequence, and the part visible to a pass
 stage_runner  a stage's layers over one pass of packed tokens, or of trees of candidates
 picking       tokens from logits
-requests      which sequences the next pass has
+requests      sequences of the next pass
 frames        messages between stages
 flight        batches in flight through all stages
 generating    all of it on the ranks of an engine
-tree          candidates of a draft, and the path that was right
-draft         a small model that guesses, with or without a look at the target's keys
-drafting      a picker that verifies what it guesses
+tree          candidates of a draft, and the accepted path
+draft         a small model that predicts, with or without the target's keys
+drafting      a picker that verifies its tokens
 draft_training  a picker that trains drafts
 gathered      all weights of a model whose ranks hold shares, in few messages
-rolling_out   a model that computes with them, and is put back as it was
+rolling_out   a model that computes with them and is restored
 """
 
 from __future__ import annotations

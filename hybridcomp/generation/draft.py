@@ -1,8 +1,8 @@
 """A small model that predicts a target's next tokens, with or without reading its keys.
 
-GliDe's block (Du et al., GliDe with a CaPE, ICML 2024): self-attention, then attention to the keys
-and values that a top layer of the target holds (already rotated, not projected again), then the
-MLP. Layer i of n looks at layer L - n + i of L. Unlike the published code it has a norm before the
+GliDe's block (Du et al., GliDe with a CaPE, ICML 2024): self-attention, then cross-attention to the
+keys and values of a top layer of the target (already rotated, not projected again), then the MLP.
+Layer i of n attends to layer L - n + i of L. Unlike the published code it has a norm before the
 cross-attention. A plain draft is the same without cross-attention and with a wider MLP, so that
 both have as many parameters.
 """
@@ -29,12 +29,12 @@ class DraftSizes:
     """Sizes of a draft.
 
     Attributes:
-        vocabulary: of the target's logits.
-        width, heads, layers: of the draft.
-        target_heads, head_width: of the target's keys and values.
-        cross: whether it looks at them.
-        rope_base: of the rotation by position, in halves as Llama's and GPT-NeoX's, of the draft
-            and of its look at the target.
+        vocabulary: size of the target's logits.
+        width, heads, layers: the draft's.
+        target_heads, head_width: shape of the target's keys and values.
+        cross: whether the draft attends to them.
+        rope_base: base of rotary positions (in halves, as in Llama and GPT-NeoX), of the draft and
+            of its attention to the target.
     """
 
     vocabulary: int
@@ -48,7 +48,7 @@ class DraftSizes:
 
     @property
     def inner(self) -> int:
-        """Return the width of the MLP: three parts of a plain draft's are cross-attention's."""
+        """Return the MLP's width; a plain draft's is larger by cross-attention's parameters."""
         inner = 8 * self.width // 3
         return inner if self.cross else inner + 2 * self.target_heads * self.head_width // 3
 
@@ -79,7 +79,7 @@ class DraftLayer(nn.Module):
             positions: (T,) of the new tokens.
             known: keys and values of the tokens before them.
             target: keys and values of the target's layer, (B, H, M, D).
-            seen: (T, M), true where a token may look at the target's.
+            seen: (T, M), true where a token may attend to the target's.
         """
         batch, count, _ = hidden.shape
         qkv = self.qkv(self.norms[0](hidden)).view(batch, count, 3, self.sizes.heads, -1)
@@ -100,7 +100,7 @@ class DraftLayer(nn.Module):
     def _looked(
         self, hidden: Tensor, positions: Tensor, target: Pair, seen: Tensor | None
     ) -> Tensor:
-        """Return the result of attention to the target's keys and values, (B, T, C)."""
+        """Attend to the target's keys and values; return (B, T, C)."""
         shape = (*hidden.shape[:2], self.sizes.target_heads, self.sizes.head_width)
         query = self.cross_q(self.norms[1](hidden)).view(shape).transpose(1, 2)
         query = _rotated(query, positions, self.sizes.rope_base)
@@ -133,9 +133,9 @@ class DraftModule(nn.Module):
 
         Args:
             tokens: ids (B, T), at positions from ``first`` on.
-            known: what an earlier call has returned of the tokens before them.
-            target: of the target's top layers, one for each layer of the draft.
-            seen: (T, M), true where a token may look at the target's.
+            known: keys and values that an earlier call returned.
+            target: keys and values of the target's top layers, one for each layer of the draft.
+            seen: (T, M), true where a token may attend to the target's.
         """
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         hidden, kept = self.embedding(tokens), []
@@ -161,7 +161,7 @@ class Draft:
     agreement: dict[str, float]
 
     def save(self, path: str | Path) -> None:
-        """Write the draft to a file, on the ranks that have it; ranks of one file system: one."""
+        """Write the draft to a file, on the ranks that have it; one rank per file system."""
         if self.module is not None:
             state = {
                 "format": saved.FORMAT, "sizes": asdict(self.module.sizes),
@@ -183,8 +183,8 @@ class Draft:
 def block_mask(length: int, gamma: int, first: int) -> Tensor:
     """Return the mask of the target's tokens in training, (length, length) bool.
 
-    As when they are drafted: a token sees the target up to the end of the block before its own.
-    Blocks have ``gamma`` tokens, the first one ``first``; its tokens see what causality allows.
+    As in drafting, a token sees the target up to the end of the previous block. Blocks have
+    ``gamma`` tokens, the first one ``first``, with a causal mask inside it.
     """
     at = torch.arange(length)
     block = (at - first).div(gamma, rounding_mode="floor") + 1

@@ -1,4 +1,4 @@
-"""Train drafts on the target's passes over text: the last stage learns, the others run forward."""
+"""Train drafts on the target's passes over text: the last stage trains, the others run forward."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hybridcomp.generation.past import KeyStore, PackedPass
 from hybridcomp.generation.picking import Picked
 from hybridcomp.generation.stage_runner import StageRunner
 
-#: share of the sequences held out of training, on which drafts are compared
+#: share of sequences held out of training to compare drafts
 HELD_OUT = 1 / 16
-#: passes over which the learning rate warms up
+#: passes of learning rate warm-up
 WARM_UP = 30
 GLIDE, PLAIN = "glide", "plain"
 
@@ -28,13 +28,13 @@ class DraftSettings:
     """Settings of a draft and of its training.
 
     Attributes:
-        layers, width: of the draft; width None: half of the target's keys, all heads together.
-        kinds: "glide", with cross-attention, "plain", without; several are trained side by side.
-        gamma: tokens that are drafted at a time.
-        lr: highest learning rate of AdamW; it falls to a fiftieth, as a cosine.
+        layers, width: the draft's; width None: half the width of the target's keys, all heads.
+        kinds: "glide", with cross-attention, "plain", without; several are trained together.
+        gamma: tokens drafted at a time.
+        lr: peak learning rate of AdamW, with cosine decay to a fiftieth.
         loss: "target", the target's distribution, or "text", the next token of the text.
-        rope_base: as ``DraftSizes`` has it.
-        seed: of weights and of the blocks of each step.
+        rope_base: see ``DraftSizes``.
+        seed: seed of weights and of each step's blocks.
     """
 
     layers: int = 1
@@ -60,7 +60,7 @@ class DraftTeacher:
         self, settings: DraftSettings, sequences: int, device: torch.device,
         average: Callable[[list[Tensor]], object],
     ) -> None:  # fmt: skip
-        """``sequences``: of all passes. ``average``: makes gradients those of all replicas."""
+        """``sequences``: of all passes. ``average``: averages gradients over all replicas."""
         self._settings, self._device, self._average = settings, device, average
         self._learned = max(1, round(sequences * (1 - HELD_OUT)))
         self.modules: dict[str, DraftModule] = {}
@@ -77,7 +77,7 @@ class DraftTeacher:
 
     @property
     def agreement(self) -> dict[str, float]:
-        """Return by kind how many held-out first choices were the target's."""
+        """Return by kind how many held-out first choices agreed with the target's."""
         return {kind: hit / max(1, count) for kind, (hit, count) in self._hits.items()}
 
     @property
@@ -87,7 +87,7 @@ class DraftTeacher:
         return self.modules[max(self.modules, key=lambda kind: agreement[kind])].eval()
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]:
-        """Train on the sequences of a pass, or measure agreement; every sequence ends."""
+        """Train on the sequences of a pass, or measure agreement; all sequences end with it."""
         tokens = torch.tensor([part.tokens for part in passed.parts], device=self._device)
         want = logits.detach().float().view(*tokens.shape, -1)
         if not self.modules:
@@ -153,7 +153,7 @@ class DraftTeacher:
 
     @torch.no_grad()
     def _measure(self, tokens: Tensor, want: Tensor, target: list[Pair]) -> None:
-        """Count first choices, each token at each distance from what the target has verified."""
+        """Count first choices, each token at each distance from the last verified token."""
         gamma, length = self._settings.gamma, tokens.shape[1]
         choices = want.argmax(-1)
         for kind, module in self.modules.items():

@@ -1,6 +1,6 @@
 """Verify a draft's tokens on the last stage: accept the right ones, and draft the next tree.
 
-Greedy alone: every answer is the one that the target would give token by token.
+Greedy only: every answer is the target's own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hybridcomp.generation.picking import Picked, Sampling
 from hybridcomp.generation.stage_runner import StageRunner
 from hybridcomp.generation.tree import Tree, accepted, linearised, width_for
 
-#: whether to draft more candidates: always, never, or whichever is faster
+#: when to draft more candidates: always, never, or if that is faster
 Cape = bool | Literal["auto"]
-#: passes of a sequence after which both ways are compared
+#: passes of a sequence before both variants are compared
 TRIED = 24
 
 
@@ -32,9 +32,9 @@ class DraftFigures:
     """Passes and tokens of drafting on the last stage, added up over calls of ``generate``.
 
     Attributes:
-        passes: of sequences through all stages, behind those of prompts.
-        tokens: of answers that these brought; without drafts as many as passes.
-        verified: nodes that these passes had.
+        passes: passes of sequences through all stages, after the prompts'.
+        tokens: answer tokens from these; without drafts one per pass.
+        verified: nodes of these passes.
     """
 
     passes: int = 0
@@ -49,7 +49,7 @@ class DraftFigures:
 
 @dataclass
 class _Sequence:
-    """Hold one sequence: its tokens, the draft's keys, and when it was seen last."""
+    """A sequence: its tokens, the draft's keys, and its last use."""
 
     tokens: list[int]
     known: list[Pair] | None = None
@@ -81,7 +81,7 @@ class _Trial:
 
 
 class DraftPicker:
-    """The picker of the last stage that verifies trees and drafts the next ones (``Picker``)."""
+    """The last stage's picker that verifies trees and drafts the next ones (``Picker``)."""
 
     def __init__(
         self, module: DraftModule, sampling: Sampling, gamma: int, cape: Cape,
@@ -94,7 +94,7 @@ class DraftPicker:
         self._store: KeyStore | None = None
 
     def begin(self, runner: StageRunner) -> None:
-        """Read the keys and values of ``runner``, before its first pass."""
+        """Set the ``runner`` whose keys and values are read, before its first pass."""
         self._store = runner.store
 
     @property
@@ -111,7 +111,7 @@ class DraftPicker:
         return [self._one(part, own) for part, own in zip(passed.parts, rows, strict=True)]
 
     def _check(self, logits: Tensor) -> None:
-        """Raise ConfigError if the draft belongs to another model."""
+        """Raise ConfigError if the draft was trained for another model."""
         sizes, store = self._module.sizes, self._store
         want: tuple[int, ...] = (sizes.vocabulary,)
         have: tuple[int, ...] = (logits.shape[1],)
@@ -191,7 +191,7 @@ def top_layers(store: KeyStore, module: DraftModule) -> list[Hashable]:
 
 
 def _of(store: KeyStore, sequence: int, layer: Hashable, places: Sequence[int]) -> Pair:
-    """Return keys and values (1, H, M, D) at ``places`` of those held, ascending."""
+    """Return keys and values (1, H, M, D) at ``places``, ascending, of the held ones."""
     key, value = store.of(sequence, layer)
     if places[-1] == len(places) - 1:
         return key[None, :, : len(places)], value[None, :, : len(places)]

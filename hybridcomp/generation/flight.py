@@ -1,8 +1,8 @@
-"""Batches in flight: each stage starts the next pass as soon as it has sent on the last one.
+"""Batches in flight: each stage starts the next pass as soon as it has sent the last one.
 
-The stages of a pipeline form a ring. The first stage keeps several passes under way; their frames
-describe themselves, so that the others take what comes, run it, and send it on. The last stage
-picks tokens, and the first puts them into the next pass (NBPP of EnergonAI, without a controller).
+The stages of a pipeline form a ring. The first stage keeps several passes in flight; frames are
+self-describing, so the other stages run and forward them as they arrive. The last stage picks
+tokens, and the first puts them into the next pass (NBPP of EnergonAI, without a controller).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridcomp.generation.picking import Picked, Picker
 from hybridcomp.generation.requests import Requests
 from hybridcomp.generation.stage_runner import StageRunner
 
-#: bytes in a frame's header per token and per part of a pass, and of the rest of the header
+#: bytes of a frame's header: per token, per part of a pass, and fixed
 TOKEN_NBYTES, PART_NBYTES, REST_NBYTES = 24, 160, 4096
 
 
@@ -34,9 +34,9 @@ class GenerationFigures:
     """Counts of a rank's work, added up over calls of ``generate``.
 
     Attributes:
-        passes: of its stage.
-        tokens: that its layers have computed; nothing is padded.
-        hops: frames with hidden states that it has sent.
+        passes: passes of its stage.
+        tokens: tokens computed by its layers, without padding.
+        hops: sent frames with hidden states.
     """
 
     passes: int = 0
@@ -50,7 +50,7 @@ class Hops:
 
     Attributes:
         group: the ranks that exchange frames, in the order of stages; gloo between CPUs.
-        tensor: the tensor ranks of a stage, each of which sends its part; None: all is sent.
+        tensor: the tensor ranks of a stage, each of which sends its part; None: this rank alone.
     """
 
     channels: Channels
@@ -89,13 +89,13 @@ class Hops:
 
 
 class Flight:
-    """One stage's share of answering all prompts."""
+    """A stage's part of answering all prompts."""
 
     def __init__(
         self, runner: StageRunner, hops: Hops, requests: Requests, batch: int,
         figures: GenerationFigures,
     ) -> None:  # fmt: skip
-        """Begin; on all stages with equal ``requests``, of which the first stage's are used."""
+        """Start with equal ``requests`` on all stages; only the first stage's are used."""
         self._runner, self._hops, self._requests, self._figures = runner, hops, requests, figures
         group = Group.of(hops.group)
         self._me, line = group.global_ranks[group.rank], group.global_ranks
@@ -119,7 +119,7 @@ class Flight:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Complete the neighbours' posted messages, so that nothing is left of this flight."""
+        """Complete the neighbours' posted messages, so that none of this flight remain."""
         if self._alone:
             return
         self._outgoing.close(failed=error is not None)

@@ -1,8 +1,8 @@
 """Frames between neighbouring stages: a JSON header and the bytes of a hop, as one message.
 
-Receives are posted ahead, as many as there are batches in flight, with room for the largest frame:
-gloo sends once its receiver is ready, and a hop then takes one way of the link. A thread waits for
-them, so that a stage that waits for its neighbour also notices a failure anywhere else.
+A receive is posted ahead for every batch in flight, with room for the largest frame: gloo sends
+only once its receiver is ready, so a hop then takes a single trip over the link. A thread waits for
+them, so that a waiting stage also notices failures elsewhere.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class HopFrame:
 
     @classmethod
     def unpacked(cls, received: Tensor) -> HopFrame:
-        """Return the frame of ``packed``, which shares memory; bytes behind its payload stay."""
+        """Return the frame of ``packed``, which shares memory; ignores bytes after its payload."""
         size = int(received[:8].view(torch.int64))
         said = json.loads(bytes(received[8 : 8 + size].tolist()))
         start = -(-(8 + size) // ALIGNED) * ALIGNED
         return cls(said, received[start:])
 
 
-#: the last frames of a link: after the last pass, and after a failure
+#: final frames of a link: after the last pass, and after a failure
 END, FAILED = (HopFrame(said, torch.empty(0, dtype=torch.uint8)) for said in (None, False))
 
 
@@ -70,13 +70,13 @@ class Outgoing:
     def __init__(
         self, to: int, group: Group, ahead: int, nbytes: int, extra: Callable[[Meter], object]
     ) -> None:
-        """Send to ``to``; ``extra`` counts the bytes of headers and of what stages tell."""
+        """Send to ``to``; ``extra`` counts the bytes of headers and control data."""
         self._to, self._group, self._ahead, self._nbytes = to, group, ahead, nbytes
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._extra = extra
 
     def send(self, frame: HopFrame) -> None:
-        """Post a frame; at most ``ahead`` frames are in flight, as many as the neighbour awaits."""
+        """Post a frame; at most ``ahead`` frames are in flight, one per posted receive."""
         message = frame.packed()
         assert message.numel() <= self._nbytes, "room was computed for the largest pass"
         if len(self._sent) >= self._ahead:

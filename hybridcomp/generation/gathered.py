@@ -1,7 +1,7 @@
 """Gather all weights of a model whose ranks hold shares of them, in few large messages.
 
 Weights are gathered in buckets of one dtype and one process group, by the codec of the block's
-``gathered``: steps from the last gather (``channels/kept_slices``), whole and encoded, or natively.
+``gathered``: deltas from the last gather (``channels/kept_slices``), whole and encoded, or native.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 
 KEY = f"{BLOCK}.gathered"
-#: elements of the weights of one message, all ranks' shares
+#: elements of a message's weights over all ranks' shares
 BUCKET_NUMEL = 1 << 26
-#: what a message takes beside the weights, in times of its bytes: all shares before they are put
+#: memory of a message besides the weights, relative to its bytes: all shares before they are put
 #: into place, and the slice and the column of a node's copy, or a payload
 BUFFERS = 3
 _MEMORY = Path("/proc/meminfo")
@@ -49,11 +49,11 @@ class CutWeight:
 
     Attributes:
         name: its dotted name.
-        shape, dtype: of the whole weight, as the model computes with it.
+        shape, dtype: those of the whole weight with which the model computes.
         numel: elements of a share, padding included; the same on all ranks.
         group: the ranks that hold shares, in their order; None: all.
-        read: returns this rank's values now, in any shape, dtype and place, without padding.
-        dim: the dimension that is cut. Only dimension 0 may leave the last ranks less.
+        read: returns this rank's current values, in any shape, dtype and device, without padding.
+        dim: the sharded dimension. Only dimension 0 may have shorter shares on the last ranks.
     """
 
     name: str
@@ -65,7 +65,7 @@ class CutWeight:
     dim: int = 0
 
     def share(self, device: torch.device) -> Tensor:
-        """Return this rank's share as it is sent, (numel,), with zeros as padding."""
+        """Return this rank's share as sent, (numel,), zero-padded."""
         out = torch.zeros(self.numel, dtype=self.dtype, device=device)
         values = self.read().detach().reshape(-1)
         out[: len(values)].copy_(values)
@@ -92,8 +92,8 @@ class _Bucket:
     """Weights of one dtype and group that are gathered by one message.
 
     Attributes:
-        codec: None: natively.
-        kept: of the last gather, where steps are sent.
+        codec: codec of the message; None: native.
+        kept: shares of the last gather, if deltas are sent.
     """
 
     weights: list[CutWeight] = field(default_factory=list)
@@ -124,9 +124,9 @@ class _Bucket:
 
 
 class WeightGather:
-    """Gathers all weights of a model; keeps from one call to the next what steps are taken from.
+    """Gathers all weights of a model; keeps the references of deltas between calls.
 
-    Making one is a collective of the job where the block asks for a codec.
+    Creating it is a collective of the job if the block has a codec for it.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ class WeightGather:
         """Cut the weights into messages.
 
         Args:
-            weights: all of them, in one order on all ranks.
-            device: where they are gathered.
-            channel: of parameter gathers; None without a block.
+            weights: all weights, in one order on all ranks.
+            device: device to gather on.
+            channel: channel of parameter gathers; None without a block.
             settings: None: natively.
-            whole_job: whether all ranks of the job make one, and not those of an island alone.
+            whole_job: whether all ranks of the job create one, or only those of an island.
         """
         self.weights, self.device, self.channel = list(weights), device, channel
         self._settings = settings or GatheredConfig(codec="none")
@@ -165,7 +165,7 @@ class WeightGather:
 
     @property
     def kept_nbytes(self) -> int:
-        """Return the bytes that this rank keeps between gathers, once there was a gather."""
+        """Return the bytes that this rank keeps between gathers, after a first gather."""
         steps = [one for one in self._buckets if one.codec is not None and one.codec.references]
         widths = [1 if (n := self._over_nodes(one)) is None else n.levels.width for one in steps]
         return sum(one.nbytes // width for one, width in zip(steps, widths, strict=True))
@@ -173,7 +173,7 @@ class WeightGather:
     def check(self, free: int) -> None:
         """Raise ConfigError if this rank lacks memory for the weights.
 
-        ``free``: bytes that are free on the device now.
+        ``free``: free bytes on the device now.
         """
         asked = self._settings.limit_gb
         buffers = max((BUFFERS * bucket.nbytes for bucket in self._buckets), default=0)
@@ -238,7 +238,7 @@ class WeightGather:
         return out
 
     def _over_nodes(self, bucket: _Bucket) -> CopyGroups | None:
-        """Return the grid of nodes that a bucket's shares lie on; None: they cover no such grid."""
+        """Return the grid of nodes of a bucket's shares; None if they form no such grid."""
         return self._nodes if self._nodes and bucket.size == self._nodes.size else None
 
 

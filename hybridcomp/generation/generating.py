@@ -37,11 +37,11 @@ class GeneratingStage:
 
     Attributes:
         layers: ``layer(values)`` or ``layer(values, past=past)`` each (``StageRunner``).
-        modules: those of the layers, whose mode and buffers are put back.
+        modules: the layers' modules, whose mode and buffers are restored.
         group: the ranks of this pipeline, in the order of stages; gloo between CPUs.
-        tensor: the ranks that share the stage's layers; None: this one alone.
+        tensor: the ranks that share the stage's layers; None: only this rank.
         replica: number of this pipeline in the job.
-        channels: of the engine; None: without a block.
+        channels: the engine's channels; None: without a block.
         is_cut: whether each tensor rank's last layer returns its part of the vocabulary.
     """
 
@@ -95,12 +95,12 @@ def answer(
 
     Args:
         prompts: ids of each, at least one.
-        tokens: most tokens of an answer.
-        in_flight: batches under way; None: what the block says.
-        tokenizer: number of its tokens, compared with the logits; None: not compared.
-        picker: decides in the place of ``sampling``, which then only says where answers stop.
-        tree: most tokens that ``picker`` asks for of a sequence in one pass.
-        wants: of how many of a prompt's last tokens ``picker`` gets logits.
+        tokens: maximum tokens of an answer.
+        in_flight: batches in flight; None: the block's value.
+        tokenizer: its number of tokens, compared with the logits; None: not compared.
+        picker: replaces ``sampling``, which then only defines where answers stop.
+        tree: maximum tokens that ``picker`` requests per sequence and pass.
+        wants: number of a prompt's last tokens whose logits ``picker`` gets.
 
     Raises on every rank ConfigError, or PeerError that names the rank that has failed.
     """
@@ -163,7 +163,7 @@ def _answered(
 
 
 def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: int | None) -> None:
-    """Raise ConfigError for prompts or lengths that do not fit."""
+    """Raise ConfigError for invalid prompts or lengths."""
     if not prompts or tokens < 1:
         found = Shown(f"{len(prompts)} prompts and answers of {tokens} tokens")
         raise ConfigError(KEY, found, "expected at least one prompt and one token")
@@ -183,7 +183,7 @@ def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: 
 def _check_ids(prompts: Sequence[Sequence[int]], size: int, tokenizer: int | None) -> None:
     """Raise ConfigError for ids, or a tokenizer of so many tokens, that ``size`` logits do not fit.
 
-    Models may have some more rows than tokens, as their vocabulary is padded.
+    Models may have a few more rows than tokens, as their vocabulary is padded.
     """
     if tokenizer is not None and not tokenizer <= size <= tokenizer + max(127, size // 32):
         found = Shown(f"{tokenizer} tokens, and a model with logits of {size}")
@@ -232,7 +232,8 @@ def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
 def _whole(stage: GeneratingStage, channels: Channels) -> Callable[[Tensor], Tensor]:
     """Return a function that makes whole logits (n, V) of a tensor rank's (n, V / ranks).
 
-    Where no weight says that the vocabulary is cut, the first logits do: whole ones are equal.
+    If no weight shows whether the vocabulary is sharded, the first logits do: unsharded ones are
+    equal on all ranks.
     """
     if stage.tensor is None:
         return Tensor.detach

@@ -1,8 +1,9 @@
-"""Keep layers of a stage in host memory while it generates, and bring each back one ahead.
+"""Keep layers of a stage in host memory while it generates, and prefetch each in time.
 
-For stages whose weights leave too little of the device to keys and values (PMEP of EnergonAI, whose
-layers wait on other GPUs). An optimizer may hold many parameters in one flat buffer, so storages
-are emptied whole: layers that stay get memory of their own. Afterwards all lies where it lay.
+For stages whose weights leave too little device memory for keys and values (PMEP of EnergonAI,
+whose layers wait on other GPUs). An optimizer may hold many parameters in one flat buffer, so whole
+storages are freed, and resident layers get new memory. Afterwards all weights are restored in
+place.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.generation.gathered import free_nbytes
 
 KEY = "generate.weights_gb"
-#: layers that come and go have room for so many of them on the device: one that runs, and the next;
-#: with what it is decoded from
+#: device slots for offloaded layers: the running and the next layer; including decoding buffers
 SLOTS, BUFFERS = 2, 3
-#: parameters in a slot begin at multiples of this
+#: parameters in a slot start at multiples of this
 ALIGNED = 256
 
 
 @dataclass(eq=False)
 class _Weight:
-    """A parameter that leaves its place; ``home``: its values there, ``start``: in a slot."""
+    """A parameter to offload; ``home``: its original values, ``start``: its offset in a slot."""
 
     param: nn.Parameter
     home: Tensor
@@ -45,7 +45,7 @@ class _Weight:
     codec: ExpCode | None = None
 
     def encode(self) -> None:
-        """Copy the values to the host and encode them there, which takes nothing of the device."""
+        """Copy the values to the host and encode them there, without device memory."""
         values, codec = self.home.cpu().view(-1), ExpCode()
         if codec.takes(values.dtype):
             out = torch.empty(codec.wire_nbytes(len(values), values.dtype), dtype=torch.uint8)
@@ -69,15 +69,16 @@ class _Weight:
 
 
 class HostLayers:
-    """The layers of a stage that wait on the host, as a context; ``fetch`` brings one back."""
+    """The offloaded layers of a stage, as a context; ``fetch`` brings one back."""
 
     def __init__(
         self, layers: Sequence[Callable[..., Any]], modules: Sequence[nn.Module],
         device: torch.device, most_gb: float | None, ledger: Ledger,
     ) -> None:  # fmt: skip
-        """Choose as few layers as leave ``most_gb`` (1e9 bytes; None: all stay) to the others.
+        """Choose the fewest layers to offload so that weights take at most ``most_gb``.
 
-        Raises ConfigError, before anything has moved, where no choice does, or the host is full.
+        ``most_gb``: in 1e9 bytes; None: all stay. Raises ConfigError, before moving anything, if no
+        choice does, or the host is full.
         """
         params = list(dict.fromkeys(p for m in modules for p in m.parameters() if p.numel()))
         self._device, self._ledger = device, ledger
@@ -103,7 +104,7 @@ class HostLayers:
             raise ConfigError(KEY, Shown(f"up to {size(needed)} needed"), todo)
 
     def __enter__(self) -> HostLayers:
-        """Take the layers to the host; where that fails, all is as before."""
+        """Offload the layers; on failure restore everything."""
         if not self._layers:
             return self
         try:
@@ -123,7 +124,7 @@ class HostLayers:
         return self
 
     def _empty(self) -> None:
-        """Free the storages, whose values are on the host; layers that stay get new memory."""
+        """Free the storages, whose values are on the host; resident layers get new memory."""
         homes: dict[int, list[Tensor]] = {}
         for weight in self._moved:
             homes.setdefault(_storage(weight.home), []).append(weight.home)
@@ -142,7 +143,7 @@ class HostLayers:
             weight.decode(weight.param.data, Meter())
 
     def fetch(self, at: int) -> None:
-        """Have layer ``at`` on the device before it runs, and begin to bring the next one."""
+        """Have layer ``at`` on the device before it runs, and start to fetch the next one."""
         if at not in self._layers or at == self._now:
             return
         if self._coming is None or self._coming[0] != at:
@@ -158,7 +159,7 @@ class HostLayers:
         self._ask(order[(order.index(at) + 1) % len(order)], 1 - slot)
 
     def _met(self) -> int:
-        """Wait for the layer that is under way, and count it; return its slot."""
+        """Wait for the layer in flight, and count it; return its slot."""
         assert self._coming is not None, "one is always under way"
         at, slot, future = self._coming
         meter = future.result()
@@ -180,7 +181,7 @@ class HostLayers:
 
     @torch.no_grad()
     def _load(self, at: int, slot: int) -> Meter:
-        """Bring a layer into a slot, on a thread and a stream of its own."""
+        """Copy a layer into a slot, on a separate thread and stream."""
         meter = Meter(where="layers on the host")
         with torch.cuda.stream(self._stream):
             if self._stream is not None:
@@ -199,9 +200,9 @@ class HostLayers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Put all weights back where they lay, bit for bit."""
+        """Restore all weights in place, bit for bit."""
         if self._pool is not None:
-            with suppress(Exception):  # of a layer that nobody waits for any more
+            with suppress(Exception):  # it belongs to a layer that is no longer needed
                 self._met()
             self._pool.shutdown()
             self._put_back()
@@ -226,7 +227,7 @@ class HostLayers:
 def _chosen(
     layers: Sequence[list[nn.Parameter]], params: Iterable[nn.Parameter], most: float
 ) -> dict[int, list[_Weight]]:
-    """Return the layers that leave, few and evenly spaced ones; none where all may stay."""
+    """Return the layers to offload, few and evenly spaced; none if all may stay."""
     total = sum(param.nbytes for param in params)
     if total <= most:
         return {}
@@ -237,7 +238,7 @@ def _chosen(
         if own and all(homes.count(id(p)) == 1 and _storage(p) not in fixed for p in own):
             may[at] = _laid_out(own)
     options: list[tuple[int, float, list[int]]] = []
-    for largest in set(map(_span, may.values())):  # a slot has room for any layer that leaves
+    for largest in set(map(_span, may.values())):  # a slot has room for any offloaded layer
         alike = [at for at, own in may.items() if largest <= 2 * _span(own) <= 2 * largest]
         for count in range(BUFFERS + 1, len(alike) + 1):
             found = [alike[index * len(alike) // count] for index in range(count)]
@@ -258,7 +259,7 @@ def _moves(param: nn.Parameter) -> bool:
 
 
 def _params_of(layer: Any) -> list[nn.Parameter]:
-    """Return the parameters of a layer, or of the modules that a function was given."""
+    """Return the parameters of a layer, or of the modules inside a function."""
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     return list(dict.fromkeys(p for one in modules for p in one.parameters() if p.numel()))
@@ -272,7 +273,7 @@ def _laid_out(params: Iterable[nn.Parameter]) -> list[_Weight]:
 
 
 def _span(weights: Sequence[_Weight]) -> int:
-    """Return the bytes of a slot that some weights take."""
+    """Return the bytes that some weights take in a slot."""
     end = weights[-1].start + weights[-1].home.nbytes if weights else 0
     return -(-end // ALIGNED) * ALIGNED
 
@@ -282,10 +283,10 @@ def _new(nbytes: int, device: torch.device) -> Tensor:
 
 
 def _storage(values: Tensor) -> int:
-    """Return the address by which tensors of one storage are known."""
+    """Return a storage's address, which identifies its tensors."""
     return values.untyped_storage().data_ptr()
 
 
 def _whole(values: Tensor) -> Tensor:
-    """Return all bytes of the storage that ``values`` lies in."""
+    """Return all bytes of the storage of ``values``."""
     return torch.empty(0, dtype=torch.uint8, device=values.device).set_(values.untyped_storage())

@@ -1,7 +1,7 @@
-"""Keys and values of a stage's layers, by sequence, and what a layer sees of them in one pass.
+"""Keys and values of a stage's layers, by sequence, and a layer's view of them in a pass.
 
-The tokens of a pass lie one behind the other, (1, N, ...), without padding: layers that look at one
-token at a time compute real tokens alone, and attention runs sequence by sequence.
+The tokens of a pass are packed, (1, N, ...), without padding: token-wise layers compute real tokens
+only, and attention runs sequence by sequence.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hybridcomp.errors import ConfigError
 
 @dataclass(frozen=True)
 class SequencePart:
-    """New tokens of one sequence in a pass, behind those that the stages hold of it.
+    """New tokens of one sequence in a pass, after those that the stages hold.
 
     Several candidates are verified in one pass as a tree: ``tokens`` are its nodes, ``parents``
-    says which node each follows, and ``wants`` is the number of nodes. The answers' next pass says
-    by ``kept`` which nodes were right; all stages forget the others before they compute.
+    gives each node's predecessor, and ``wants`` is the number of nodes. ``kept`` of the next pass
+    lists the accepted nodes; all stages drop the others before they compute.
 
     Attributes:
         sequence: its number.
         tokens: ids, at least one.
         place: tokens of its answer so far.
-        wants: of how many of the last tokens the last stage returns logits.
+        wants: number of last tokens for which the last stage returns logits.
         parents: for each token the index of the token in this part that it follows, -1 for one that
             follows the held tokens; always an earlier index. A token sees the held tokens, those
             on its path, and itself; its position is its depth behind the held tokens. None: each
@@ -68,7 +68,7 @@ class PackedPass:
         return [at for stop, part in ends for at in range(stop - part.wants, stop)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` takes, short: most passes have one token a part."""
+        """Return a short form for ``from_json``: most passes have one token per part."""
         parts = [list(asdict(part).values()) for part in self.parts]
         plain = list(asdict(SequencePart(0, ())).values())
         for part in parts:
@@ -98,7 +98,7 @@ class KeyStore:
         self._held: dict[int, dict[Hashable, tuple[Tensor, Tensor]]] = {}
 
     def begin(self, passed: PackedPass) -> None:
-        """Forget ended sequences and rejected tokens, before a pass. Raises ConfigError on room."""
+        """Drop ended sequences and rejected tokens before a pass. Raises ConfigError if full."""
         for sequence in passed.ended:
             self.drop(sequence)
         for part in passed.parts:
@@ -117,7 +117,7 @@ class KeyStore:
             self.lengths[part.sequence] += len(part.tokens)
 
     def keep(self, sequence: int, path: Sequence[int]) -> None:
-        """Keep the tokens ``path`` of the last pass of a sequence, in this order, and no others."""
+        """Keep tokens ``path`` of a sequence's last pass, in this order, and drop the others."""
         start = self._before[sequence]
         self.lengths[sequence] = stop = start + len(path)
         if list(path) == list(range(len(path))):
@@ -165,10 +165,10 @@ class KeyStore:
 
 
 class PackedPast:
-    """Positions of a pass's tokens, and attention of each to the tokens that it may see.
+    """Positions of a pass's tokens, and the attention of each to its visible tokens.
 
-    Has ``positions``, ``room`` and ``attend`` as ``hybridcomp.nn.slices.KVCache`` has them, so a
-    layer that uses these both trains in slices and generates.
+    It has ``positions``, ``room`` and ``attend`` like ``hybridcomp.nn.slices.KVCache``, so a layer
+    that uses these can both train in slices and generate.
     """
 
     def __init__(self, store: KeyStore, passed: PackedPass, device: torch.device) -> None:
@@ -192,13 +192,13 @@ class PackedPast:
     def attend(
         self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
     ) -> Tensor:
-        """Store keys and values, and return what every token sees, (1, H, N, D).
+        """Store keys and values, and return every token's attention output, (1, H, N, D).
 
         Args:
             layer: the attention layer, by which keys are kept.
             query: (1, H, N, D), positions applied.
             key, value: (1, K, N, D) with K heads, of which H is a multiple.
-            scale: of the products; None: one over the root of D.
+            scale: factor on the products; None: one over the root of D.
         """
         out = [
             self._one(layer, part, mask, [x[..., a:b, :] for x in (query, key, value)], scale)

@@ -21,9 +21,9 @@ class Picked:
     """The last stage's decision about one sequence after a pass.
 
     Attributes:
-        answer: tokens that the answer gets, at least one.
-        tokens: those of the next pass; the last token of the answer, or a tree behind it.
-        parents, kept: of the next part, as ``SequencePart`` has them.
+        answer: tokens added to the answer, at least one.
+        tokens: tokens of the next pass: the answer's last token, or a tree after it.
+        parents, kept: those of the next part, see ``SequencePart``.
     """
 
     answer: tuple[int, ...]
@@ -33,9 +33,9 @@ class Picked:
 
 
 class Picker(Protocol):
-    """Decides for each part of a pass, on all tensor ranks of the last stage alike.
+    """Decides for each part of a pass, equally on all tensor ranks of the last stage.
 
-    ``logits``: (n, V) of the wanted tokens, those of the first part first.
+    ``logits``: (n, V) of the requested tokens, in order of parts.
     """
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]: ...
@@ -46,7 +46,7 @@ class StageReader(Protocol):
     """A picker that also reads the keys and values of its stage."""
 
     def begin(self, runner: Any) -> None:
-        """Take the ``StageRunner`` of the last stage, before its first pass."""
+        """Set the ``StageRunner`` of the last stage, before its first pass."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_k: of how many most likely tokens; 0: all.
-        top_p: of the fewest tokens that have this probability together.
-        seed: of the random numbers; each token has its own, by seed, sequence and place.
-        vocabulary: tokens below this id alone; None: all.
-        stop: answers end behind one of these tokens or runs of tokens.
+        top_k: number of most likely tokens to choose from; 0: all.
+        top_p: choose from the fewest tokens with this total probability.
+        seed: seed of the random numbers, one per token by seed, sequence and position.
+        vocabulary: limit on token ids; None: no limit.
+        stop: answers end after one of these tokens or runs of tokens.
     """
 
     temperature: float = 0.0
@@ -93,13 +93,13 @@ class Sampling:
         logits = logits[: self.vocabulary].double().cpu()
         if self.temperature == 0:
             return int(logits.argmax())
-        # in the order of ids: rounding may order probabilities differently in another layout
+        # in order of ids: in another layout rounding may order probabilities differently
         shares = self._kept((logits / self.temperature).softmax(0)).cumsum(0)
         drawn = self._random(sequence, place) * shares[-1]
         return int(torch.searchsorted(shares, drawn, right=True).clamp(max=len(shares) - 1))
 
     def _kept(self, shares: Tensor) -> Tensor:
-        """Return the probabilities, zeros for tokens that may not be drawn."""
+        """Return the probabilities, zero for excluded tokens."""
         if not 0 < self.top_k < len(shares) and self.top_p == 1:
             return shares
         ordered, ids = shares.sort(descending=True, stable=True)
@@ -119,7 +119,7 @@ class Sampling:
     def stops(self, answer: Sequence[int], known: int) -> int | None:
         """Return how many tokens of ``answer`` remain up to its first stop; None without a stop.
 
-        ``known``: of its first tokens that have been looked at.
+        ``known``: number of first tokens already checked.
         """
         for end in range(known + 1, len(answer) + 1):
             if any(tuple(answer[max(0, end - len(run)) : end]) == run for run in self.stop):

@@ -31,10 +31,10 @@ class Requests:
     ) -> None:  # fmt: skip
         """Ask for ``tokens`` tokens for each of ``prompts``.
 
-        ``stops``: says of an answer with new tokens from an index on how many of its tokens stay
-        where it has ended, None where it goes on. ``batch``: sequences of a slot. ``tree``: most
-        tokens of a sequence in a pass behind its prompt. ``wants``: of how many of the last tokens
-        of a prompt logits are wanted.
+        ``stops``: returns for an answer, and the index of its first new token, how many tokens
+        remain if it has ended, else None. ``batch``: sequences of a slot. ``tree``: maximum tokens
+        of a sequence in a pass after its prompt. ``wants``: number of a prompt's last tokens whose
+        logits are needed.
         """
         self.answers: list[list[int]] = [[] for _ in prompts]
         self.slots = min(slots, -(-len(prompts) // batch))

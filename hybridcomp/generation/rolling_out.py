@@ -35,10 +35,10 @@ def rolling_out(
     the body has failed on another rank
 
     Args:
-        gather: checks the engine and returns what gathers; None: the model has all weights.
-        put: gives the weights to the model; the stack gets what takes them away again.
+        gather: checks the engine and returns the gather; None: the model has all weights.
+        put: gives the weights to the model; adds to the stack a callback that removes them.
         ranks, group: global ranks that enter and their process group; None: all.
-        device: where the ranks' messages about the body's end are.
+        device: device of the ranks' messages about the body's end.
 
     Raises ConfigError where the weights do not fit, PeerError on the ranks whose body ended well
     where it failed on another one; there the error is that of the body.
@@ -79,7 +79,7 @@ def _first_to_fail(
 
 
 def _evaluate(model: nn.Module, undo: ExitStack) -> None:
-    """Put the model into eval mode; ``undo`` gets calls that restore each module's mode."""
+    """Put the model into eval mode; adds to ``undo`` calls that restore each module's mode."""
     modes = [(module, module.training) for module in model.modules()]
 
     def put_back() -> None:
@@ -100,7 +100,7 @@ def without_hooks(handles: Iterable[Any], undo: ExitStack) -> None:
 
 
 def _restore(hooks: dict[int, Any], before: dict[int, Any], key: int) -> None:
-    """Restore one hook to its place among the remaining hooks, and move new ones behind."""
+    """Restore a hook to its place among the remaining hooks, and move new ones after it."""
     now = dict(hooks)
     there = {other: hook for other, hook in before.items() if other == key or other in now}
     hooks.clear()

@@ -26,7 +26,7 @@ class StageRunner:
     would hold had the right tokens come one by one.
 
     Attributes:
-        layers: of the stage, in order.
+        layers: layers of the stage, in order.
         store: keys and values; ``store.of(sequence, layer)`` reads them, ``layer`` being what the
             layer has given to ``past.attend``.
     """
@@ -38,10 +38,10 @@ class StageRunner:
     ) -> None:  # fmt: skip
         """Run ``layers``, each ``layer(values)`` or ``layer(values, past=past)`` by its signature.
 
-        Layers with ``past`` look at other tokens through it alone; those without one look at each
-        token by itself. The first stage's first layer takes ids (1, N); between layers values are
-        (1, N, C). ``whole``: makes whole logits (n, V) of those that the last layer returns.
-        ``fetch``: called with a layer's number before it runs.
+        Layers with ``past`` access other tokens only through it; layers without it treat each token
+        separately. The first stage's first layer takes ids (1, N); between layers values are (1, N,
+        C). ``whole``: gathers whole logits (n, V) from the last layer's output. ``fetch``: called
+        with a layer's number before it runs.
         """
         self.layers, self.store, self.device = list(layers), store, device
         self.is_first, self.is_last, self.whole = is_first, is_last, whole
@@ -51,10 +51,10 @@ class StageRunner:
 
     @torch.no_grad()
     def __call__(self, passed: PackedPass, values: Tensor | None = None) -> Tensor:
-        """Run a pass; returns hidden states (1, N, C), on the last stage the wanted logits (n, V).
+        """Run a pass; return hidden states (1, N, C), on the last stage the requested logits.
 
-        ``values``: hidden states of the stage before, (1, N, C); None on the first stage. Raises
-        ConfigError where a sequence gets longer than its room.
+        ``values``: hidden states of the previous stage, (1, N, C); None on the first stage. Raises
+        ConfigError if a sequence exceeds its room.
         """
         self.store.begin(passed)
         past = PackedPast(self.store, passed, self.device)
@@ -84,10 +84,10 @@ class StageRunner:
 
     @torch.no_grad()
     def tried(self, values: Tensor | None = None) -> Tensor:
-        """Run three tokens and forget them; returns what a pass would, of all three.
+        """Run three tokens and drop them; return a pass's result for all three.
 
-        ``values``: as for a pass. Raises ConfigError where a layer without ``past`` looks at other
-        tokens, or at positions, which it would see wrong in a pass.
+        ``values``: as for a pass. Raises ConfigError if a layer without ``past`` depends on other
+        tokens, or on positions, which would be wrong in a packed pass.
         """
         passed = PackedPass((SequencePart(TRIED, (0, 1, 1), wants=3),))
         self.store.begin(passed)

@@ -1,7 +1,7 @@
-"""Candidates of a draft as a tree behind a sequence, and the path of it that was right (CaPE).
+"""Candidates of a draft as a tree after a sequence, and its accepted path (CaPE).
 
-The trunk is the draft's greedy continuation. Beside each of its tokens stand siblings, more of them
-the less sure the draft was (Du et al., GliDe with a CaPE, ICML 2024); siblings have no children.
+The trunk is the draft's greedy continuation. Each of its tokens has siblings, the more the less
+confident the draft was (Du et al., GliDe with a CaPE, ICML 2024); siblings have no children.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def width_for(probability: float) -> int:
 
 
 def most_nodes(gamma: int, cape: bool) -> int:
-    """Return the most nodes of a tree with a trunk of ``gamma`` tokens behind its root."""
+    """Return the maximum nodes of a tree with a trunk of ``gamma`` tokens after its root."""
     return 1 + gamma * (max(WIDTHS) if cape else 1)
 
 
 def linearised(root: int, levels: Sequence[Sequence[int]]) -> Tree:
     """Return the tree with ``root``, then the trunk, then all siblings.
 
-    ``levels``: candidates for each place behind the root, the trunk's first.
+    ``levels``: candidates for each position after the root, the trunk's first.
     """
     tokens, parents = [root, *(level[0] for level in levels)], list(range(-1, len(levels)))
     for place, level in enumerate(levels):
@@ -46,7 +46,7 @@ def linearised(root: int, levels: Sequence[Sequence[int]]) -> Tree:
 def accepted(tree: Tree, choices: Sequence[int]) -> list[int]:
     """Return the path from the root whose tokens the target would pick itself.
 
-    ``choices``: for each node, what the target picks behind it.
+    ``choices``: for each node, the target's pick after it.
     """
     path = [0]
     children: dict[tuple[int, int], int] = {}

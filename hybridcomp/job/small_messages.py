@@ -90,14 +90,17 @@ def wait_for_all(group: ProcessGroup | None = None) -> None:
 def cut_off(group: ProcessGroup) -> None:
     """Close this rank's connections in ``group``, so that ranks waiting for it there fail.
 
-    The group is unusable afterwards. Over gloo a receive with a tiny time-out closes the
-    connections, which ``abort`` does not; over NCCL ``abort`` does.
+    The group is unusable afterwards. Over gloo a receive with a tiny time-out closes all of this
+    rank's connections, which ``abort`` does not; over NCCL ``abort`` does. A receive from a rank
+    that has closed its own fails before that, so it takes one from a rank that has not.
     """
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    is_gloo = False
     with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):
-        if "gloo" in dist.get_backend_config(group) and others:
-            nothing = torch.empty(1)
-            work = dist.irecv(nothing, others[0], group=group, tag=TAG_OF_NONE)
+        is_gloo = "gloo" in dist.get_backend_config(group)
+    for other in others if is_gloo else ():
+        with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):
+            work = dist.irecv(torch.empty(1), other, group=group, tag=TAG_OF_NONE)
             assert work is not None, "this rank is in the group"
             work.wait(timedelta(milliseconds=1))
     with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):

@@ -100,12 +100,12 @@ def together(
 
 @contextlib.contextmanager
 def ending(what: str, error: type[HybridcompError] = PeerError) -> Iterator[None]:
-    """Have a failure of this rank in the body end the job: no gate stands in front of its messages.
+    """Make a failure of this rank in the body end the job: no gate precedes its messages.
 
-    For sums at the end of a step and other messages without a gate. Sends nothing where all goes
-    well. A rank that fails states it, and closes its connections, so that the others' waits for it
-    end: in a body of their own with an error that names it. An error that all ranks have, or have
-    been told, passes as it is, and an operation inside of the body is one of its own.
+    For sums at the end of a step and other messages without a gate. It sends nothing unless there
+    is a failure. A failing rank reports it and closes its connections, which ends the other ranks'
+    waits; in their own ``ending`` bodies they raise an error that names it. An error that all ranks
+    have, or that was reported, passes unchanged; an operation inside the body is separate.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -129,7 +129,7 @@ def ending(what: str, error: type[HybridcompError] = PeerError) -> Iterator[None
 
 
 def _is_inside() -> bool:
-    """Return whether this rank is in an operation that its ranks do or leave together."""
+    """Return whether this rank is in an all-or-none operation."""
     return any(not isinstance(one, _Ending) for one in here.operations)
 
 

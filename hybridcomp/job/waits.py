@@ -20,7 +20,7 @@ def unsaid(*_: object, **__: object) -> None:
 
 
 class Notices:
-    """The moments at which the user is told of one wait, which begins now."""
+    """The times at which the user is notified of one wait, which begins now."""
 
     def __init__(self) -> None:
         self._began, self._next = time.monotonic(), NOTICE_S

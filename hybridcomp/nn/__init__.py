@@ -1,4 +1,4 @@
-"""Layers and operations that cut a model in ways that no upstream has, with their messages.
+"""Layers and operations that shard a model in ways that no upstream has, with their messages.
 
 ``patches`` takes over the messages that upstream sends. The layers of this package send their own
 messages through the channels, or natively if the process has no block.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs import StepCode
-from hybridcomp.errors import PublishError
+from hybridcomp.job import saved
 from hybridcomp.publishing.checksums import bytes_of, compare, digest_of
 from hybridcomp.publishing.part_buffers import ALIGN
 from hybridcomp.publishing.parts import (
@@ -25,8 +26,9 @@ from hybridcomp.publishing.parts import (
     part_head,
 )
 from hybridcomp.publishing.quantized import EIGHT, unpacked
+from hybridcomp.publishing.shards import Shard
 from hybridcomp.publishing.stretches import WeightRange
-from hybridcomp.publishing.weights import NAMES, PATTERNS, DividedWeights, Owned
+from hybridcomp.publishing.weights import DividedWeights
 
 #: most values that are encoded at once
 BUCKET = 1 << 23
@@ -57,96 +59,6 @@ class PartSummary:
     digest: str = ""
 
 
-@dataclass
-class Shard:
-    """One owned part, with a copy of its last published values, by pieces.
-
-    A version written beside the training gets its own copy, which then replaces that one.
-    """
-
-    owned: Owned
-    kind: str
-    dtype: torch.dtype = field(init=False)
-    stretch: WeightRange = field(init=False)
-    reference: Tensor | None = None
-    digests: list[str] = field(default_factory=list)
-    snapshot: Tensor | None = None  # weights of the version that is written beside the training
-    is_on_host: bool = True  # whether the weights were on the host when the snapshot began
-
-    def __post_init__(self) -> None:
-        self.stretch, self.dtype = self.owned.stretch, PATTERNS[self.kind]
-
-    def pieces(self, bucket: int) -> Iterator[tuple[int, int]]:
-        """Yield the boundaries of its pieces."""
-        return self.stretch.pieces(bucket)
-
-    def values(self, low: int, high: int) -> Tensor:
-        """Return current values ``low`` to ``high`` on the host, in the published dtype."""
-        some = self._now(low, high).to("cpu", self.dtype)
-        # torch considers a single value contiguous whatever its stride, but cannot view it as bytes
-        # then
-        return some.contiguous() if len(some) != 1 else some.clone().as_strided((1,), (1,))
-
-    def _now(self, low: int, high: int) -> Tensor:
-        """Return current values ``low`` to ``high``, 1-D, on their own device."""
-        held, begin = self.owned.held, self.owned.low
-        if held.part is not None:
-            return held.part(begin + low, begin + high)
-        found = held.read().detach()
-        if found.numel() != held.stretch.numel:
-            raise PublishError(
-                f"{self.stretch.name}: expected {held.stretch.numel} values on this rank, found "
-                f"{found.numel()}; start a new Publisher where parameters change their sizes"
-            )
-        if found.dtype != self.dtype and found.dtype in NAMES:
-            raise PublishError(
-                f"{self.stretch.name}: expected {NAMES[self.dtype]}, in which it is published, "
-                f"found {NAMES[found.dtype]}; start a new Publisher, to an empty folder"
-            )
-        return found.reshape(-1)[begin + low : begin + high]
-
-    def begin_snapshot(self, bucket: int) -> torch.device:
-        """Copy weights that are on a device, on its current stream; return the device.
-
-        Weights on the host are left to ``end_snapshot``.
-        """
-        place = self.owned.held.read().device
-        self.is_on_host = place.type == "cpu"
-        if self.snapshot is None:
-            is_pinned = place.type == "cuda"
-            self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype, pin_memory=is_pinned)
-        for low, high in () if self.is_on_host else self.pieces(bucket):
-            is_ordered = place.type == "cuda"
-            self.snapshot[low:high].copy_(self._now(low, high), non_blocking=is_ordered)
-        return place
-
-    def make_room(self) -> None:
-        """Have memory for the next snapshot, so that the training need not wait for its pages.
-
-        Copying to new pages takes six times as long.
-        """
-        if self.snapshot is None and self.is_on_host:
-            self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype).fill_(0)
-
-    def end_snapshot(self, bucket: int) -> None:
-        """Copy weights that are on the host."""
-        assert self.snapshot is not None
-        for low, high in self.pieces(bucket) if self.is_on_host else ():
-            self.snapshot[low:high].copy_(self.values(low, high))
-
-    def check_snapshot(self, bucket: int) -> None:
-        """Raise PublishError if weights on the host have changed since the snapshot."""
-        assert self.snapshot is not None
-        for low, high in self.pieces(bucket) if self.is_on_host else ():
-            now, then = self.values(low, high), self.snapshot[low:high]
-            if compare(now, then)[0]:
-                raise PublishError(
-                    f"{self.stretch.name}: it was changed while it was being copied beside the "
-                    "training; call publisher.copied() before anything but an optimizer of torch "
-                    "changes weights, or publish with wait=True; the next version is a full one"
-                )
-
-
 class PartEncoder:
     """This rank's part of every version, and the 16-bit copies that it keeps on the host.
 
@@ -165,6 +77,28 @@ class PartEncoder:
         # as large as the largest piece, once one is written
         self._room = torch.empty(0, dtype=torch.uint8)
         self._event: torch.cuda.Event | None = None  # recorded after the copies from a device
+        self._maker: threading.Thread | None = None  # makes room for the first snapshot
+        self._is_due = False  # whether that snapshot begins, or never comes
+
+    def make_room(self) -> None:
+        """Have memory for the first snapshot, in a thread; ``begin_snapshot`` ends it."""
+        if self._maker is None and not self._is_due:
+            # an error, as of memory, will be that of the snapshot
+            work, name = partial(saved.attempt, self._make_room), "hybridcomp memory for versions"
+            self._maker = threading.Thread(target=work, name=name, daemon=True)
+            self._maker.start()
+
+    def _make_room(self) -> None:
+        for shard in self.shards:
+            shard.is_on_host = shard.owned.held.read().device.type == "cpu"
+            if not self._is_due:
+                shard.make_room(lambda: self._is_due)
+
+    def _end_room(self) -> None:
+        self._is_due = True
+        if self._maker is not None:
+            self._maker.join()
+            self._maker = None
 
     @torch.no_grad()
     def begin_snapshot(self) -> None:
@@ -172,6 +106,7 @@ class PartEncoder:
 
         Weights on the host may change only once ``end_snapshot`` has returned.
         """
+        self._end_room()
         places = [shard.begin_snapshot(self.bucket) for shard in self.shards]
         self._event = None
         for place in places:
@@ -326,5 +261,6 @@ class PartEncoder:
 
     def forget(self) -> None:
         """Free references and snapshots; the next version must then be a full one."""
+        self._end_room()
         for shard in self.shards:
             shard.reference, shard.snapshot, shard.digests = None, None, []

@@ -39,6 +39,8 @@ class PublishedSteps:
         if self._make is not None:
             self._publisher = self._make()
             self._make = None  # set after success, so that a failed attempt is repeated
+            if self._publisher is not None and not self._wait:
+                self._publisher.make_room()
 
     def after_step(self, step: int) -> None:
         """Publish if the step is due.

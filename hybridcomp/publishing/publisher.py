@@ -44,8 +44,8 @@ class Publisher:
     """Send versions of an engine's weights to one destination; every rank has a publisher.
 
     All ranks of the job make the same calls together. The publisher never changes the weights. On
-    the host it keeps a 16-bit copy of the values that this rank sends, and a second one for
-    versions written beside the training.
+    the host it keeps a 16-bit copy of what this rank sends, a second one for versions beside the
+    training.
     """
 
     def __init__(
@@ -173,6 +173,14 @@ class Publisher:
         if self._weights.ranks[0] == dist.get_rank():
             say(found.text + self._choice.beginning(), anywhere=True)
 
+    def make_room(self) -> None:
+        """Allocate memory for versions beside the training, in a thread.
+
+        If it is called some steps before the first ``publish(wait=False)``, the training does not
+        wait for new pages. Weights on a GPU need no such call. No collective.
+        """
+        self._encoder.make_room()
+
     def ask_full(self) -> None:
         """Make the next version a full one; a call on one rank is enough."""
         self._asked = True
@@ -180,7 +188,11 @@ class Publisher:
     def stepped(self, *, wait: bool = True) -> VersionSummary | StartedVersion | None:
         """Count an optimizer step; publish on every ``every``-th step."""
         self._steps += 1
-        return self.publish(wait=wait) if self._steps % self.every == 0 else None
+        if self._steps % self.every == 0:
+            return self.publish(wait=wait)
+        if not wait:
+            self.make_room()
+        return None
 
     @overload
     def publish(self, step: int | None = None, *, wait: Literal[True] = True) -> VersionSummary: ...

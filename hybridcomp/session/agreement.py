@@ -15,13 +15,19 @@ def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> N
 
     None: this rank has no block. Raises AgreementError, naming the ranks that differ.
     """
-    if block is not None and block.pipeline.waitless and "deepspeed" not in packages:
-        todo = "only DeepSpeed's pipeline goes on without a flush; remove it"
-        raise ConfigError(f"{BLOCK}.pipeline.versions", block.pipeline.versions, todo)
-    if block is not None and block.memory.planned and "deepspeed" not in packages:
-        todo = "only DeepSpeed's ZeRO 3 is planned (FSDP2: pass offload_policy to fully_shard)"
-        raise ConfigError(f"{BLOCK}.memory.policy", block.memory.policy, f"{todo}; remove it")
+    if "deepspeed" not in packages:
+        refuse_deepspeeds(block)
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, **facts, **versions(*packages)})
     peer_liveness.announce()
     peer_liveness.limit_waits()
+
+
+def refuse_deepspeeds(block: CompressionConfig | None) -> None:
+    """Raise ConfigError for keys of the block that act under DeepSpeed alone."""
+    if block is not None and block.pipeline.waitless:
+        todo = "only DeepSpeed's pipeline goes on without a flush; remove it"
+        raise ConfigError(f"{BLOCK}.pipeline.versions", block.pipeline.versions, todo)
+    if block is not None and block.memory.planned:
+        todo = "only DeepSpeed's ZeRO 3 is planned (FSDP2: pass offload_policy to fully_shard)"
+        raise ConfigError(f"{BLOCK}.memory.policy", block.memory.policy, f"{todo}; remove it")

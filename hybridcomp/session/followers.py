@@ -33,6 +33,22 @@ class StepFollower(Protocol):
         """Free its resources. No collective."""
 
 
+class FiguresFollower:
+    """A ``StepFollower`` that has figures to report and nothing to do around steps."""
+
+    def before_step(self) -> None:
+        """Do nothing."""
+
+    def after_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def after_skip(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @runtime_checkable
 class StatefulFollower(Protocol):
     """A follower with state that a restart continues; all ranks call its methods together."""

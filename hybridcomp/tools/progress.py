@@ -34,7 +34,7 @@ class ProgressDisplay:
         """Begin.
 
         Args:
-            parts: of the whole.
+            parts: number of parts of the work.
             say: prints a line, where there is no bar.
             least_s: seconds that pass before a line, for what may be done before that.
         """

@@ -12,8 +12,8 @@ class ExpertNames:
     Attributes:
         layer: the layer of experts itself.
         gate, up, down: the matrices of an expert.
-        shared: the expert that all tokens pass, "" without one.
-        shared_gate: the gate of that one, "" without one.
+        shared: the expert that all tokens pass; "" without one.
+        shared_gate: gate of the shared expert; "" without one.
     """
 
     layer: str

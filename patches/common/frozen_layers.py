@@ -17,9 +17,9 @@ class Frozen:
     """The frozen parameters of an engine.
 
     Attributes:
-        everywhere: their names, of all parts of the model, and the steps that the engine had taken
+        everywhere: names in all parts of the model, and the steps that the engine had taken
             when each was frozen; equal on all ranks.
-        missed: by name, the steps that a parameter has missed before it was thawed.
+        missed: by name of a thawed parameter, the steps that it missed.
         wholly: by part of the model, whether all of it is frozen.
     """
 
@@ -47,9 +47,9 @@ class Adapter(Protocol):
 
     Attributes:
         named: the parameters of this rank, by name.
-        part: of the model that this rank holds; ranks of one part name the same parameters.
-        ranks: global ranks that call together; None: all.
-        channels: of the engine; None: it sends natively.
+        part: index of this rank's part of the model; its ranks name the same parameters.
+        ranks: global ranks that call ``freeze`` together; None: all.
+        channels: the engine's; None: it sends natively.
     """
 
     named: Mapping[str, Tensor]
@@ -69,7 +69,7 @@ class Adapter(Protocol):
     def apply(self, frozen: Frozen) -> None:
         """Make the engine skip the frozen parameters, whose ``requires_grad`` is set already.
 
-        No collective. Called once more, after all is as it was, where another rank has failed.
+        No collective. If another rank has failed, it is called again after all has been restored.
         """
 
 

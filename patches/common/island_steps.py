@@ -34,10 +34,10 @@ def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, tod
     """Start meetings after the steps of ``session``, if its block asks for them.
 
     Args:
-        session: of the engine.
+        session: the engine's.
         make: returns what this rank's optimizer changes, before the first step.
         ranks: those over which the engine averages gradients.
-        todo: what the user can do where these are not the island.
+        todo: advice for the user if these are not the island.
     """
     config = session.channels.config
     if config.sync.jobs is not None:

@@ -26,11 +26,11 @@ BASE = ".base_layer."
 
 
 def adapted(weights: EngineWeights, way: str | None) -> EngineWeights:
-    """Return ``weights`` of a model of PEFT as ``way`` says, one of WAYS; None: as they are.
+    """Return the ``weights`` of a PEFT model in a way of WAYS; None: unchanged.
 
-    "adapters": under the names of PEFT's checkpoints. "merged": each matrix with its adapter, in
-    the operations of PEFT's ``merge_adapter``. Raises ConfigError where the model has no adapter or
-    several, or the way does not fit its layers.
+    "adapters": only these, under the names of PEFT's checkpoints. "merged": each matrix with its
+    adapter added by the operations of PEFT's ``merge_adapter``. Raises ConfigError if the model has
+    no adapter or several, or if its layers do not fit the way.
     """
     if way is None or weights.refused is not None:
         return weights
@@ -56,7 +56,7 @@ def adapted(weights: EngineWeights, way: str | None) -> EngineWeights:
 
 
 def _renamed(weights: EngineWeights, names: dict[str, str]) -> EngineWeights:
-    """Return the weights of ``names`` alone, each under its new name."""
+    """Return only the weights in ``names``, each under its new name."""
     held = [
         replace(one, stretch=replace(one.stretch, name=names[one.stretch.name]))
         for one in weights.held if one.stretch.name in names

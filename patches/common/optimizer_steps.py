@@ -1,6 +1,6 @@
 """Call functions around the steps of torch's optimizers, by public hooks; number backward passes.
 
-Hooks of all optimizers of the process: one that was built earlier calls them, too.
+The hooks act on all optimizers of the process, also on those built earlier.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def register(before: Hook | None, after: Hook) -> list[Any]:
 def is_inside_another() -> bool:
     """Return whether the running step was called by the step of another optimizer.
 
-    As by that of ``ZeroRedundancyOptimizer``, which sends the new weights afterwards. By the stack,
-    as a step that raises an error calls no hook at its end.
+    ``ZeroRedundancyOptimizer`` does so, and sends the new weights afterwards. This looks at the
+    stack, because a step that raises an error calls no hook at its end.
     """
     frame: FrameType | None = sys._getframe()
     steps = 0
@@ -59,6 +59,6 @@ def backward_pass() -> int:
 def at_the_end_of_the_pass(call: Callable[[], None]) -> None:
     """Call ``call`` once, at the end of the backward pass that this thread runs.
 
-    Behind callbacks that are there already, as FSDP2's, which may reduce the last gradients.
+    It runs after existing callbacks, such as FSDP2's, which may reduce the last gradients.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)

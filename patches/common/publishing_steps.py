@@ -1,4 +1,4 @@
-"""Start the publishing that the key ``publish`` asks for, and find the destination of ``to``."""
+"""Start publishing for the key ``publish``, and resolve the destination ``to``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ FILES = "hybridcomp_publisher_*.json"
 
 
 def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
-    """Publish after the steps of ``session``, where its block says so; of islands the first does.
+    """Publish after steps of ``session`` if its block says so; of several islands only the first.
 
-    ``weights``: returns what this rank holds, before the first step. Where the engine's weights
-    cannot be published the first step raises ConfigError, or with ``on_unsupported: native`` the
-    job says so once and trains.
+    ``weights``: returns this rank's weights, before the first step. If the engine's weights cannot
+    be published, the first step raises ConfigError, or with ``on_unsupported: native`` prints that
+    once.
     """
     block = session.channels.config
     settings = block.publish
@@ -78,10 +78,10 @@ def destination_of(
     """Return the destination that ``to`` names. Raises ConfigError.
 
     Args:
-        to: as ``hybridcomp.publish`` takes it.
-        weights: what this rank holds.
-        session: of the engine, where it has one.
-        still_s: seconds that the other side of a socket may take nothing.
+        to: as in ``hybridcomp.publish``.
+        weights: this rank's weights.
+        session: the engine's, if it has one.
+        still_s: seconds for which the other side of a socket may stop reading.
     """
     if isinstance(to, (str, Path)):
         known = None if session is None else weakref.ref(session)
@@ -102,8 +102,8 @@ def destination_of(
 def _claim(ranks: Ranks, known: weakref.ref[EngineSession] | None, folder: Path) -> str | None:
     """Keep other islands, of this job or of the run, from publishing into ``folder``.
 
-    ``ranks``: of the island, a job or a part of one. Returns who else of this job does; raises
-    CheckpointError where another one of the run does.
+    ``ranks``: the ranks of the island, which is a job or a part of one. Returns the other islands
+    of this job that publish there; raises CheckpointError if one of another job does.
     """
     if len(ranks) < dist.get_world_size():
         own = f"that of rank {ranks[0]}"
@@ -120,7 +120,7 @@ def _claim(ranks: Ranks, known: weakref.ref[EngineSession] | None, folder: Path)
 def _of_group(group: dist.ProcessGroup, weights: EngineWeights) -> Destination:
     """Return ``group`` as a destination. Raises ConfigError if it has further ranks of the job.
 
-    Members other than the first rank of the job receive; one that sends as well would wait for
+    Its members other than the job's first rank receive; a rank of the job that sends would wait for
     itself.
     """
     both = sorted(set(dist.get_process_group_ranks(group)) & set(weights.ranks[1:]))

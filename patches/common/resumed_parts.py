@@ -1,4 +1,4 @@
-"""Resume the sampler and the learning rate, and print so, in the same way under every engine."""
+"""Resume the sampler and the learning rate, and print it, alike under every engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INDEX = ".metadata"
 def whole_index(folder: Path) -> Metadata:
     """Read the index of a checkpoint of torch.distributed.checkpoint.
 
-    Raises CheckpointError where it cannot be read, and where a file that it names is too short.
+    Raises CheckpointError if it cannot be read, or if a file that it names is too short.
     """
     try:
         index = FileSystemReader(folder).read_metadata()

@@ -26,7 +26,7 @@ from hybridcomp.session.process import current
 class Sender:
     """The owner of the collectives that are being called, and the direction of their messages.
 
-    ``channels``: of the layer's engine; None: it has no block, or the layer knows no engine.
+    ``channels``: those of the layer's engine; None: it has no block, or is unknown.
     """
 
     channels: Channels | None
@@ -68,7 +68,7 @@ class Layers:
     Attributes:
         dimension: returns the dimension of a group; None: its messages stay exact.
         way: returns the direction of the message that is being sent now.
-        whose: returns the channels for it; without it those of the process.
+        whose: returns the channels for that message; None: those of the process.
     """
 
     dimension: Callable[[dist.ProcessGroup | None], Dimension | None]

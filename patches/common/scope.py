@@ -18,7 +18,7 @@ class Scope(Generic[T]):
     """A value that is visible only to calls inside ``with scope.inside(value)``."""
 
     def __init__(self, name: str, default: T) -> None:
-        """Name the scope for debuggers; ``default`` is its value outside."""
+        """Create a scope; ``name`` is shown by debuggers, ``default`` is its value outside."""
         self._value: ContextVar[T] = ContextVar(f"hybridcomp_{name}", default=default)
         self.get = self._value.get
 

@@ -1,8 +1,8 @@
-"""Find tables with sparse gradients, and report an id out of range to all ranks in the next sum.
+"""Find tables with sparse gradients; report ids out of range to all ranks in the next sum.
 
-torch raises IndexError on the rank that has such an id, and the others would wait for its
+torch raises IndexError only on the rank that has such an id, while the others would wait for its
 gradients. So while a table trains, the id is noted and replaced by 0, and the next exchange raises
-on all ranks (``channels.row_sums``).
+the error on all ranks (``channels.row_sums``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SparseTables:
     """The tables of a model, by the ``id`` of their weights.
 
     Attributes:
-        names: of the weights.
+        names: names of the weights.
     """
 
     def __init__(self, model: nn.Module) -> None:

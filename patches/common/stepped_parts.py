@@ -1,9 +1,9 @@
 """Make an optimizer step only parts of the flat tensors that DeepSpeed gives it.
 
-DeepSpeed's optimizers hold flat copies of the parameters and step all of them, frozen ones with
-gradients of zero, which momentum and weight decay go on moving. Around each step the flat tensor is
-exchanged for views of what trains; the rest is neither read nor written, so that moments, too, stay
-as they were. Optimizers whose state is element by element take no notice.
+DeepSpeed's optimizers hold flat copies of the parameters and step all of them: frozen ones get zero
+gradients, but momentum and weight decay still change them. Around each step the flat tensor is
+replaced by views of its trained parts; the rest is neither read nor written, so its moments do not
+change either. This works for optimizers with elementwise state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SteppedParts:
 
     Attributes:
         frozen: names of parameters that no step touches.
-        missed: steps, by name, that a parameter has missed before it was thawed: its own count of
+        missed: steps, by name, that a parameter missed before it was thawed: its own count of
             steps is that of its flat tensor without these, as where each parameter has a count.
     """
 

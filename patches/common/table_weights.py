@@ -15,9 +15,9 @@ from hybridcomp.publishing import EngineWeights, Held, WeightRange
 
 
 def with_tables(found: EngineWeights, *models: nn.Module) -> EngineWeights:
-    """Return ``found`` with the tables of ``models`` in place of their anchors.
+    """Return the weights ``found``, with the tables of ``models`` in place of their anchors.
 
-    The rows of rank r of n are rows r, r + n, ... of the weight: an even stretch.
+    Rank r of n has the rows r, r + n, ... of the weight.
     """
     if not has_tables() or found.refused is not None:
         return found

@@ -1,7 +1,7 @@
 """Compare, before every optimizer step, which parameters require gradients.
 
-An optimizer is built for those that require them then. What becomes of one that stops, or begins,
-in the middle of a training depends on the engine, and none says anything.
+An optimizer is built for the parameters that require gradients then. If one stops or begins later,
+its treatment depends on the engine, and no engine prints a message.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SHOWN = 3
 
 
 class TrainedSet:
-    """The parameters of a model, with a record of which required gradients at the last look.
+    """The parameters of a model, and which of them required gradients at the last check.
 
     Attributes:
-        first: the names of those that required gradients at the first look.
+        first: names of those that required gradients at the first check.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -45,9 +45,9 @@ class TrainedSet:
         return True
 
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Return the parameters that stopped, and those that began, to require gradients since.
+        """Return the parameters that stopped and those that began to require gradients.
 
-        None where nothing has changed: about 50 nanoseconds a parameter, the price of asking it.
+        None if nothing has changed. A check takes about 50 nanoseconds per parameter.
         """
         if self._is_as_held():
             return None
@@ -62,7 +62,7 @@ class TrainedSet:
         return stopped, {name: one for name, one in changed if one.requires_grad}
 
     def accept(self) -> None:
-        """Add the parameters that require gradients now to those of the first look."""
+        """Add the parameters that require gradients now to ``first``."""
         self._hold()
         self.first |= {
             n for n, one in zip(self._names, self._parameters, strict=True) if one.requires_grad

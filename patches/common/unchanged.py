@@ -13,10 +13,11 @@ from hybridcomp.patches.common.parameter_names import named_once
 
 
 class KnownParameters:
-    """The parameters of a model at one time, held weakly; a call compares them with today's.
+    """The parameters of a model at one time, held weakly; a call compares the present ones with
+    them.
 
     ``half()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)`` and
-    quantizers put others in their place, which nobody would publish.
+    quantizers replace parameters, and the new ones would not be published.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -2,10 +2,10 @@
 
 1. The optimizer only steps trained parameters (``stepped_parts``), as torch's own does at stage 0
    anyway.
-2. BF16_Optimizer reduces one flat buffer of gradients: the trained parts are cut out of it. 3. At
-stages 1 and 2 the gather after a step leaves out frozen parameters (``trained_gathers``). Stage 3
-gathers before each use, or with ``zero.frozen`` once (``frozen``). 4. A pipeline runs no backward
-passes of frozen stages at its front (``frozen_stages``).
+2. BF16_Optimizer reduces one flat buffer of gradients: the trained parts are cut out of it.
+3. At stages 1 and 2 the gather after a step leaves out frozen parameters (``trained_gathers``).
+   Stage 3 gathers before each use, or with ``zero.frozen`` once (``frozen``).
+4. A pipeline runs no backward passes of frozen stages at its front (``frozen_stages``).
 5. Checkpoints are written and read with ``requires_grad`` as it was when the engine was built:
    DeepSpeed takes the layout of the optimizer's flat tensors from it.
 

@@ -32,7 +32,6 @@ from torch import Tensor
 from hybridcomp.channels import Channels, state_files
 from hybridcomp.channels.state_files import StateFiles
 from hybridcomp.channels.state_io import StateHandle
-from hybridcomp.codecs.base import Codec
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError, StateFileError
@@ -89,10 +88,6 @@ def make_builder(original: Any) -> Callable[[], Any]:
     return builder
 
 
-def _codec(block: CompressionConfig | None) -> Codec | None:
-    return None if block is None else block.codecs()["offload", "states"]
-
-
 def make_configure_states(original: Callable[..., None]) -> Callable[..., None]:
     """Create the optimizer's swapper with files that are encoded and checked."""
 
@@ -100,18 +95,23 @@ def make_configure_states(original: Callable[..., None]) -> Callable[..., None]:
     def _configure_tensor_swapping(
         self: Any, offload_optimizer_config: Any, aio_config: Any
     ) -> None:
-        codec = _codec(BLOCK_OF.get())
-        if codec is None:
-            original(self, offload_optimizer_config, aio_config)
-            return
-        halves = functools.partial(_half, weakref.proxy(self))
-        files = StateFiles(codec, dist.get_rank(), halves)
-        setattr(self, saved_states.FILES, files)
+        files = _files(self, BLOCK_OF.get(), halves=functools.partial(_half, weakref.proxy(self)))
         with _MAKING.inside(files):
             original(self, offload_optimizer_config, aio_config)
-        state_files.sweep(self.optimizer_swapper.swap_folder)
+        if files is not None:
+            state_files.sweep(self.optimizer_swapper.swap_folder)
 
     return _configure_tensor_swapping
+
+
+def _files(owner: Any, block: CompressionConfig | None, **settings: Any) -> StateFiles | None:
+    """Return new files of ``owner``; None if ``states`` of ``block`` has no codec."""
+    codec = None if block is None else block.codecs()["offload", "states"]
+    if codec is None:
+        return None
+    files = StateFiles(codec, dist.get_rank(), **settings)
+    setattr(owner, saved_states.FILES, files)
+    return files
 
 
 def _half(optimizer: Any, path: str) -> Tensor | None:
@@ -128,19 +128,12 @@ def _half(optimizer: Any, path: str) -> Tensor | None:
 
 
 def make_configure_parameters(original: Callable[..., None]) -> Callable[..., None]:
-    """Create the swapper of parameters likewise; ``zero.Init`` may do so before the engine
-    exists.
-    """
+    """Create the swapper of parameters likewise, for ``zero.Init`` before the engine exists."""
 
     @functools.wraps(original)
     def _configure_aio(self: Any, ds_config: Any) -> None:
-        codec = _codec(BLOCK_OF.get() or _block_of(ds_config))
-        if codec is None:
-            original(self, ds_config)
-            return
-        files = StateFiles(codec, dist.get_rank(), poisons=True)
-        setattr(self, saved_states.FILES, files)
-        with _MAKING.inside(files):
+        block = BLOCK_OF.get() or _block_of(ds_config)
+        with _MAKING.inside(_files(self, block, poisons=True)):
             original(self, ds_config)
 
     return _configure_aio
@@ -179,10 +172,7 @@ def make_post_step(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def _post_step(self: Any, timer_names: Any) -> None:
-        files = saved_states.files_of(self)
-        if files is not None:
-            with together(WHAT, error=StateFileError, votes=True):
-                files.hold()
+        _hold(saved_states.files_of(self))
         original(self, timer_names)
 
     return _post_step
@@ -193,13 +183,16 @@ def make_pre_step(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def _pre_step(self: Any) -> None:
-        files: StateFiles | None = getattr(self, PARAMETER_FILES, None)
-        if files is not None:
-            with together(WHAT, error=StateFileError, votes=True):
-                files.hold()
+        _hold(getattr(self, PARAMETER_FILES, None))
         original(self)
 
     return _pre_step
+
+
+def _hold(files: StateFiles | None) -> None:
+    if files is not None:
+        with together(WHAT, error=StateFileError, votes=True):
+            files.hold()
 
 
 def make_reset(original: Callable[..., None]) -> Callable[..., None]:

@@ -5,26 +5,16 @@ from __future__ import annotations
 import weakref
 
 from hybridcomp.patches.ds.async_pipeline import AsyncPipeline
+from hybridcomp.session.followers import FiguresFollower
 
 
-class PipelineRow:
-    """Report a pipeline as a ``StepFollower``; it is held weakly, since the session outlives
-    engines.
-    """
+class PipelineRow(FiguresFollower):
+    """Report a pipeline, which is held weakly: the session outlives engines."""
 
     name = "pipeline"
 
     def __init__(self, pipeline: AsyncPipeline) -> None:
         self._known = weakref.ref(pipeline)
-
-    def before_step(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def after_skip(self) -> None:
-        """Do nothing."""
 
     def row(self) -> dict[str, float] | None:
         """Return the figures of this stage; rank 0 has the first stage, whose gradients are
@@ -32,6 +22,3 @@ class PipelineRow:
         """
         pipeline = self._known()
         return None if pipeline is None else pipeline.row()
-
-    def close(self) -> None:
-        """Do nothing: the engine frees its pipeline."""

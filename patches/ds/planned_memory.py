@@ -194,17 +194,12 @@ def apply(coordinator: Any, knobs: Knobs) -> None:
     decide.cache_clear()
 
 
-def _plan_of(coordinator: Any) -> PlannedMemory | None:
-    found: PlannedMemory | None = getattr(coordinator, ATTRIBUTE, None)
-    return found
-
-
 def make_fetch(original: Callable[..., None]) -> Callable[..., None]:
     """Count what a module gathers, and record the order while DeepSpeed records its trace."""
 
     @functools.wraps(original)
     def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
-        plan = _plan_of(self)
+        plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
         if plan is None:
             original(self, current_submodule, forward)
             return
@@ -224,7 +219,7 @@ def make_release(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def release_sub_module(self: Any, submodule: Any, forward: bool = False) -> None:
-        plan = _plan_of(self)
+        plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
         if plan is not None and self.is_record_trace():
             plan.events.append((submodule, False, forward))
         original(self, submodule, forward)
@@ -237,7 +232,7 @@ def make_reset(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def reset_step(self: Any) -> None:
-        plan = _plan_of(self)
+        plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
         if plan is None:
             original(self)
             return

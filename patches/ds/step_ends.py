@@ -44,7 +44,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         result, later = None, None
         try:
             result = original(self, *args, **kwargs)
-        except BaseException as problem:  # of a message without connections, for example
+        except BaseException as problem:  # for example the error of a message without connections
             later = problem
         error: BaseException | None = vars(self).pop(LATE, None) or later
         if error is not None:

@@ -1,11 +1,11 @@
 """Start the session of a megatron-core job, and follow its optimizer steps: islands meet.
 
-Megatron has no engine object: it uses the session of the process (``process``).
+Megatron has no engine object, so it uses the session of the process (``process``). The session
+starts in ``initialize_model_parallel``, which every rank calls after torch.distributed is
+initialized and before the first message. Steps are counted in the concrete ``step`` methods, since
+``MegatronOptimizer.step`` is abstract; they call each other, so only the outermost counts.
 ``load_state_dict`` is wrapped only to notice a restart: the user calls ``hybridcomp.load_state``.
-``initialize_model_parallel`` and not a constructor: every rank calls it, once torch.distributed is
-initialized and before the first message. The concrete ``step`` methods and not
-``MegatronOptimizer.step``, which is abstract; they call each other, so only the outermost counts.
-Jobs with an optimizer of torch's alone: ``torch_steps``.
+``torch_steps`` handles jobs that use only an optimizer of torch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ LACKS_STATE = (
 
 @dataclass
 class _Progress:
-    """State of the process: whether an optimizer step is running."""
+    """Process-wide state: whether an optimizer step is running."""
 
     stepping: bool = False  # inside the outermost step, or its zero_grad
 
@@ -97,7 +97,7 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
 
 
 def _start() -> None:
-    """Begin the session of the process, and place and measure its messages."""
+    """Begin the process's session; place the job's messages in the hierarchy, and measure them."""
     session = process.own_session()
     if session is None:
         return
@@ -145,8 +145,8 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def loss_scale(optimizer: Any) -> float:
     """Return the factor by which an optimizer scales the loss.
 
-    Without a scaler it is 1 and not read: Megatron keeps it on the GPU, for which the host would
-    wait before it could launch the step.
+    Without a scaler this returns 1 without reading the scale: Megatron keeps it on the GPU, and the
+    host would wait for it before launching the step.
     """
     scaled = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     if all(hasattr(one, "grad_scaler") and one.grad_scaler is None for one in scaled):

@@ -1,8 +1,8 @@
 """Refuse or announce messages that megatron-core sends on paths without a seam.
 
-``_BaseDataParallel.__init__`` and not a constructor of a model: every data-parallel wrapper calls
-it, FSDP's too, with the model and its configuration. DistributedDataParallel is checked before its
-constructor runs, with its configuration (``ddp``). The rules are in ``rules.mcore``.
+The seam is ``_BaseDataParallel.__init__``, because every data-parallel wrapper, also FSDP's, calls
+it with the model and its configuration. DistributedDataParallel is checked before its constructor
+runs, with its configuration (``ddp``). The rules are in ``rules.mcore``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check(
 ) -> None:
     """Check the block against one model chunk; see ``rules.engine.hold``. Rank 0 prints messages.
 
-    The codecs that it cannot take, and that the preset chose, are left out of ``channels``.
+    Codecs of the preset that the model cannot take are left out of ``channels``.
 
     ``groups``: a ProcessGroupCollection that the user gave the wrapper. Raises ConfigError for the
     first dimension that cannot act.

@@ -1,15 +1,15 @@
 """Core attention of megatron-core's local layers with context parallelism, as a ring.
 
-``DotProductAttention`` and not the layer around it: upstream refuses ``context_parallel_size``
-above 1 there and nowhere else. Upstream cuts position embeddings and batches in the layout that a
-ring of causal blocks needs (``get_pos_emb_on_this_cp_rank``, ``get_batch_on_this_cp_rank``), and
-reduces gradients over data and context ranks together. So the constructor gets a configuration
-without context parallelism, and ``forward`` computes with ``hybridcomp.nn.ring_attention``. Without
-a block upstream's refusal stays.
+The seam is ``DotProductAttention``, because upstream refuses ``context_parallel_size`` above 1 only
+there. Upstream cuts position embeddings and batches in the layout that a ring of causal blocks
+needs (``get_pos_emb_on_this_cp_rank``, ``get_batch_on_this_cp_rank``), and reduces gradients over
+data and context ranks together. So the constructor gets a configuration without context
+parallelism, and ``forward`` computes with ``hybridcomp.nn.ring_attention``. Without a block
+upstream's refusal stays.
 
-Other attention than softmax over all earlier tokens, or over all, is refused: sliding windows,
-padding masks, dropout, sinks. Transformer Engine's attention has another ring, which no seam covers
-(``rules.mcore``).
+Only softmax attention over all earlier tokens, or over all tokens, is accepted; sliding windows,
+padding masks, dropout and sinks are refused. Transformer Engine's attention has another ring, which
+no seam covers (``rules.mcore``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Gradient reduction and parameter gather of megatron-core's DistributedDataParallel.
 
-Not ``start_grad_sync`` and ``start_param_sync`` themselves: their work before they communicate
-(scaling, NaN checks, copies of higher-precision gradients) changes with every release. They open
-torch's ``_coalescing_manager`` and call three collectives inside it. Upstream's handle is that
-manager, which would drop the handle of a collective that it does not know: training would go on
-before the gradients have arrived. So the manager is replaced along with the collectives: it
-collects the calls, runs the native ones in torch's manager and the others after them, and its
-``wait()`` waits for all of them.
+``start_grad_sync`` and ``start_param_sync`` are not replaced, because their work before they
+communicate (scaling, NaN checks, copies of higher-precision gradients) changes with every release.
+They open torch's ``_coalescing_manager`` and call three collectives inside it. That manager is
+upstream's handle, and would drop the handle of a collective that it does not know: training would
+go on before the gradients have arrived. So the seam replaces the manager along with the
+collectives: it collects the calls, runs the native ones in torch's manager and the others after
+them, and its ``wait()`` waits for all of them.
 
 A custom ``dist_reduce_scatter_func`` (``reduce_scatter_with_fp32_accumulation``) would bypass the
 seams; ``check`` refuses it. A compressed reduction sums in fp32 anyway, as it does.
@@ -133,7 +133,8 @@ def _name(chunk: int, name: str, parameter: Tensor) -> str:
 def _common(named: Mapping[str, Tensor]) -> frozenset[str]:
     """Return the names of vectors that all tensor ranks hold and each reduces separately.
 
-    Not norms under sequence parallelism, whose gradients upstream sums over the tensor ranks later.
+    Norms under sequence parallelism are left out: upstream sums their gradients over the tensor
+    ranks later.
     """
     if sizes().get("tp", 1) < 2:
         return frozenset()

@@ -174,8 +174,8 @@ def _pieces_of(values: Tensor, bucket_group: Any) -> list[Piece] | None:
 def _pieces(bucket: Any) -> list[Piece]:
     """Return the parameters of a bucket, in order, with the padding between them.
 
-    From the gradients' offsets in the buffer: upstream's ``param_to_index`` leaves the padding out
-    before 0.19.
+    It uses the gradients' offsets in the buffer: before 0.19 upstream's ``param_to_index`` leaves
+    the padding out.
     """
     begin = bucket.grad_data.storage_offset()
     spans = []

@@ -2,8 +2,8 @@
 
 Megatron's checkpoints have one tensor of all experts of a layer, experts first; a rank holds whole
 experts, or their rows and columns where experts are tensor parallel. Hugging Face has a tensor for
-each matrix of each expert. Which names those are follows from what a family has: Qwen norms of
-queries and keys or a gated shared expert, Mixtral neither.
+each matrix of each expert. The names depend on the family, recognized by its layers: Qwen has norms
+of queries and keys or a gated shared expert, Mixtral neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEMS = ("mlp.router", "mlp.experts.", "mlp.shared_experts")
 def names_of(config: Any) -> ExpertNames | None:
     """Return the names of a model's experts; None if it has none.
 
-    Raises ConfigError where no family with known names has such experts.
+    Raises ConfigError if no known family has such experts.
     """
     if not getattr(config, "num_moe_experts", None):
         return None

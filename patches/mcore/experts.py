@@ -1,9 +1,9 @@
 """The token exchange of MoE layers (dispatch and combine).
 
-``torch.distributed.all_to_all_single`` as module ``mappings`` looks it up (that seam is in
-``tensor_parallel``) and not ``token_dispatcher``: its classes bind ``all_to_all`` by name, and
-their methods change. The ``backward`` of ``_AllToAll`` calls its ``forward``; marking it here makes
-these messages direction backward.
+The seam, in ``tensor_parallel``, is ``torch.distributed.all_to_all_single`` as module ``mappings``
+looks it up. ``token_dispatcher`` is no seam: its classes bind ``all_to_all`` by name, and their
+methods change. The ``backward`` of ``_AllToAll`` calls its ``forward``; marking it here makes these
+messages direction backward.
 
 Tokens per expert differ from rank to rank: ``min_bytes`` does not apply, and vectors (routing
 probabilities, 1/hidden_size of the bytes) stay native, as do token counts, which are integers.

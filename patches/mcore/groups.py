@@ -45,7 +45,7 @@ def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimensi
 def sizes(given: Any = None) -> dict[Dimension, int]:
     """Return ranks per group from parallel_state; empty where a job makes its own groups.
 
-    ``given``: a ProcessGroupCollection whose data-parallel group counts in its place.
+    ``given``: a ProcessGroupCollection whose data-parallel group replaces parallel_state's.
     """
     from megatron.core import parallel_state
 

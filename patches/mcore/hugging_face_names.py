@@ -2,8 +2,8 @@
 
 Megatron fuses what Hugging Face keeps apart: `linear_qkv` has, for each group of heads, the rows of
 its queries, of its key and of its value; `linear_fc1` of a gated MLP has all rows of the gate, then
-those of the up projection. Every part is translated in checkpoint coordinates, from where Megatron
-says that it is: a rank names what it holds, and nobody holds a whole tensor. GPT-2 has its matrices
+those of the up projection. Every part is translated in the checkpoint coordinates that Megatron
+gives it: a rank names only its own parts, and no rank needs a whole tensor. GPT-2 has its matrices
 transposed; a part is then read as a transposed view.
 """
 
@@ -31,7 +31,7 @@ class Family:
     Attributes:
         outside, inside: Megatron's name without ``.weight`` or ``.bias`` -> Hugging Face's.
         layer: the prefix of a layer, with ``{}`` for its number.
-        qkv: names of queries, keys and values; the same one where they are one tensor.
+        qkv: names of queries, keys and values; all equal if they are one tensor.
         gated: names of gate and up projection, None without a gate.
         is_transposed: whether matrices in layers are transposed.
     """
@@ -124,7 +124,7 @@ class HuggingFaceNames:
     def translate(self, part: WeightPart) -> Iterator[WeightPart]:
         """Yield ``part`` under Hugging Face's names, maybe as several parts. Raises ConfigError."""
         stem, _, kind = part.name.rpartition(".")
-        if kind.startswith("layer_norm_"):  # of a fused layer of Transformer Engine
+        if kind.startswith("layer_norm_"):  # from a fused layer of Transformer Engine
             stem, kind = f"{stem}.layer_norm", kind.removeprefix("layer_norm_")
         family, layer = self.family, _LAYER.fullmatch(stem)
         if layer is None:

@@ -1,9 +1,9 @@
 """State which weights megatron-core's optimizers change on this rank, for ``sync``.
 
 The distributed optimizer keeps fp32 shards; the others keep all weights of the rank, as every rank
-of the data-parallel group does. Vectors that tensor ranks have in common, such as norms, are sent
-by the first of them, which then gives the others its values: with a lossy codec each would decode
-values of its own.
+of the data-parallel group does. The first tensor rank sends the vectors that tensor ranks have in
+common, such as norms, and then copies the result to the others: with a lossy codec each of them
+would decode other values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEPT = {
     ),
     "FP32Optimizer": (),  # its param_groups hold them
 }
-#: settings of an optimizer with which its weights are elsewhere, or gathered inside its step
+#: settings of an optimizer that keep weights elsewhere, or gather them inside its step
 _ELSEWHERE = (
     "optimizer_cpu_offload",
     "use_precision_aware_optimizer",
@@ -55,7 +55,7 @@ class MasterPiece:
     """An fp32 tensor of an optimizer, or this rank's shard of it.
 
     Attributes:
-        parameter: of the model, for which it stands.
+        parameter: the model's parameter that it belongs to.
         values: what the optimizer changes.
         start: where the shard begins in the parameter.
     """
@@ -115,7 +115,7 @@ def masters_of(optimizer: Any, wrapper: Any, island: Ranks, todo: str) -> Master
         optimizer: the outermost one of the job.
         wrapper: a DistributedDataParallel of its model.
         island: global ranks of this rank's island.
-        todo: what the user can do where the optimizer's groups reach out of it.
+        todo: advice for the user if the optimizer's groups extend beyond the island.
 
     Raises ConfigError for an optimizer whose weights are not where Megatron's usual ones are.
     """

@@ -1,9 +1,9 @@
 """Cut megatron-core's data-parallel groups into islands, and have them meet, for ``sync``.
 
-``pg_collection``, the argument of DistributedDataParallel and of ``get_megatron_optimizer``, is the
-way in which upstream takes groups of the user's: gradients, shards and gradient norms stay inside
-an island. Groups of tensor, pipeline, context and expert ranks are parallel_state's, and lie inside
-an island each; parallel_state itself stays whole, so that data is dealt to all ranks of the job.
+``pg_collection``, the argument of DistributedDataParallel and of ``get_megatron_optimizer``, gives
+upstream the groups of an island, inside which gradients, shards and gradient norms then stay.
+Groups of tensor, pipeline, context and expert ranks remain parallel_state's, each inside one
+island; parallel_state itself is unchanged, so that data is distributed over all ranks of the job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WHOLE = {
 
 @dataclass
 class _Job:
-    """What a session knows about its Megatron job.
+    """A session's record of its Megatron job.
 
     Attributes:
         source: parallel_state's data-parallel group from which ``collection`` was cut.

@@ -1,9 +1,9 @@
 """Pipeline sends of megatron-core: 1F1B, interleaved and overlapped.
 
-``_batched_p2p_ops`` and ``_p2p_ops`` and not ``_communicate`` or the schedules: these two send all
-activations, their signature is the same since 0.12, and messages with shapes use other functions.
-``torch.distributed.isend`` must not be replaced: ``P2POp`` compares it. ``_communicate`` is wrapped
-as well, only to read the configuration, which the other two do not get.
+Seams: ``_batched_p2p_ops`` and ``_p2p_ops``. They send all activations and have had the same
+signature since 0.12; messages with shapes use other functions. ``torch.distributed.isend`` must not
+be replaced, because ``P2POp`` compares it. ``_communicate`` is wrapped only to read the
+configuration, which the other two do not get.
 
 Messages to the next stage are ``forward``, those to the previous stage ``backward``. Tensors are
 encoded when they are posted, since upstream empties a tensor that was sent, and decoded in

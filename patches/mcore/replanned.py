@@ -1,8 +1,8 @@
-"""Go on from a checkpoint of megatron.core.dist_checkpointing on other data-parallel ranks.
+"""Resume from a checkpoint of megatron.core.dist_checkpointing on other data-parallel ranks.
 
-Megatron reshards weights and the states of its optimizers by itself. hybridcomp's files lie beside
-them, and their sum over the data-parallel ranks is kept. Names of residuals hold the coordinates of
-tensor, pipeline and expert ranks: these numbers have to stay.
+Megatron itself reshards weights and the states of its optimizers. hybridcomp's files lie beside
+them, and the sum of residuals over the data-parallel ranks is kept. Names of residuals contain the
+coordinates of tensor, pipeline and expert ranks, so the numbers of these ranks must not change.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hybridcomp.patches.common.resumed_parts import (
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
-#: Megatron writes this first, and that last
+#: files of a checkpoint that Megatron writes first and last
 COMMON, LAST = "common.pt", "metadata.json"
 #: how Megatron names the layout of the distributed optimizer's states, in metadata and checkpoints
 SHARDING, SAVED_SHARDING = "distrib_optim_sharding_type", "param_state_sharding_type"
-#: those that other data-parallel ranks load
+#: layouts that other data-parallel ranks can load
 RESHARDABLE = ("fully_reshardable", "dp_reshardable")
 SAVE = (
     'save {"model": ..., "optimizer": ..., "sampler": sampler.state_dict(), "iteration": step} '
@@ -130,7 +130,7 @@ def _unwrapped(chunk: Any) -> Any:
 
 
 def _check_layout(session: EngineSession, job: SavedJob) -> None:
-    """Refuse what is not carried over to these ranks. Raises ConfigError."""
+    """Raise ConfigError for a job whose state cannot be carried over to these ranks."""
     then, now = job.settings["groups"], dict(session.layout())
     if then is not None and then != now:
         said = Shown(f"{job.folder} of {_listed(then)}")
@@ -155,7 +155,7 @@ def _sharding(optimizer: Any) -> str | None:
 
 
 def _sharded(chunks: Sequence[Any], optimizer: Any, job: SavedJob) -> dict[str, Any]:
-    """Return what Megatron is to load: the chunks, and their optimizer in the saved layout."""
+    """Return the state that Megatron loads: the chunks, and their optimizer in the saved layout."""
     kind = job.settings["sharding"]
     if kind is not None and kind not in RESHARDABLE:
         todo = f'expected {SHARDING} "{RESHARDABLE[0]}" in the metadata of what saved it'

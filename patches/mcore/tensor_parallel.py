@@ -1,11 +1,11 @@
 """Tensor-parallel collectives of megatron-core's local layers.
 
-The raw collectives and not ``_reduce`` and its neighbours: half of the bytes are the input
-gradients of ``LinearWithGradAccumulationAndAsyncCommunication.backward``, which calls
-``torch.distributed.all_reduce`` itself and overlaps it with the weight gradient. So the globals
-through which ``mappings`` and ``layers`` call torch.distributed are replaced, and the overlap, the
-buffers and the autograd functions stay upstream's. Not the public wrappers either: modules bind
-them early.
+The seams are the globals through which ``mappings`` and ``layers`` call torch.distributed; the
+overlap, the buffers and the autograd functions stay upstream's. ``_reduce`` and its neighbours are
+no seams: half of the bytes are the input gradients of
+``LinearWithGradAccumulationAndAsyncCommunication.backward``, which calls
+``torch.distributed.all_reduce`` itself and overlaps it with the weight gradient. Nor are the public
+wrappers, which modules bind early.
 
 In ``layers``, gathered tensors are inputs (``forward``, also where the backward pass gathers one a
 second time, which must give the same values), and reduced tensors are gradients (``backward``). In
@@ -52,7 +52,8 @@ def _backward() -> Direction:
     return "backward"
 
 
-#: of ``mappings`` (direction by the running method); of gathers and reductions in ``layers``
+#: Layers of ``mappings`` (direction by the running method), and of gathers and reductions in
+#: ``layers``
 MARKED, INPUTS, GRADIENTS = (
     Layers(_dimension),
     Layers(_dimension, _forward),

@@ -1,10 +1,10 @@
 """Count steps of torch's own optimizers in a Megatron job, which need not use Megatron's.
 
-By torch's hooks, as for FSDP2 and DDP. A step counts where a backward pass has reached a parameter
-of any optimizer since the last one, so several optimizers behind one pass are one step. Hooks of
-parameters and not messages tell of that: in a pipeline a rank may send nothing in a backward pass,
-and all ranks must count alike. Steps inside of Megatron's optimizers, which hold one of torch's,
-are left to ``attach``.
+It uses torch's hooks, as for FSDP2 and DDP. A step counts if a backward pass has reached a
+parameter of any optimizer since the last one, so several optimizers after one pass are one step.
+Hooks of parameters detect the pass, not messages: in a pipeline a rank may send nothing in a
+backward pass, and all ranks must count alike. Steps inside of Megatron's optimizers, which hold one
+of torch's, are left to ``attach``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TorchSteps:
     """Follower of a session that calls ``end_step`` after the steps of torch's optimizers.
 
     Attributes:
-        is_left: whether the job has an optimizer of Megatron's, whose steps count alone.
+        is_left: whether the job has an optimizer of Megatron's; then only its steps count.
     """
 
     name = "torch steps"
@@ -136,7 +136,7 @@ class TorchSteps:
     def _look(self) -> None:
         """Watch the existing optimizers; stop if one is Megatron's, which counts the steps itself.
 
-        So an optimizer that first steps after another one, behind the same pass, adds no step.
+        So an optimizer whose first step follows another's after the same pass adds no step.
         """
         for optimizer in _living():
             if not isinstance(optimizer, Optimizer):

@@ -1,15 +1,16 @@
 """Tensor-parallel collectives of Transformer Engine's layers, in megatron-core.
 
-The global ``torch`` of ``transformer_engine.pytorch.distributed`` and not its functions
-``allreduce``, ``gather_along_first_dim`` and ``reduce_scatter_along_first_dim``: the layers import
-those by name, and they all look ``torch`` up in this module. Only calls from these three are
-encoded. Their neighbours gather quantized tensors (FP8, NVFP4) with their scales, which must arrive
-exactly; those are counted as native.
+The seam is the global ``torch`` of ``transformer_engine.pytorch.distributed``. Its functions
+``allreduce``, ``gather_along_first_dim`` and ``reduce_scatter_along_first_dim``, which layers
+import by name, all look ``torch`` up there. Only calls from these three are encoded. Their
+neighbours gather quantized tensors (FP8, NVFP4) with their scales, which must arrive exactly; those
+are counted as native.
 
-Only while ``Linear``, ``LayerNormLinear`` or ``LayerNormMLP`` runs: their autograd functions are
-marked with the direction. Gathered tensors are inputs (also where the backward pass gathers one a
-second time, which must give the same values), except in ``grad_output_preprocess``. Operations of
-``transformer_engine.pytorch.ops`` stay native, and ``check`` says so.
+Messages are encoded only while ``Linear``, ``LayerNormLinear`` or ``LayerNormMLP`` runs: their
+autograd functions are marked with the direction. Gathered tensors are inputs (also where the
+backward pass gathers one a second time, which must give the same values), except in
+``grad_output_preprocess``. Operations of ``transformer_engine.pytorch.ops`` stay native, and
+``check`` says so.
 
 Inside torch's ``_coalescing_manager`` (``external_coalescing``, from 2.19 on) a collective only
 joins a batch that is sent when the manager closes, so its values cannot be encoded and decoded in

@@ -26,7 +26,7 @@ class WeightPart:
     def rows(self, name: str, low: int, high: int, at: int, rows: int) -> WeightPart:
         """Return rows ``low`` to ``high`` of the block as rows from ``at`` on of another tensor.
 
-        ``rows``: how many that one has.
+        ``rows``: rows of the other tensor.
         """
         return WeightPart(
             name, (rows, *self.shape[1:]), (at, *self.offset[1:]),

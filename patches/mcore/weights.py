@@ -1,7 +1,7 @@
 """State which stretches of the weights this rank holds under megatron-core, for publishing.
 
-Megatron's own ``sharded_state_dict`` says it: for every part its global name, shape and offset,
-with layers numbered over all pipeline stages. Only parameters are taken: buffers are no weights.
+Megatron's own ``sharded_state_dict`` gives the global name, shape and offset of every part, with
+layers numbered over all pipeline stages. Only parameters are taken: buffers are no weights.
 
 Where gathers of the distributed optimizer overlap the next forward pass, the weights are gathered
 before they are read, as Megatron does before it saves.
@@ -31,7 +31,7 @@ from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
 KEY = "publish"
-#: asks for names with the number of the layer, one for each tensor
+#: metadata that makes Megatron put the layer's number into names, with a tensor per layer
 METADATA = {"non_homogeneous_layers": True}
 #: the wrapped chunks of a session, in the order in which they were made
 _wrapped: weakref.WeakKeyDictionary[EngineSession, list[weakref.ref[Any]]] = (

@@ -1,9 +1,9 @@
 """Write the ledger's figures to GPT-NeoX's W&B run, TensorBoard and Comet.
 
-``training_log`` and not ``tb_wandb_log``: it runs once an iteration, after the engine's step, and
-gets the engine, the writers and GPT-NeoX's iteration number. W&B refuses step numbers that
-decrease, and a DeepSpeed engine's differ after ``finetune``. GPT-NeoX does not enable DeepSpeed's
-monitors, so without this seam the figures would be in the log only.
+The seam is ``training_log``, which runs once an iteration, after the engine's step, and gets the
+engine, the writers and GPT-NeoX's iteration number. W&B refuses step numbers that decrease, and a
+DeepSpeed engine's differ after ``finetune``. GPT-NeoX does not enable DeepSpeed's monitors, so
+without this seam the figures would be in the log only.
 """
 
 from __future__ import annotations

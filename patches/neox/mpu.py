@@ -1,10 +1,9 @@
 """Tensor-parallel collectives of GPT-NeoX, sequence parallelism and dropless MoE included.
 
-The global ``torch`` of ``mpu.mappings`` and not ``_reduce`` and its five neighbours one by one: all
-six look torch.distributed up in it, so that casts (``fp32_allreduce``), bookkeeping and buffers
-stay upstream's and no upstream code is copied. Not the public wrappers: ``transformer.py`` binds
-them when a layer is built. The sources of the six are still checked before anything is replaced
-(``checkout``).
+The seam is the global ``torch`` of ``mpu.mappings``, in which ``_reduce`` and its five neighbours
+look torch.distributed up: casts (``fp32_allreduce``), bookkeeping and buffers stay upstream's, and
+no upstream code is copied. The public wrappers are no seam: ``transformer.py`` binds them when a
+layer is built. The sources of the six are still checked before anything is replaced (``checkout``).
 
 Direction: the ``backward`` methods of the autograd functions are marked. Activation checkpointing
 runs ``forward`` methods again in the backward pass; those are not marked, so they use the same

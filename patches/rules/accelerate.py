@@ -14,7 +14,7 @@ from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules.ds_settings import AUTO, ZERO
 
-#: keys of an Accelerate file; one of the first three stands in each, and DeepSpeed has none of them
+#: keys of an Accelerate file: each file has one of the first three, which DeepSpeed does not know
 OWN_KEYS = frozenset({"distributed_type", "compute_environment", "deepspeed_config"})
 SECTION, FILE = "deepspeed_config", "deepspeed_config_file"
 #: keys of the section that Accelerate refuses together with ``deepspeed_config_file``
@@ -34,8 +34,8 @@ def has_keys(whole: Mapping[str, Any]) -> bool:
 def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that Accelerate passes to DeepSpeed, with its own derivations.
 
-    ``deepspeed_config_file`` is read from where it is named, as Accelerate does: from the working
-    directory. Raises ConfigError for what Accelerate refuses, and for a job without DeepSpeed.
+    Like Accelerate, it resolves ``deepspeed_config_file`` from the working directory. Raises
+    ConfigError for what Accelerate refuses, and for a job without DeepSpeed.
     """
     kind = whole.get("distributed_type", NOTHING)
     if kind != "DEEPSPEED":
@@ -118,7 +118,7 @@ def _with_precision(settings: dict[str, Any], precision: str) -> dict[str, Any]:
 
 
 def refuse_block(whole: Mapping[str, Any], block: str) -> None:
-    """Raise ConfigError for a block in Accelerate's own file, of which nothing is handed on."""
+    """Raise ConfigError for a block in Accelerate's own file: Accelerate does not pass it on."""
     section = whole.get(SECTION)
     inside = isinstance(section, Mapping) and block in section
     if block in whole or inside:

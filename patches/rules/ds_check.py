@@ -33,10 +33,10 @@ def check(
 ) -> list[str]:
     """Return sentences about keys of ``block`` that act differently than a user may think.
 
-    ``neox``: the settings of a GPT-NeoX job; ``stages``: of a pipeline; ``facts``: fields of
-    ``DeepSpeedJob`` beside the ds_config. None and missing ones: not known. Raises ConfigError for
-    the first dimension that cannot act, unless the block says ``"on_unsupported": "native"``; then
-    the sentences say what stays native and why.
+    ``neox``: the settings of a GPT-NeoX job; ``stages``: a pipeline's. ``facts``: fields of
+    ``DeepSpeedJob`` that the ds_config lacks; None and missing ones are unknown. Raises ConfigError
+    for the first dimension that cannot act, unless the block says ``"on_unsupported": "native"``;
+    then the sentences say what stays native and why.
     """
     job = DeepSpeedJob(ds_config, **facts)
     _hold_to_ranks(job)

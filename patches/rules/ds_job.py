@@ -24,7 +24,7 @@ class DeepSpeedJob:
     pipeline: bool | None = None
     moe: bool | None = None
     world_size: int | None = None
-    #: tensor-parallel layers that a seam covers: split already, or of GPT-NeoX or megatron-core
+    #: tensor-parallel layers that a seam covers: split already, or GPT-NeoX's or megatron-core's
     tensor: bool | None = None
     #: sequence-parallel groups or attention layers
     sequence: bool | None = None

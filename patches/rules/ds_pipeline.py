@@ -1,4 +1,4 @@
-"""Check the block's key ``pipeline`` against what a ds_config says of precision and ZeRO."""
+"""Check the block's key ``pipeline`` against the precision and ZeRO settings of a ds_config."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KEY = f"{BLOCK}.pipeline.versions"
 
 @dataclass(frozen=True)
 class Stages:
-    """A pipeline's stages, and what decides whether they can run without a flush.
+    """A pipeline's stages, with the facts that decide whether they can run without a flush.
 
-    tied: layers of two stages share a weight. dynamic_shape: messages change their lengths.
-    tensor: ranks that share a stage. micro_batches: of a step; None where not known.
+    tied: layers of two stages share a weight. dynamic_shape: messages change their lengths. tensor:
+    ranks that share a stage. micro_batches: micro-batches of a step; None: unknown.
     """
 
     count: int
@@ -32,7 +32,7 @@ class Stages:
 def check(settings: AsyncPipelineConfig, job: DeepSpeedJob, stages: Stages | None = None) -> None:
     """Raise ConfigError for a job whose file shows that its pipeline needs a flush.
 
-    ``stages``: of its pipeline, where the file has them.
+    ``stages``: the pipeline's, if the file has them.
     """
     if not settings.waitless:
         return
@@ -44,7 +44,7 @@ def check(settings: AsyncPipelineConfig, job: DeepSpeedJob, stages: Stages | Non
 
 
 def check_precision(settings: AsyncPipelineConfig, *, fp16: bool, bf16: bool, stage: int) -> None:
-    """Raise ConfigError for a precision, or a ZeRO ``stage``, that ``settings`` do not go with."""
+    """Raise ConfigError for a precision or ZeRO ``stage`` that ``settings`` rule out."""
     if fp16:
         todo = "all stages would have to agree on every loss scale; use bf16"
         raise ConfigError(KEY, Shown("fp16"), f"{todo}, or set pipeline.versions to flush")

@@ -107,7 +107,7 @@ class _Zero(_Section):
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
     zero_quantized_gradients: bool = False
-    #: until 0.19.6
+    #: removed after 0.19.6
     mics_shard_size: int = -1
 
     @model_validator(mode="after")

@@ -14,15 +14,15 @@ from hybridcomp.errors import ConfigError
 #: facts of the job that the rules of one upstream read
 J = TypeVar("J")
 
-#: refuse   never together, as results would be wrong: an error for a key that the user wrote, even
-#:          with ``on_unsupported`` native, which leaves out a codec that only the preset chose
+#: refuse   results would be wrong: an error for a key that the user wrote, even with
+#:          ``on_unsupported`` native; a codec that only the preset chose is left out then
 #: bypass   upstream sends this traffic on a path that no seam covers
 #: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
 #:          preset, which is made for every kind of job
 #: note     acts, with a remark for the user
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
-#: of every engine: the key of a job without tables
+#: message of any engine about a key of tables in a job that has none
 NO_TABLES = "a job without tables: CachedEmbedding of hybridcomp.nn, or Embedding(sparse=True)"
 NO_ROWS, TABLES_TODO = "no rows of tables are sent", "make the tables before the engine"
 
@@ -41,7 +41,7 @@ class Rule(Generic[J]):
     reason: str
     todo: str
     applies: Callable[[J], bool] = field(repr=False)
-    #: whether the rule is about these settings of the dimension
+    #: returns whether the rule applies to these settings of the dimension
     settings: Callable[[CompressionConfig], bool] = field(default=_any_block, repr=False)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterat
 
     Yields sentences for the user. Raises ConfigError at the first dimension that cannot act, unless
     the block says ``"on_unsupported": "native"``; then a sentence says what stays native and why.
-    What is refused and only the preset has chosen, ``block`` keeps native then.
+    Dimensions that are refused but were chosen only by the preset then stay native in ``block``.
     """
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule, job in rules:
@@ -93,7 +93,8 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
 def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ...]:
     """Return a rule for each dimension that has no seam under ``engine``, from its row.
 
-    ``table``: the engine's rules; a dimension that one of them calls absent has its words there.
+    ``table``: the engine's rules; a dimension that one of them declares absent has its message
+    there.
     """
     told = {name for rule in table if rule.verdict == "absent" for name in rule.dimensions}
     return tuple(
@@ -108,7 +109,7 @@ def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ..
 
 
 def ungathered(block: CompressionConfig, why: str) -> list[str]:
-    """Return the message that ``gathered`` cannot act because of ``why``; [] if it is not written.
+    """Return the message that ``gathered`` cannot act because of ``why``; [] if the key is not set.
 
     Raises ConfigError unless ``on_unsupported`` is "native".
     """
@@ -119,7 +120,7 @@ def ungathered(block: CompressionConfig, why: str) -> list[str]:
 
 
 def no_generation(block: CompressionConfig, found: Shown) -> str:
-    """Return a message that a job's stages cannot generate. Raises ConfigError by the block."""
+    """Return a message that a job's stages cannot generate, or raise it if the block says so."""
     todo = "hybridcomp.generate takes DeepSpeed's pipelines and token slices; remove it"
     return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
 

@@ -83,7 +83,7 @@ def _grouped() -> list[tuple[Dimension, DimensionRow]]:
     return sorted(found, key=lambda each: each[1].group == ROWS["dp"].group)
 
 
-#: what islands would have in common in every step: setting, what to do, whether a job has it
+#: values that islands would share in every step: setting, advice, whether a job has it
 _COUNTED: tuple[tuple[str, str, Callable[[MegatronJob], bool]], ...] = (
     (
         "calculate_per_token_loss", "set it to False",

@@ -109,7 +109,7 @@ def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
 def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
     """Return an integer of a configuration. Raises ConfigError for another type.
 
-    GPT-NeoX compares types: a number with a dot, or in quotes, is none.
+    GPT-NeoX compares types: a number with a dot, or in quotes, is no integer.
     """
     found = whole.get(key)
     if found is None:

@@ -38,7 +38,7 @@ ATTRIBUTE = "_hybridcomp_attached"
 COMPILED = "_orig_mod"
 _UNSEEN = object()
 DETACH = "hybridcomp.detach"
-#: seconds that a detach waits for a rank that is alive: nothing is lost by going on
+#: seconds for which detach waits for a silent but living rank: going on without it loses nothing
 SILENT_S = 5.0
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -90,7 +90,7 @@ def _ranks(model: Module) -> Ranks | None:
         with suppress(ImportError):  # torch before 2.9
             ranks = island_masters.ranks_of_model(model)
     if not 0 < len(ranks) < dist.get_world_size() or is_island(tuple(ranks)):
-        return None  # islands attach together
+        return None  # all ranks of the islands attach together
     return ranks
 
 
@@ -108,7 +108,7 @@ def _start(model: Module, attached: Attached) -> None:
 
 
 def _follow_loads(model: Module, attached: Attached) -> None:
-    """Notify ``attached`` when weights are loaded: every loader calls ``load_state_dict``."""
+    """Notify ``attached`` of loaded weights: every loader calls ``load_state_dict``."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     _loads[inner] = weakref.ref(attached)
     attached.on_detach(inner.register_load_state_dict_post_hook(_loaded).remove)
@@ -155,8 +155,8 @@ def _weights(model: weakref.ref[Module]) -> EngineWeights:
 def unwrapped(model: Any) -> Any:
     """Return the model to attach, without the wrapper of torch.compile or a module around it.
 
-    A module around the only DistributedDataParallel, or around the root of ``fully_shard`` that
-    has all of its parameters, is taken for what it has inside.
+    If a module contains just one DistributedDataParallel, or a root of ``fully_shard`` with all of
+    its parameters, the inner one is returned.
     """
     while isinstance(model, Module) and COMPILED in model._modules:
         model = model._modules[COMPILED]
@@ -187,11 +187,11 @@ def _inside(model: Module) -> list[DistributedDataParallel]:
 def detach(model: Module) -> None:
     """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
-    Every rank calls it between two steps, and none is let go where one is given another model. For
-    a rank that does not call it the others wait SILENT_S seconds, and then let go.
-    ``attach`` may follow, with another block too. Residuals of error feedback are dropped, with a
-    notice; ``save_state`` before saves them. Harmless when called twice. DDP's reducer cannot drop
-    a hook: ours stays and averages natively.
+    Every rank calls it between two steps, and no model is detached if ranks give different models.
+    If a rank does not call it, the others wait SILENT_S seconds and then detach. ``attach`` may
+    follow, with another block too. Residuals of error feedback are dropped, with a notice;
+    ``save_state`` before saves them. Harmless when called twice. DDP's reducer cannot drop a hook:
+    ours stays and averages natively.
 
     Args:
         model: the argument of ``attach``, or a model that was attached automatically.

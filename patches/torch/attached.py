@@ -19,7 +19,6 @@ from hybridcomp.patches.common.optimizer_steps import (
     backward_pass,
 )
 from hybridcomp.patches.torch import stateful
-from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.step_detection import LOCAL, PATIENCE, UnseenSteps
@@ -60,7 +59,7 @@ class Attached:
 
         Args:
             kind: the engine of torch.
-            identity: digest of the model's parameters (``identity``).
+            identity: digest of the model's parameters (module ``identity``).
             session: session with the model's channels.
             parameters: returns the parameters that an optimizer holds, as they are now.
             divisors: returns, by name of a residual, the divisor between the sum of its message and
@@ -91,7 +90,8 @@ class Attached:
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
-        self.ignored: IgnoredTables | None = None  # tables whose gradients no rank reduces
+        #: averages, before an optimizer's step, tables whose gradients no rank reduces
+        self.average_ignored: Callable[[Any], object] | None = None
         self._undo: list[Callable[[], object]] = []
 
     @property
@@ -220,7 +220,7 @@ class Attached:
         self.is_due = True
         if self._has_reduced or not self._reduces or self._uneven():
             return
-        if optimizer in self._alone:  # twice, and no gradients were reduced in between
+        if optimizer in self._alone:  # the same optimizer again, no gradients reduced in between
             self.channels.passes += 1
             if self.channels.passes == PATIENCE:
                 say(LOCAL)
@@ -229,9 +229,9 @@ class Attached:
     def stepped(self) -> None:
         """Count an optimizer step whose gradients were reduced since the last counted one.
 
-        So several optimizers, or one for each parameter, are one step. Steps inside of a backward
-        pass are counted at its end, once. A collective over the job where something is due: a
-        report, a measurement, the guard.
+        So the steps of several optimizers, or of one per parameter, count as one. Steps inside a
+        backward pass count once, at its end. It is a collective over the job if a report, a
+        measurement or the guard is due.
         """
         self.is_due = False
         if self._uneven() or not (self._has_reduced or (self._is_open and not self._reduces)):
@@ -268,7 +268,7 @@ class Attached:
         """Load a state of ``state_dict``; every rank calls it.
 
         ``loss_scale``: the factor on the gradients from now on; None: that of this process's
-        GradScaler, or without one what it was.
+        GradScaler, or if there is none, the saved one.
 
         Raises on every rank, with nothing changed: ConfigError on the state of another job,
         CheckpointError where the entry of a rank is damaged.
@@ -277,7 +277,7 @@ class Attached:
         stateful.load(self, entries, loss_scale)
 
     def __deepcopy__(self, memo: object) -> None:
-        """Return nothing: a copy of a model has none of its channels, hooks and optimizers."""
+        """Return nothing: a copy of a model does not get its channels, hooks and optimizers."""
         if not self.is_detached:
             say(
                 "copy.deepcopy of an attached model: the copy sends natively; if it is trained, "

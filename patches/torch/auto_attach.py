@@ -56,7 +56,7 @@ FSDP1_INIT = _seam(
 def arm(new: bool = False) -> None:
     """Attach models of this process from now on, where it has a block.
 
-    ``new``: the block is new: models that were left native without one may be attached now.
+    ``new``: whether the block is new, so that models left native without one may be attached.
     """
     if new:
         retry_pending()

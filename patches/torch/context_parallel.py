@@ -1,12 +1,12 @@
 """Rotation of torch's own ring attention (``context_parallel``), dimension ``cp``.
 
-``_create_rotater`` and not the attention around it: torch computes blocks and sums, and this
-function makes the object that sends a tensor to the next rank. Keys and values are encoded once in
-each pass and forwarded as bytes; sums of gradients, which torch sends round in fp32, are encoded at
-every hop. With settings that leave a message native, torch's rotater sends it.
+The seam is ``_create_rotater``, which makes the object that sends a tensor to the next rank; the
+attention around it, which computes blocks and sums, stays torch's. Keys and values are encoded once
+in each pass and forwarded as bytes; sums of gradients, which torch sends round in fp32, are encoded
+at every hop. With settings that leave a message native, torch's rotater sends it.
 
 The module is private to torch: a release that nobody has tested is taken only where the ring is the
-same (``engines/torch_versions.py``).
+same (``torch_versions.py``).
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridcomp.channels import NAME, AllReduce
 from hybridcomp.channels.pieces import Piece
-from hybridcomp.channels.row_sums import RowSum, as_gradient, touched
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.wire import POOL
@@ -183,6 +182,8 @@ class Reducer:
 
     def _rows_of(self, bucket: Any, gradients: Tensor) -> Bucket:
         """Average the rows of a table, in a bucket of its own, after all buckets before it."""
+        from hybridcomp.channels.row_sums import RowSum, as_gradient, touched
+
         self.finish()
         (weight,) = bucket.parameters()
         factor = 1.0 / dist.get_world_size(self._group)
@@ -248,7 +249,7 @@ class Reducer:
             if one.layout is not None:
                 one.layout.unpack(one.message, one.gradients)
                 POOL.give(one.buffer)
-            one.future.set_result(one.gradients)  # on a GPU it is ready when this stream gets here
+            one.future.set_result(one.gradients)  # on a GPU they are ready when this stream arrives
 
     @contextmanager
     def _beside(self, gradients: Tensor) -> Iterator[None]:

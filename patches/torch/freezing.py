@@ -1,6 +1,6 @@
 """Freeze parameters of models under FSDP2 and DDP.
 
-Optimizers of torch pass over parameters without a gradient, and FSDP2 asks each one whether it
+Optimizers of torch pass over parameters without a gradient, and FSDP2 checks whether each parameter
 requires one. DistributedDataParallel waits for a gradient of all parameters that required one when
 it was made: its reducer is made anew, as ``copy.deepcopy`` of such a model does, in the same
 module, with the same communication hooks.
@@ -26,7 +26,7 @@ from hybridcomp.patches.torch.attached import Attached
 
 
 class ModelLayers:
-    """A model as ``patches/frozen`` needs it (``Adapter``)."""
+    """A model as an ``Adapter`` of ``patches/frozen``."""
 
     part = 0
 

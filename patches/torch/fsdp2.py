@@ -40,7 +40,6 @@ from hybridcomp.patches.torch import torch_versions as windows
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members, names_of
 from hybridcomp.patches.torch.identity import identity_of
-from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
 from hybridcomp.session.engine_session import EngineSession
 
@@ -73,7 +72,7 @@ def _groups(state: Any) -> list[Any]:
 def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached | None:
     """Fill the slots of all groups; return None if there is no block.
 
-    ``undo``: gets what detaches the model. Raises ConfigError, AgreementError.
+    ``undo`` receives callbacks that detach the model. Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
     if block is not None and any(map(fsdp2_comms.has_output, groups)):
@@ -116,8 +115,11 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
             if not one.hears_of_messages:
                 attached.on_detach(module.register_forward_hook(_Leave(one)).remove)
     if job.ignores_tables and session.channels["embed"].active:
-        attached.ignored = IgnoredTables(model, session.channels["embed"], None)
-        attached.on_detach(attached.ignored.tables.leave)
+        from hybridcomp.patches.torch.ignored_tables import IgnoredTables
+
+        ignored = IgnoredTables(model, session.channels["embed"], None)
+        attached.average_ignored = ignored.exchange
+        attached.on_detach(ignored.tables.leave)
     steps.follow(attached)
     if job.ranks[0] == dist.get_rank():
         named = (
@@ -137,7 +139,7 @@ def is_served(model: nn.Module) -> bool:
 class _Enter:
     """Forward pre-hook of an FSDP2 module: notes passes in which any of its parameters trains.
 
-    Not those of a frozen teacher, though gradients may be enabled: no step of it will come.
+    It ignores passes of a frozen teacher even if gradients are enabled, since no step follows.
     """
 
     members: Members

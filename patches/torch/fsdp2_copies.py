@@ -1,7 +1,7 @@
 """Gather the parameters of an FSDP2 group from a copy of them on each node.
 
-The copy of ``channels/node_copies.py``: what crosses between nodes is what an optimizer step
-changed, once, whether a forward or a backward pass gathers first; all other gathers stay inside the
+The copy is that of ``channels/node_copies.py``: the changes of an optimizer step cross between
+nodes once, in the first gather of a forward or backward pass; all other gathers stay inside the
 nodes. ``reshard_after_forward=N`` keeps a copy of its own between the two passes and gathers it
 itself. Nobody tells a slot that parameters have changed, so the ranks compare, before each gather,
 digests of their shares with those that were sent last. So changes from outside of a step, such as

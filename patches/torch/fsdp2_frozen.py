@@ -1,8 +1,8 @@
 """Gather the frozen weights of an FSDP2 group once, and keep them encoded on every rank.
 
-As ``patches/ds/frozen`` does at ZeRO 3. A gather of the group then sends the shards of its trained
-parameters only; the others are decoded. Before each gather the ranks of the group tell each other,
-in a bit for each weight, whose shard has changed since it was kept, or is trained from now on.
+``patches/ds/frozen`` does the same at ZeRO 3. A gather of the group then sends only the shards of
+its trained parameters; the others are decoded. Before each gather the ranks of the group exchange
+one bit per weight: whether its shard has changed since it was kept, or is trained from now on.
 Gathers of ``reshard_after_forward=N`` in the backward pass bring back what the forward pass had.
 """
 
@@ -68,8 +68,8 @@ class FrozenGather:
         moves = sorted(self._members.trained)
         if output.dtype not in VALUE_DTYPES:
             moves = list(range(len(stretches)))
-        own: list[Tensor] = []  # of a copy of ``share``, which is a view of ``output``, by stretch
-        message: list[Tensor] = []  # a room and this rank's part, of what is trained
+        own: list[Tensor] = []  # copy of ``share``, a view of ``output``, by stretch
+        message: list[Tensor] = []  # a buffer and this rank's part of trained values
 
         def shards() -> list[Tensor]:
             if not own:

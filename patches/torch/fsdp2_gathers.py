@@ -1,7 +1,7 @@
-"""All-gather of the parameters of an FSDP2 group, encoded or as steps from the last one.
+"""All-gather an FSDP2 group's parameters, encoded or as differences from the last gather.
 
-It runs on the stream that FSDP has made current, and is complete there when it returns, except
-where FSDP calls it asynchronously.
+It runs on the stream that FSDP has made current, and completes there before it returns unless FSDP
+calls it asynchronously.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _ParameterGather(channels.AllGather):
     """All-gather of a group's parameters.
 
     Attributes:
-        stays_exact: returns whether it must not be lossy.
-        kept: gathers steps, where torch keeps what was gathered.
-        held: what this rank held after the last gather, where all ranks have steps to send.
-        copies: gathers from the copies of nodes, where the block asks for them.
-        places: of the group's parameters that are gathered; None: all.
+        stays_exact: returns whether this gather must not be lossy.
+        kept: gathers differences if torch keeps the gathered parameters.
+        held: this rank's values after the last gather, if all ranks send differences.
+        copies: gathers from the nodes' copies, if the block asks for them.
+        places: places of the gathered parameters in the group; None: all.
     """
 
     members: Members
@@ -130,7 +130,9 @@ class EncodedAllGather(EncodedSlot[AllGather], AllGather):
         )
 
     def _stays_exact(self) -> bool:
-        """Return whether this gather must be exact: it repeats one, or is outside of passes."""
+        """Return whether this gather must be exact: it repeats an earlier gather, or is outside of
+        passes.
+        """
         state = self._members.group
         if state.is_sharded_post_forward:
             say(
@@ -149,9 +151,10 @@ class EncodedAllGather(EncodedSlot[AllGather], AllGather):
     def _is_for_a_pass(self) -> bool:
         """Return whether an explicit ``unshard()`` serves several passes of a training step.
 
-        Losses in chunks (torchtitan) do so: the head is gathered between the passes of the layers,
-        and kept, with its gradients, until all chunks are done. In the first step the forward pass
-        has gathered it already, encoded; exact parameters in later steps would differ from that.
+        Losses in chunks (torchtitan) need that: the head is gathered between the passes of the
+        layers, and kept with its gradients until all chunks are done. In the first step the forward
+        pass has gathered it already, encoded; exact parameters in later steps would differ from
+        that.
         """
         group = self._members.group
         keeps = not (group.reduce_grads or group.reshard_after_backward)

@@ -18,8 +18,8 @@ from hybridcomp.patches.torch.stateful import BETWEEN
 def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
     """Return, by name of a residual, the sum of its message divided by the gradient.
 
-    The divisor of all gradients, less the factors applied before the sum: fp16 is divided by a
-    power of two before, and replicas sum gradients that the shard groups have averaged.
+    It is the divisor of all gradients without the factors applied before the sum: fp16 is divided
+    by a power of two before, and replicas sum gradients that the shard groups have averaged.
     """
     found: dict[str, float] = {}
     for members in every:

@@ -38,7 +38,7 @@ class Member:
 
     name: str
     numel: int
-    rows: int  # of the dimension at which it is cut
+    rows: int  # length of the dimension at which it is cut
     dim: int
 
     def chunk(self, world_size: int) -> int:

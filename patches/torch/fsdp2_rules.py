@@ -8,15 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hybridcomp import dimensions
 from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.sparse_tables import tables_of
 from hybridcomp.patches.rules import engine
 from hybridcomp.patches.rules.engine import Rule, lossy
 from hybridcomp.patches.torch.fsdp2_kept import keeps
-from hybridcomp.patches.torch.ignored_tables import has_ignored
 from hybridcomp.patches.torch.rules import elsewhere, has_ring
 
 #: classes of comms that ``fill`` may replace; they still send the messages that stay native
@@ -30,9 +31,9 @@ OWN_COMMS = (
 class ShardedJob:
     """One model under FSDP2."""
 
-    ranks: Ranks  # of its largest mesh
+    ranks: Ranks  # ranks of its largest mesh
     shards: int  # ranks that a parameter is cut for, of the largest group
-    replicas: int  # of an HSDP mesh, else 1
+    replicas: int  # replicas of an HSDP mesh, else 1
     shard_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     process_groups: tuple[dist.ProcessGroup, ...]
@@ -84,7 +85,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> ShardedJob:
         ring=has_ring(model),
         meshes=frozenset(sizes),
         keeps=all(map(keeps, parameters)),
-        ignores_tables=has_ignored(model),
+        ignores_tables=any(not isinstance(one.weight, DTensor) for _, one in tables_of(model)),
     )
 
 

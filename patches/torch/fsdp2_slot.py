@@ -18,7 +18,7 @@ Native = TypeVar("Native", bound="AllGather | ReduceScatter")
 
 
 class EncodedSlot(Generic[Native]):
-    """Collective that replaces torch's own in a slot of a group."""
+    """A collective that replaces torch's own in a slot of a group."""
 
     native: Native
 

@@ -1,8 +1,8 @@
 """Tables with sparse gradients that ``fully_shard`` ignores, dimension ``embed``.
 
-``fully_shard(model, ignored_params={table.weight})`` leaves a table as it is on every rank, and
-nobody reduces its gradient. Before the step of the optimizer that has the table, its touched rows
-are averaged over the ranks of the mesh, as FSDP2 averages other gradients; native steps (before
+``fully_shard(model, ignored_params={table.weight})`` leaves a table whole on every rank, and does
+not reduce its gradient. Before the step of the optimizer that has the table, its touched rows are
+averaged over the ranks of the mesh, as FSDP2 averages other gradients; native steps (before
 ``start_step``) send them exactly.
 """
 
@@ -20,11 +20,6 @@ from hybridcomp.channels.row_sums import ANY_SIZE, RowSum, as_gradient, touched
 from hybridcomp.codecs import LOSSLESS
 from hybridcomp.collectives.row_sums import TouchedRows
 from hybridcomp.patches.common.sparse_tables import SparseTables, tables_of
-
-
-def has_ignored(model: nn.Module) -> bool:
-    """Return whether a table with sparse gradients is no sharded parameter."""
-    return any(not isinstance(table.weight, DTensor) for _, table in tables_of(model))
 
 
 class IgnoredTables:

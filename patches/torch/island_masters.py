@@ -76,11 +76,11 @@ def masters_of(model: nn.Module) -> Masters:
 
 
 def _nothing() -> None:
-    """Do nothing: the optimizer's weights are those that the model computes with."""
+    """Do nothing: the optimizer changes the very weights that the model computes with."""
 
 
 def _gather_again(model: nn.Module) -> None:
-    """Gather again those parameters that are gathered now."""
+    """Gather parameters anew that are gathered now."""
     from hybridcomp.patches.torch.fsdp2 import groups_of
 
     for group in groups_of(model):

@@ -1,10 +1,10 @@
 """Follow the loss scale of an attached model, which is also the unit of its residuals.
 
-A loss scaler is known from the first step that it makes. Where it changes its scale by
-``GradScaler.update``, residuals change with it (``steps``). A scaler with an ``update`` of its own
-(``ShardedGradScaler``) is asked before the first message of every step. After a restart the scaler
-of the process is asked before the first message: its scale may be another one than that of the run
-that saved, and residuals in other units would be too large or too small by their ratio.
+A loss scaler becomes known with its first step. If ``GradScaler.update`` changes the scale,
+residuals change with it (``steps``). If the scaler has its own ``update`` (``ShardedGradScaler``),
+its scale is read before the first message of every step. After a restart the scaler of the process
+is asked before the first message: its scale may be another one than that of the run that saved, and
+residuals in other units would be too large or too small by their ratio.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LossScale:
 
     Attributes:
         value: the factor on the gradients, in whose units residuals are; 1.0 without a scaler.
-        is_known: whether ``value`` is a scaler's, or the caller's of ``load``.
+        is_known: whether ``value`` comes from a scaler or from the caller of ``load``.
     """
 
     def __init__(self, rescale: Callable[[float], None]) -> None:
@@ -56,8 +56,8 @@ class LossScale:
     def load(self, saved: float | None, is_known: bool, given: float | None) -> None:
         """Continue with residuals that were saved at the scale ``saved``; None: it is not known.
 
-        ``is_known``: as saved; ``given``: the scale from now on, None: that of the scaler, or
-        ``saved`` where there is none and no scaler had it.
+        ``is_known``: the saved value. ``given``: the scale from now on; None: the scaler's, or
+        ``saved`` if there never was a scaler.
         """
         if saved is None:
             return

@@ -122,9 +122,9 @@ def resume(
 
 @contextmanager
 def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
-    """Have torch leave out the optimizer states that the checkpoint lacks, of frozen parameters.
+    """Make torch leave out optimizer states of frozen parameters, which the checkpoint lacks.
 
-    torch asks for a state of every parameter that requires gradients.
+    torch otherwise expects a state for every parameter that requires gradients.
     """
     start = f"{OPTIMIZER}.state."
     stepped = {name.rpartition(".")[0] for name in job.files if name.startswith(start)}
@@ -143,7 +143,7 @@ def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
 def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:
     """Return ``job`` with the sampler's state in its checkpoint, if it has one.
 
-    Every rank calls it; ``alone``: this process, which is no rank of a job.
+    Every rank calls it; ``alone``: a process that is no rank of a job calls it.
     """
     names = [name.partition(".")[2] for name in job.files if name.startswith(f"{SAMPLER}.")]
     if not names:

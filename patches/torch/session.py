@@ -29,6 +29,7 @@ from hybridcomp.log import say_once
 from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
+from hybridcomp.session.agreement import refuse_deepspeeds
 from hybridcomp.session.engine_session import EngineSession
 
 #: the name of each engine that users know
@@ -57,7 +58,7 @@ def island_group(
     Build DistributedDataParallel or the mesh of fully_shard with it; DeepSpeed's engines take it by
     themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
     group. If islands are jobs of their own it is the whole job's. ``block``: as for ``attach``.
-    Raises ConfigError if the block has no islands, or the job cannot be cut into them.
+    Raises ConfigError if the block has no islands, or if the job cannot be cut into islands.
     """
     found, whole = read(block), dist.group.WORLD
     if found is not None and found.sync.jobs is not None and whole is not None:
@@ -70,10 +71,13 @@ def island_group(
 
 
 def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
-    """Compare the block and the versions over the ranks of one model. Raises AgreementError.
+    """Compare the block and the versions over the ranks of one model.
+
+    Raises AgreementError, or ConfigError for what acts under DeepSpeed alone.
 
     With a block, these ranks then exchange their hosts, for errors about lost ranks.
     """
+    refuse_deepspeeds(block)
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, "engine": kind, **versions()}, ranks=ranks)
     if block is None:
@@ -95,11 +99,11 @@ def session_of(
     ConfigError where ``block`` is a plan's for another number of ranks.
 
     Args:
-        block: on which the ranks have agreed.
-        device: of the messages.
+        block: the block on which the ranks have agreed.
+        device: device of the messages.
         absent: dimensions of which the model has no messages.
         ranks: global ranks of the model.
-        undo: gets what closes the session.
+        undo: receives the callback that closes the session.
     """
     hold_to_plan(block, {"ranks": dist.get_world_size()})
     hold_to_machines(block, lambda: machines(device_name(device)))

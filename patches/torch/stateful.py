@@ -38,7 +38,7 @@ from hybridcomp.session.followers import StatefulFollower
 
 CALL = "hybridcomp.stateful"
 WHAT = "loading the state of hybridcomp"
-#: what brings state that a checkpoint lacks
+#: advice on restoring state that a checkpoint lacks
 BRING = (
     "To bring it: hybridcomp.save_state(folder) where the job saves and "
     "hybridcomp.load_state(folder) where it loads, or hybridcomp.stateful(model) in what "
@@ -269,7 +269,7 @@ def _check(attached: WithState, stated: Sequence[Mapping[str, Any]]) -> None:
     if told["kind"] != attached.kind:
         todo = f"this model is under {attached.kind}; residuals do not fit: leave them out"
         raise ConfigError(CALL, told["kind"], todo)
-    first = stated[min(known)]  # of one rank only: stages of a pipeline are different models
+    first = stated[min(known)]  # one rank's only: pipeline stages are different models
     if first["model"] not in (None, first["here"]):
         todo = (
             f"this one is {first['here']}: names or shapes of parameters differ; load it into the "

@@ -1,8 +1,8 @@
 """Detect the steps of an optimizer that is no ``torch.optim.Optimizer`` and calls no hook.
 
-Detected in the next forward pass: parameters have changed in place since the last one, or their
-gradients are gone. Where neither is seen, a message shows the user how to count steps, as
-``start_step``, ramps and reports would otherwise stand still silently.
+The next forward pass detects a step if parameters have changed in place since the last pass, or if
+their gradients are gone. If it detects none, a message shows the user how to count steps: otherwise
+``start_step``, ramps and reports would silently stop.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class UnseenSteps:
         self._versions = 0
 
     def begin(self) -> None:
-        """Note the versions of the parameters when their gradients are reduced."""
+        """Record the versions of the parameters when their gradients are reduced."""
         self._versions = sum(map(_version, self._parameters()))
 
     def stepped_since_begin(self, passes: int, is_heard: bool) -> bool:
         """Return whether the optimizer has stepped since ``begin``.
 
-        The first forward pass after a reduction asks this.
+        The first forward pass after a reduction calls it.
 
         ``passes``: those with reduced gradients since the last step; ``is_heard``: whether steps of
         an optimizer of torch were heard of before.

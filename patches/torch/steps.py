@@ -1,10 +1,10 @@
 """Follow optimizer steps and loss scales of attached models.
 
-Steps by the public hooks of torch's optimizers (``optimizer_steps``). A loss scaler has no hook,
-and residuals are in units of the scaled loss: so ``GradScaler.step`` and ``update`` are replaced,
-but only once a model with error feedback, or with ``when: auto``, is attached. A step that the
-scaler skips runs no optimizer, hence no hook. For optimizers that are no ``torch.optim.Optimizer``
-see ``step_detection``.
+Steps are followed by the public hooks of torch's optimizers (``optimizer_steps``). A loss scaler
+has no hook, and residuals are in units of the scaled loss, so ``GradScaler.step`` and ``update``
+are replaced once a model with error feedback or ``when: auto`` is attached. A step that the scaler
+skips runs no optimizer, hence no hook. For optimizers that are no ``torch.optim.Optimizer`` see
+``step_detection``.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def forget_all() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Average ignored parameters' gradients; raise ConfigError if sums have not crossed nodes."""
     for attached in models():
-        if attached.ignored is not None:
-            attached.ignored.exchange(optimizer)
+        if attached.average_ignored is not None:
+            attached.average_ignored(optimizer)
         if attached.channels.node_sums.left and attached.owns(optimizer):
             todo = (
                 "the micro-batches before this optimizer step were summed inside the nodes and "

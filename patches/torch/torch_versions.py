@@ -25,9 +25,9 @@ from hybridcomp.errors import SeamError
 from hybridcomp.log import say_once
 from hybridcomp.seams.patching import since
 
-#: the newest minor that the tests of engines and nn have run on
+#: newest minor version on which the tests of engines and nn have run
 NEWEST = "2.15"
-#: what codecs, collectives and the layers of ``hybridcomp.nn`` run on
+#: versions on which codecs, collectives and the layers of ``hybridcomp.nn`` run
 TORCH = "torch >= 2.4"
 #: the first with ``register_comm_hook`` and ``GradBucket`` as they are used here
 DDP = since(TORCH, "2.6")
@@ -111,7 +111,7 @@ def changed(requirement: str) -> list[str]:
 def digest(symbol: str) -> str:
     """Hash the code of ``module:qualified.name``, comments, docstrings and spaces left out.
 
-    Returns 16 hexadecimal digits; "" where there is no such thing.
+    Returns 16 hexadecimal digits; "" if it does not exist.
     """
     module, _, path = symbol.partition(":")
     try:

@@ -1,8 +1,9 @@
 """Return the figures of the last report of a model's ledger, under any engine.
 
-Names are those of ``metric_names``, ``train/compression/...``: one name in every log. A W&B run
-that the process has open gets the figures automatically, under these names on the axis of optimizer
-steps (``wandb_run``); a trainer that logs into the same run writes the same value there once more.
+Names are those of ``metric_names``, ``train/compression/...``, so every log uses the same names. A
+W&B run that the process has open gets the figures automatically, under these names on the axis of
+optimizer steps (``wandb_run``); a trainer that logs into the same run writes the same value there
+once more.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
         figures: dict[str, float] = take(self._trainer.model_wrapped)
         if figures:
             due = control.should_log  # logging unsets it, but the losses of this step must follow
-            # not a subclass's ``log``: TRL's averages other figures whenever it is called
+            # this skips a subclass's ``log``: TRL's averages other figures whenever it is called
             named = {trainer_name(name): value for name, value in figures.items()}
             Trainer.log(self._trainer, named)
             control.should_log = due

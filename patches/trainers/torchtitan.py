@@ -1,6 +1,6 @@
 """Log figures in torchtitan's TensorBoard and W&B, and save residuals in its checkpoints.
 
-Torchtitan's overrides, named on its command line: no configuration has to be changed.
+They are torchtitan's overrides, named on its command line; no configuration has to be changed.
 
 ``-m torchtitan.train ... --override.imports hybridcomp.patches.trainers.torchtitan.ledger_metrics``
 ``hybridcomp.patches.trainers.torchtitan.checkpoints``
@@ -32,7 +32,7 @@ class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
         self._figures: dict[str, float] = {}
 
     def should_log(self, step: int) -> bool:
-        """Return what torchtitan says; it asks in every step, so no report between logs is lost."""
+        """Return torchtitan's decision to log; it is called in every step, so no report is lost."""
         self._collect()
         return bool(super().should_log(step))
 

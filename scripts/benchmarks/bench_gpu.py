@@ -60,7 +60,7 @@ from hybridcomp.codecs.words import DTYPES
 from hybridcomp.errors import install_hint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # those of the targets first
+SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # sizes of the targets come first
 SIZES_ON_CPU = (64 << 10, 16 << 10)
 #: reason for a message that was skipped and that another call may measure, and the exit status for
 #: it
@@ -237,7 +237,7 @@ def conclude(
 ) -> int:
     """Print and write the results; return the exit status."""
     missed = (
-        []  # of a device copy nothing is known there
+        []  # targets are for GPUs only
         if arguments.cpu
         else targets.missed(found.points, all_of_them=not arguments.only)
     )

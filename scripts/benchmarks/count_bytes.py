@@ -63,7 +63,7 @@ COUNTED = Arm("none", block=(("preset", "none"),))
 class Case:
     """One training job."""
 
-    job: str  # of bits.JOBS; with another name no bytes are expected
+    job: str  # a job of bits.JOBS; with another name no bytes are expected
     layout: str
     arm: Arm
     native: bool

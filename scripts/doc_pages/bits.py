@@ -142,7 +142,7 @@ def across(
     """Return bits per parameter that one of ``nodes`` sends to the others in a step.
 
     Args:
-        messages: of all ranks.
+        messages: messages of all ranks.
         nodes: number of nodes, each of ``per_node`` ranks.
         per_node: ranks of a node.
         levels: reduce and gather within a node first, as hybridcomp does; else rings of all ranks.

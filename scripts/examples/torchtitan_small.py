@@ -22,7 +22,7 @@ from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-VOCABULARY = 2048  # of torchtitan's debug model
+VOCABULARY = 2048  # as in torchtitan's debug model
 
 
 class Counting(IterableDataset):  # type: ignore[type-arg]

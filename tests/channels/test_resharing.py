@@ -96,7 +96,7 @@ def saved_again(folder: str, hierarchy: Hierarchy, times: int, bits: int = 32) -
 def flushed(
     folder: str, hierarchy: Hierarchy, bits: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Load, send only residuals, losslessly; return the received sum, the rest, memory."""
+    """Load, send only residuals, losslessly; return the received sum, the remainder, memory."""
     from hybridcomp.codecs import LOSSLESS
 
     channels = channels_in(hierarchy, bits)

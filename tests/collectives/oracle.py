@@ -36,7 +36,7 @@ class Tally:
     """Counts of checked values."""
 
     elements: int = 0
-    blocks: int = 0  # of 16 values on one rank
+    blocks: int = 0  # blocks of 16 values on one rank
 
 
 TALLY = Tally()

@@ -243,7 +243,7 @@ def test_cut_parameters_are_matrices_as_far_as_their_rows_are_whole() -> None:
     assert factors.matrices(pieces, one) == [
         # elements 150 to 1300 of w: rows 3 to 25
         Matrix("w[3:26]", 120, 23, 50),
-        # small ones do not pay; 0 to 100, rows 0 and 1, neither; 1350 to 2000
+        # too small to pay off: "small", and rows 0 and 1; then rows 27 to 39
         Matrix("w[27:40]", 100 + 1200 + 15 + 130 + 20, 13, 50),
     ]
     assert factors.matrices(pieces, many) == []

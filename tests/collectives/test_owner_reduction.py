@@ -117,7 +117,7 @@ def test_plan_takes_the_smaller_worst_rank() -> None:
     def one_owner(ranks: int) -> str:
         return plan_of((OwnedRange(0, 4096, (0,)),), ranks).kind
 
-    # one owner receives W - 1 lengths directly, less than 2 in the balanced plan
+    # a sole owner receives W - 1 lengths directly, but less than 2 in the balanced plan
     assert [one_owner(ranks) for ranks in (1, 2, 3, 4, 8)] == [
         "direct",
         "direct",

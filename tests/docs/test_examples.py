@@ -40,7 +40,7 @@ def test_blocks_parse(fence: Fence) -> None:
     elif BLOCK in found:
         block = load_config(found)
         assert block is not None
-        check.check(block, found)  # takes effect beside the rest of the file
+        check.check(block, found)  # the block has to act beside the rest of the file
     else:
         CompressionConfig.parse(found)
 
@@ -147,7 +147,7 @@ def test_scripts_know_the_options_that_pages_give_them() -> None:
         given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
         if script.name not in FOREIGN and "--" not in arguments:
             foreign = given - own_options(script)
-            if foreign:  # of a measurement whose script only a commit has, which the page names
+            if foreign:  # the page may name a commit that still has the measurement's script
                 then = texts_in_named_commits(fence.page, str(script.relative_to(ROOT)))
                 known = any(text is None or foreign & set(OPTION.findall(text)) for text in then)
                 assert known, f"{fence.place}: {script.name} {foreign}"

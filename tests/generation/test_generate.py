@@ -34,7 +34,7 @@ class Answered:
     """A rank's observations while answering prompts."""
 
     greedy: list[list[int]]
-    logits: dict[int, Tensor]  # of greedy answers, on the last stage
+    logits: dict[int, Tensor]  # logits of greedy answers, on the last stage
     sampled: list[list[int]]
     figures: GenerationFigures
     under_way: int  # maximum passes in flight between the first stage and its next picked tokens
@@ -99,7 +99,7 @@ def test_tensor_ranks_and_stages_answer_as_one_process() -> None:
     for rank in ranks:
         assert rank.greedy == [ids for ids, _ in want]
     assert len({len(ids) for ids, _ in want}) > 4  # many end early
-    for rank in ranks[2:]:  # of the last stage
+    for rank in ranks[2:]:  # the ranks of the last stage
         for number, (_, logits) in enumerate(want):
             found = rank.logits[number][:, : jobs.VOCAB]  # the rest is padding
             torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)

@@ -39,7 +39,7 @@ def test_top_k_and_top_p_leave_the_most_likely() -> None:
     assert shares(Sampling(1.0, top_p=0.7)) == pytest.approx((two / two.sum()).tolist(), abs=0.03)
     assert shares(Sampling(1.0, top_p=0.5)) == [0, 1, 0, 0, 0]
     assert shares(Sampling(1.0, top_k=1)) == [0, 1, 0, 0, 0]
-    # of the remaining two the first has 0.73
+    # the first of the two remaining tokens has 0.73
     assert shares(Sampling(1.0, top_k=2, top_p=0.7)) == [0, 1, 0, 0, 0]
     assert shares(Sampling(1.0, top_k=5)) == shares(Sampling(1.0))
 

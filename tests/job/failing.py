@@ -80,11 +80,14 @@ class Steps:
 
     Attributes:
         fails_at: number of the failing step; None: no failure.
+        inside: whether only steps inside operations count: an attach looks at the model in front of
+            its own, to find the ranks of it.
         found: number of steps so far.
         where: the step that failed.
     """
 
     fails_at: int | None = None
+    inside: bool = False
     found: int = 0
     where: str = ""
 
@@ -100,7 +103,7 @@ class Steps:
             called = frame.f_code.co_name
             if _is_own(frame) or str(frame.f_globals.get("__name__")).startswith(SYNTAX):
                 return
-        if not here.operations and _is_upstreams(frame):
+        if not here.operations and (self.inside or _is_upstreams(frame)):
             return
         self.found += 1
         if self.found - 1 == self.fails_at:
@@ -132,9 +135,9 @@ def _counts(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def steps(fails_at: int | None = None) -> Iterator[Steps]:
+def steps(fails_at: int | None = None, inside: bool = False) -> Iterator[Steps]:
     """Count the steps of the body, and make one fail."""
-    counter = Steps(fails_at)
+    counter = Steps(fails_at, inside)
     sys.setprofile(counter)
     try:
         yield counter

@@ -63,7 +63,7 @@ class Renewing:
 
 
 class Copies(Renewing):
-    """Copies of FSDP2's groups in two nodes of two ranks."""
+    """Renew copies of FSDP2's groups in two nodes of two ranks."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)
@@ -86,7 +86,7 @@ class Copies(Renewing):
 
 
 class Frozen(Renewing):
-    """An FSDP2 group with a trained and a frozen parameter."""
+    """Renew the kept frozen weights of an FSDP2 group that also trains a parameter."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)
@@ -139,7 +139,7 @@ class Engine3(Renewing):
         return [layer.base.weight for layer in self.job.model]
 
     def check(self) -> bool:
-        loss = self.job.step(self.values)  # of a forward pass with the renewed copies
+        loss = self.job.step(self.values)  # from a forward pass with the renewed copies
         whole = [self.job.whole(p) for p in self.job.model.parameters()]
         return self.right(loss) and all(bool(values.isfinite().all()) for values in whole)
 
@@ -150,7 +150,7 @@ class Engine3(Renewing):
 
 
 class Copies3(Engine3):
-    """Its secondary tensors."""
+    """Renew the secondary copies of an engine at ZeRO 3 (hpZ)."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)
@@ -176,7 +176,7 @@ class Copies3(Engine3):
 
 
 class Frozen3(Engine3):
-    """Its frozen weights."""
+    """Renew the kept frozen weights of an engine at ZeRO 3."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)

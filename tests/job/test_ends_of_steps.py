@@ -1,4 +1,4 @@
-"""Failures on one rank around messages without gates, such as sums at the end of a step.
+"""Failures on one rank around messages without gates: trials, sums at the end of a step.
 
 The rank closes its connections, so each failure needs a new process group.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,14 +15,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hybridcomp
+from hybridcomp.autotune import timing
+from hybridcomp.autotune.timing import seconds
 from hybridcomp.errors import HybridcompError
-from hybridcomp.job import agreement, peer_liveness
+from hybridcomp.job import agreement, peer_liveness, small_messages
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from tests.job.failing import steps
 from tests.ranks import run_ranks
@@ -70,7 +74,28 @@ def norm_of_rows(folder: Path) -> tuple[Callable[[], object], Callable[[], objec
     return optimizer.square_norm, train
 
 
-KINDS = {"step_end": step_end, "norm_of_rows": norm_of_rows}
+def trial(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
+    """An attach that tries its codec beside native messages, of which alone a step fails."""
+    block, plain = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}, seconds
+
+    def work() -> None:
+        counter = sys.getprofile()
+        sys.setprofile(None)
+
+        def counted(*args: Any) -> float:
+            sys.setprofile(counter)
+            try:
+                return plain(*args)
+            finally:
+                sys.setprofile(None)
+
+        with patch.object(timing, "seconds", counted):
+            hybridcomp.attach(Job(None).build().model, block)
+
+    return work, bool
+
+
+KINDS = {"step_end": step_end, "norm_of_rows": norm_of_rows, "trial": trial}
 
 
 def said_by(call: Callable[[], object]) -> str:
@@ -102,7 +127,8 @@ def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
         began = time.monotonic()
         with steps(step if me == rank else None) as counter:
             said = said_by(work)
-        said = said or said_by(behind)  # others may not yet have waited for that rank
+        if not said and (said := said_by(behind)):  # others may not yet have waited for that rank
+            small_messages.cut_off(whole())  # as the end of this process would
         store.set(str(me), json.dumps([time.monotonic() - began, said, counter.where]))
         every = [json.loads(store.get(str(one))) for one in range(world)]
         note(found, f"{kind}: rank {rank}, step {step} of {number}", rank, every)
@@ -122,9 +148,34 @@ def note(found: Found, name: str, rank: int, every: list[Any]) -> None:
         found.problems.append(f"{name}, {where}: not named: {[row[1] for row in every]}")
 
 
+def whole() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def told_by_others() -> str:
+    """What ends the wait of rank 2 for rank 0, which waits for rank 1, which fails."""
+    me, value = dist.get_rank(), torch.empty(1)
+    if me == 1:
+        small_messages.cut_off(whole())
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        dist.recv(value, 1 - me if me == 0 else 0)
+    if me == 0:
+        small_messages.cut_off(whole())
+    return str(error.value)
+
+
+def test_a_rank_that_learns_of_a_failure_lets_go_of_those_that_wait_for_it() -> None:
+    """It closes all its connections, though the first of them is closed already."""
+    _, *others = run_ranks(3, told_by_others)
+    assert "imed out" not in others[1] and "onnection" in others[1]
+
+
 @pytest.mark.parametrize(("kind", "count"), [
-    ("step_end", 6), ("norm_of_rows", 3),
+    ("step_end", 6), ("norm_of_rows", 3), ("trial", 2),
     pytest.param("step_end", 60, marks=pytest.mark.nightly),
+    pytest.param("trial", 40, marks=pytest.mark.nightly),
     pytest.param("norm_of_rows", 30, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_a_failure_beside_a_message_without_gates_ends_all_ranks(

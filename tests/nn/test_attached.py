@@ -132,7 +132,7 @@ def test_ulysses_inside_and_a_ring_outside() -> None:
     for (native, _), (error, messages) in run_ranks(4, two_dimensions):
         assert native <= 1e-6
         assert 1e-4 < error <= 3e-2
-        assert messages == {"forward": 2, "backward": 1}  # of the ring: no seam was applied
+        assert messages == {"forward": 2, "backward": 1}  # the ring's: no seam was applied
 
 
 # ---- megatron-core
@@ -272,7 +272,7 @@ def alone() -> float:
 
 
 def torch_ring() -> list[tuple[list[float], float, float]]:
-    """Return by setting errors of torch's ring, messages of ``cp`` and native ones."""
+    """Return, by setting, errors of torch's ring and numbers of ``cp`` messages: all, native."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
     from hybridcomp.patches.torch import context_parallel as torch_context

@@ -133,7 +133,7 @@ def test_eight_bits_are_as_close_as_the_study(on_ranks: RunRanks, causal: bool) 
         assert sent["raw_nbytes"] == 2 * (ranks - 1) * 2 * local * 2
         assert sent["wire_nbytes"] / sent["raw_nbytes"] == pytest.approx(0.516, rel=0.02)
         assert 0 < (sent["error_sq"] / sent["value_sq"]) ** 0.5 < 1e-2
-        # gradients: to each owner; of those before this rank only the nonzero half
+        # each owner gets gradients; from ranks after it only those of its nonzero half
         halves = [causal and owner < rank for owner in range(ranks) if owner != rank]
         numels = [local // 2 if half else local for half in halves]
         back = entries["backward"]

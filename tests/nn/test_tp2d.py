@@ -146,8 +146,8 @@ def test_one_product_by_the_ledger(on_ranks: RunRanks) -> None:
         "activations": rows * inputs // q**2,
         "weights": inputs * outputs // q**2,
     }
-    # of each kind q^2 blocks go to q - 1 others, forward and backward; each of the q^2 products of
-    # both backward forms has q - 1 addends from others
+    # each kind has q^2 blocks, sent to q - 1 others, forward and backward; in both backward forms q
+    # - 1 addends of each of the q^2 products come from other ranks
     for kind, numel in numels.items():
         once = q**2 * (q - 1) * codec.wire_nbytes(numel, torch.float32)
         assert sum(f["forward"][kind] for f in found) == once

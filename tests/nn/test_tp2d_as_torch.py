@@ -109,7 +109,7 @@ def odd_labels() -> None:
     wide = nn.functional.pad(logits, (0, 1))
     own = mesh.part(wide).chunk(2, 1)[mesh.column].contiguous()
     for label in (8, -100, 9, 10, 12, -1):
-        labels = torch.tensor([1, 2, label, 4])  # of the second row alone
+        labels = torch.tensor([1, 2, label, 4])  # only the second row reads them
         if label in (8, -100):
             expected = nn.functional.cross_entropy(logits, labels)
             found = tp2d.cross_entropy(own, mesh.part(labels), mesh, 9)

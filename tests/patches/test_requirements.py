@@ -40,7 +40,7 @@ def spelled() -> dict[str, list[str]]:
 
 def test_each_upstream_has_its_requirement_in_one_place() -> None:
     found = spelled()
-    del found["toytrain"]  # of the template, which users copy
+    del found["toytrain"]  # belongs to the template, which users copy
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
     known = {
         "deepspeed": ["patches/ds/requirement.py"],

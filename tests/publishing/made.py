@@ -1,4 +1,4 @@
-"""A job of plain tensors that is published: each rank holds a part of every parameter."""
+"""A job of plain tensors that publishes: each rank holds a shard of every parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridcomp.publishing.destinations import Destination, Folder
 from tests.ranks import RunRanks, run_ranks
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-#: shapes with an odd number of values, a scalar, a matrix that is larger than a bucket
+#: shapes: an odd number of values, a scalar, a matrix larger than a bucket
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (37, 19), "layers.0.bias": (5,), "layers.0.weight": (64, 48), "scale": (),
 }  # fmt: skip
@@ -39,7 +39,7 @@ class Weights:
             self.values[name] = torch.randn(shape, generator=generator).to(self.dtype)
 
     def step(self, number: int, share: float = 0.1) -> None:
-        """Move about ``share`` of the values by a step in the last place, up or down."""
+        """Change about ``share`` of the values by a unit in the last place, up or down."""
         generator = torch.Generator().manual_seed(1000 + number)
         for value in self.values.values():
             bits = value.view(torch.int16)
@@ -48,9 +48,9 @@ class Weights:
             bits.add_(moved.to(torch.int16) * sign)
 
     def held(self, sharded: bool = True, count: int | None = None) -> EngineWeights:
-        """What this rank holds: a range of each parameter, or all of them as replicas.
+        """Return this rank's values: a range of each parameter, or all of them as replicas.
 
-        ``count``: ranks of the job, from 0 on; None: all.
+        ``count``: ranks of the job, from 0; None: all.
         """
         rank, count = dist.get_rank(), dist.get_world_size() if count is None else count
         found = []
@@ -68,7 +68,7 @@ class Weights:
         )
 
     def publisher(self, to: Destination, sharded: bool = True, **given: Any) -> Publisher:
-        """A publisher whose buckets are smaller than the largest parameter."""
+        """Return a publisher with buckets smaller than the largest parameter."""
         return Publisher(self.held(sharded), to, bucket=1000, **given)
 
 
@@ -77,14 +77,14 @@ def _same(values: Tensor) -> Tensor:
 
 
 def launch(on_ranks: RunRanks, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run on ranks that stay, or at night, when a thousand versions take minutes, on fresh ones."""
+    """Run on persistent ranks; nightly, when a thousand versions take minutes, on new ones."""
     if NIGHTLY:
         return run_ranks(world_size, function, *args, timeout=3500.0)
     return on_ranks(world_size, function, *args)
 
 
 def same(receiver: WeightReceiver, values: dict[str, Tensor]) -> bool:
-    """Whether the mirror has the names, shapes and bits of ``values``."""
+    """Return whether the mirror has the names, shapes and bits of ``values``."""
     found = dict(receiver.tensors())
     return found.keys() == values.keys() and all(
         found[n].shape == v.shape
@@ -96,7 +96,7 @@ def same(receiver: WeightReceiver, values: dict[str, Tensor]) -> bool:
 def changed_rightly(
     receiver: WeightReceiver, before: dict[str, Tensor], after: dict[str, Tensor]
 ) -> bool:
-    """Whether ``changed_values`` are exactly the differences of two versions."""
+    """Return whether ``changed_values`` are exactly the differences of two versions."""
     for name, new in after.items():
         where, values = receiver.changed_values(name)
         bits, old = new.reshape(-1).view(torch.int16), before[name].reshape(-1).view(torch.int16)
@@ -108,13 +108,13 @@ def changed_rightly(
 
 
 def copy_of(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of all values."""
+    """Copy all values."""
     return {name: value.clone() for name, value in values.items()}
 
 
 @contextmanager
 def full_disk(is_full: bool, rank: int) -> Iterator[None]:
-    """A folder whose disk is full for one rank, where ``is_full``, once its part is written."""
+    """Return a folder whose disk is full for one rank, if ``is_full``, once its part is written."""
     finish = Folder.finish
 
     def fails(self: Folder, problem: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Follow a folder of published 16-bit weights with numpy alone, from the pages of the formats."""
+"""Follow a folder of published 16-bit weights with numpy alone, as the format pages describe."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.publishing.xxh3_reference import xxh3_128
 
 
 def checksum(data: bytes) -> str:
-    """XXH3-128, of any library, of those of blocks of 1 MiB and of the number of bytes."""
+    """Return XXH3-128, by any library, over those of 1 MiB blocks and the number of bytes."""
     blocks = [data[low : low + 2**20] for low in range(0, len(data), 2**20)]
     each = [xxh3_128(one.ljust(256, b"\0")) for one in blocks]
     return xxh3_128((b"".join(each) + struct.pack("<Q", len(data))).ljust(256, b"\0")).hex()
 
 
 def expcode(data: bytes) -> Any:
-    """Values of 16 bits that were coded without a reference."""
+    """Decode 16-bit values that were encoded without a reference."""
     _, _, kind, _, numel, tile, _, length, _ = struct.unpack_from("<IBBHQIIII", data)
     tiles = -(-numel // tile)
     starts = [*struct.unpack_from(f"<{tiles}I", data, 32), length]
@@ -64,7 +64,7 @@ def expcode(data: bytes) -> Any:
 
 
 def step(symbol: int, extra: int) -> tuple[int, int]:
-    """How many extra bits a symbol has, and its step from the lowest bits of ``extra``."""
+    """Return a symbol's number of extra bits, and its delta from the lowest bits of ``extra``."""
     if symbol == 102:
         return 16, extra & 0xFFFF
     sign, at = symbol >= 72, symbol - 72 if symbol >= 72 else symbol
@@ -76,7 +76,7 @@ def step(symbol: int, extra: int) -> tuple[int, int]:
 
 
 def stepcode(data: bytes, old: Any) -> Any:
-    """Values from their steps; ``old``: the values before, as uint16; None without a reference."""
+    """Decode values from deltas; ``old``: the previous values as uint16; None: no reference."""
     _, _, kind, mode, lowest, numel = struct.unpack_from("<4sBBBBQ", data)
     tile, length, size, _ = struct.unpack_from("<4I", data, 16)
     if mode:
@@ -112,13 +112,13 @@ def stepcode(data: bytes, old: Any) -> Any:
 
 
 class Reader:
-    """The weights of a folder as patterns of 16 bits: ``values`` by name."""
+    """A folder's weights as 16-bit patterns: ``values`` by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.held, self.values = folder, [0, ""], dict[str, Any]()
 
     def apply(self, version: int) -> None:
-        """Apply one version: a full one, or the one behind that which is held."""
+        """Apply a version: a full one, or the successor of the held one."""
         manifest = json.loads((self.folder / f"v{version:010d}.json").read_text())
         digest = manifest.pop("digest")
         text = json.dumps(manifest, sort_keys=True).encode()

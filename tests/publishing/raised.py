@@ -1,4 +1,4 @@
-"""Raise an error at the n-th call that a piece of work makes, whichever function that is."""
+"""Raise an error at the n-th call within some work, whichever function it calls."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-#: whose calls are counted, and what they call
+#: modules whose calls are counted, and the functions they call
 OURS = ("hybridcomp/publishing", "hybridcomp/inference")
 
 
 def raised_at(number: int, error: type[BaseException], work: Callable[[], Any]) -> bool:
-    """Do ``work``, with ``error`` raised at call ``number``; whether it was."""
+    """Do ``work`` with ``error`` raised at call ``number``; return whether it was raised."""
     count = 0
 
     def counts(frame: FrameType, event: str, _: Any) -> None:

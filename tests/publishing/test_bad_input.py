@@ -1,4 +1,4 @@
-"""What a receiver may meet: one line with version, tensor and remedy, and nothing changes."""
+"""Bad input of a receiver: one line with version, tensor and remedy, and no change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import RunRanks
 Folders = dict[str, Path]
 
 
-#: the shapes of other models
+#: shapes of other models
 MODELS: dict[str, dict[str, tuple[int, ...]]] = {
     "more": {**SHAPES, "new.weight": (3,)},
     "less": {name: shape for name, shape in SHAPES.items() if name != "layers.0.bias"},
@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def chains(folder: Path) -> None:
-    """Two chains of four versions, one of another job; and some of other models."""
+    """Publish two chains of four versions, one from another job; and some of other models."""
     for name in ("one", "other", *MODELS):
         weights = Weights(shapes=dict(MODELS.get(name, SHAPES)))
         publisher = weights.publisher(Folder(folder / name), anchor_every=3)
@@ -48,14 +48,14 @@ def made(on_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """Versions 1 and 2 of a chain; ``bring`` copies later ones."""
+    """Return a folder with versions 1 and 2 of a chain; ``bring`` copies later ones."""
     for version in (1, 2):
         bring(made / "one", tmp_path / "here", version)
     return tmp_path / "here"
 
 
 def bring(source: Path, target: Path, version: int) -> None:
-    """Copy a version as a tool of an object store would."""
+    """Copy a version as an object store's tool would."""
     (target / PARTS).mkdir(parents=True, exist_ok=True)
     for path in source.rglob(f"v{version:010d}*"):
         shutil.copy(path, target / path.relative_to(source))
@@ -66,7 +66,7 @@ def manifest_of(folder: Path, version: int) -> Path:
 
 
 def rewrite(folder: Path, version: int, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest and make its checksum right again."""
+    """Change a manifest and update its checksum."""
     path = manifest_of(folder, version)
     found = json.loads(path.read_text())
     del found["digest"]
@@ -75,7 +75,7 @@ def rewrite(folder: Path, version: int, change: Callable[[dict[str, Any]], objec
 
 
 def refused(receiver: WeightReceiver, *words: str) -> None:
-    """The update is refused in one line with ``words``, and the mirror is as before."""
+    """Check that the update fails with one line containing ``words`` and changes nothing."""
     version, before = receiver.version, copy_of(dict(receiver.tensors()))
     with pytest.raises(PublishError) as caught:
         receiver.update()
@@ -159,7 +159,7 @@ def test_a_version_of_another_chain(receiver: WeightReceiver, folder: Path, made
 
 
 def test_a_missing_version(receiver: WeightReceiver, folder: Path, made: Path) -> None:
-    """Version 4 is the full one: it is taken without version 3; a later delta would not be."""
+    """Version 4 is full and loads without version 3; a later delta would not."""
     bring(made / "one", folder, 4)
     applied = receiver.update()
     assert applied is not None and (applied.version, applied.full) == (4, True)
@@ -203,7 +203,7 @@ def test_a_version_made_against_another_one(
 def test_another_model(
     receiver: WeightReceiver, folder: Path, made: Path, model: str, words: tuple[str, ...]
 ) -> None:
-    """A parameter more, less or of another size, in a full version and in one that steps."""
+    """A parameter more, less or of another size, in a full version and in a delta."""
     base, digest = receiver.base, receiver._held
     assert digest is not None
     bring(made / model, folder, 4)
@@ -216,7 +216,7 @@ def test_another_model(
 
 
 def test_a_part_with_a_parameter_more(receiver: WeightReceiver, folder: Path, made: Path) -> None:
-    """Its manifest says nothing of it, and every checksum is right."""
+    """The manifest does not list it, and every checksum is right."""
     bring(made / "one", folder, 3)
     strange = part(made / "more", 3)
     said = json.loads(manifest_of(made / "more", 3).read_text())["parts"][1]
@@ -226,7 +226,7 @@ def test_a_part_with_a_parameter_more(receiver: WeightReceiver, folder: Path, ma
 
 
 def other_job(folder: Path) -> str:
-    """A job of another model wants to go on in the folder: what it is told."""
+    """Resume in the folder with a job of another model; return its error."""
     Weights().publisher(Folder(folder)).publish()
     with pytest.raises(ConfigError) as caught:
         Weights(shapes=dict(MODELS["less"])).publisher(Folder(folder))
@@ -242,7 +242,7 @@ def test_a_job_of_another_model_in_the_same_folder(on_ranks: RunRanks, tmp_path:
 def test_weights_that_were_rewritten_by_hand(
     receiver: WeightReceiver, folder: Path, made: Path, name: str
 ) -> None:
-    """Found even where the version changes nothing of them; a full version puts it right."""
+    """It is detected even if the version does not change them; a full version repairs it."""
     tensor = dict(receiver.tensors())[name]
     tensor.view(torch.int16).view(-1)[-1] += 1
     bring(made / "one", folder, 3)

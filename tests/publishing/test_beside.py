@@ -1,4 +1,4 @@
-"""Versions that a thread writes beside the training: whole or not at all, and nobody waits."""
+"""Versions written by a background thread: whole or not at all, without blocking training."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import Held, Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
+from hybridcomp.publishing.shards import Shard
 from hybridcomp.publishing.streams import Stream
 from tests.publishing.made import Weights, copy_of, full_disk, same
 from tests.ranks import RunRanks
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def told(call: Callable[[], object]) -> str:
-    """What PublishError says; "" where nothing is raised."""
+    """Return the text of a PublishError; "" if none is raised."""
     try:
         call()
     except PublishError as error:
@@ -40,7 +41,7 @@ def told(call: Callable[[], object]) -> str:
 
 
 def many(folder: Path, sharded: bool) -> list[Any]:
-    """Twelve versions; weights move as soon as they are copied."""
+    """Publish twelve versions; weights change as soon as they are copied."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder), sharded, anchor_every=5)
     receiver, right, kinds = WeightReceiver(folder), [], []
@@ -51,13 +52,13 @@ def many(folder: Path, sharded: bool) -> list[Any]:
         values = copy_of(weights.values)
         publisher.copied()
         for value in weights.values.values():
-            value.view(torch.int16).add_(1)  # would be seen in a version that is copied late
+            value.view(torch.int16).add_(1)  # would show in a version that is copied late
         summary = publisher.finish()
         assert summary is not None and summary.version == started.version == number + 1
         assert summary.seconds > 0 and summary.wait_s > 0 and publisher.finish() is None
         receiver.update()
         right.append(same(receiver, values) and summary.full == started.full)
-    one = publisher.publish()  # a version that is waited for goes on from those beside
+    one = publisher.publish()  # a synchronous version continues from those in the background
     receiver.update()
     right.append(same(receiver, weights.values) and not one.full)
     publisher.close()
@@ -76,7 +77,7 @@ def test_versions_beside_the_training_are_exact(
 
 
 def held_up(folder: Path) -> list[Any]:
-    """The copy waits for a gate: an optimizer's step waits for the copy, and nothing else does."""
+    """Block the copy at a gate: an optimizer's step waits for the copy, and nothing else does."""
     weights = Weights()
     held, gate = weights.held(), threading.Event()
 
@@ -113,8 +114,49 @@ def test_an_optimizer_waits_for_the_copy_alone(on_ranks: RunRanks, tmp_path: Pat
     assert on_ranks(2, held_up, tmp_path) == [[True, True, True]] * 2
 
 
+def room_made(folder: Path, is_ended: bool) -> list[Any]:
+    """Check that memory allocated at an earlier step is used; the thread may be stopped early."""
+    weights, gate = Weights(), threading.Event()
+    publisher = weights.publisher(Folder(folder), every=2)
+    encoder, known = publisher._encoder, Shard.make_room
+
+    def gated(shard: Shard, ended: Callable[[], bool]) -> None:
+        assert gate.wait(60)
+        known(shard, ended)
+
+    with mock.patch.object(Shard, "make_room", gated):
+        assert publisher.stepped(wait=False) is None
+        maker = encoder._maker
+        assert maker is not None
+        if is_ended:
+            encoder._is_due = True
+        gate.set()
+        maker.join()
+    made = [one.snapshot for one in encoder.shards]
+    assert is_ended or not any(one is None or one.any() for one in made)
+    assert publisher.stepped(wait=False) is not None and encoder._maker is None
+    used = [  # the thread makes the one the other
+        a is not None and (a is b.snapshot or a is b.reference)
+        for a, b in zip(made, encoder.shards, strict=True)
+    ]
+    expected = copy_of(weights.values)
+    publisher.close()
+    publisher.make_room()  # which nobody needs any more
+    dist.barrier()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    return [all(used), same(receiver, expected), encoder._maker is None]
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_memory_for_a_first_version_is_made_before_it(
+    on_ranks: RunRanks, tmp_path: Path, is_ended: bool
+) -> None:
+    assert on_ranks(2, room_made, tmp_path, is_ended) == [[not is_ended, True, True]] * 2
+
+
 def torn(folder: Path) -> list[Any]:
-    """Rank 1's weights change behind the copy of their first values, before it is checked."""
+    """Change rank 1's weights after their first values are copied, before the check."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     publisher.publish()
@@ -150,7 +192,7 @@ def test_weights_that_change_too_early_are_no_version(on_ranks: RunRanks, tmp_pa
 
 
 def fails(folder: Path, by: str) -> list[Any]:
-    """A version that fails beside the training is told by the next ``publish``, on all ranks."""
+    """Fail in the background: the next ``publish`` raises it on all ranks."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     publisher.publish(wait=False)
@@ -175,7 +217,7 @@ def fails(folder: Path, by: str) -> list[Any]:
 
 @contextmanager
 def broken(by: str) -> Iterator[None]:
-    """What goes wrong: on rank 1's way to its part, or in rank 0's manifest."""
+    """Return the error of a failure while rank 1 writes its part, or in rank 0's manifest."""
     if by == "disk":
         with full_disk(True, rank=1):
             yield
@@ -197,7 +239,7 @@ def test_a_failure_is_told_on_all_ranks(
 
 
 def there_in_spite(folder: Path) -> list[Any]:
-    """Rank 1's part is whole, and an error is raised behind it: the manifest may be there."""
+    """Raise an error after rank 1's part is complete: the manifest may already exist."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     with full_disk(True, rank=1):
@@ -215,12 +257,12 @@ def there_in_spite(folder: Path) -> list[Any]:
 
 
 def test_an_error_behind_a_whole_part(on_ranks: RunRanks, tmp_path: Path) -> None:
-    """Either way all ranks and receivers have the same."""
+    """In both cases all ranks and receivers have the same."""
     assert on_ranks(2, there_in_spite, tmp_path) == [[True, True]] * 2
 
 
 def stuck(folder: Path) -> list[Any]:
-    """A part that takes longer than the limit is given up, and again while it is written."""
+    """Let a part exceed the time limit, and again while it is written."""
     weights, gate = Weights(), threading.Event()
     publisher = weights.publisher(Folder(folder), limit_s=0.5)
     publisher.publish()
@@ -258,7 +300,7 @@ def test_a_slow_folder_holds_nobody_beyond_the_limit(on_ranks: RunRanks, tmp_pat
 
 
 def closed(folder: Path) -> list[Any]:
-    """``close`` is no collective: rank 0 hears by a file that rank 1's part does not come."""
+    """Close on one rank only: a file notifies rank 0 that rank 1's part will not come."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     publisher.publish()
@@ -267,7 +309,7 @@ def closed(folder: Path) -> list[Any]:
         publisher.publish(wait=False)
         begun = time.perf_counter()
         publisher.close()
-        assert time.perf_counter() - begun < 300  # of 600 that rank 0 would have waited
+        assert time.perf_counter() - begun < 300  # rank 0 alone would have waited 600
     dist.barrier()
     receiver = WeightReceiver(folder)
     receiver.update()
@@ -327,7 +369,7 @@ ENDS = """
 
 @pytest.mark.parametrize(("how", "rc", "version"), [("ends", 0, 2), ("killed", 9, 1)])
 def test_a_script_that_ends(tmp_path: Path, how: str, rc: int, version: int) -> None:
-    """The interpreter waits for the version; where it is killed, the version before is whole."""
+    """The interpreter waits for the version; if killed, the previous version is whole."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", dedent(ENDS), str(tmp_path), how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The block's key ``publish``: what it takes, and that attached engines publish by themselves."""
+"""The block's key ``publish``: accepted values, and attached engines that publish automatically."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_block_may_only_publish() -> None:
 
 
 def in_deepspeed(folder: Path) -> list[Any]:
-    """Stages 1 and 3 with a block that publishes every 2 steps; a checkpoint in the middle."""
+    """Train stages 1 and 3 with a block that publishes every 2 steps; save in the middle."""
     found: list[Any] = []
     for stage in (1, 3):
         to, log = folder / f"to{stage}", folder / f"ledger{stage}.jsonl"
@@ -80,7 +80,7 @@ def in_deepspeed(folder: Path) -> list[Any]:
 
 
 def test_deepspeed_publishes_by_itself_and_a_resumed_job_goes_on(tmp_path: Path) -> None:
-    """Losses are those of a job without a block, to the last bit."""
+    """Losses equal those of a job without a block, bit for bit."""
     expected = (True, True, 3, [None, 1, 2], [2, 4, 6])
     assert run_ranks(2, in_deepspeed, tmp_path, timeout=600.0) == [[expected] * 2] * 2
     rows = [json.loads(line) for line in (tmp_path / "ledger1.1.jsonl").read_text().splitlines()]
@@ -94,7 +94,7 @@ def test_deepspeed_publishes_by_itself_and_a_resumed_job_goes_on(tmp_path: Path)
 
 
 def under_torch(job: TorchJob, folder: Path, wait: bool) -> list[Any]:
-    """An attached model publishes after its steps; two runs of it, and native losses."""
+    """Attach a model that publishes after its steps; return two such runs, and native losses."""
     native = build(job)
     expected = train_torch(job, native, optimizer_of(job, native), 0, STEPS)
     model = build(job)
@@ -126,12 +126,12 @@ def under_torch(job: TorchJob, folder: Path, wait: bool) -> list[Any]:
 def test_attached_models_publish_by_themselves(
     on_ranks: RunRanks, tmp_path: Path, engine: Any, wait: bool
 ) -> None:
-    """Beside the training, the last version of a report is the one before the one under way."""
+    """The last version of a report is the one before the pending background version."""
     job = TorchJob(engine, bf16=True)
     told = float(STEPS - (not wait))
     assert on_ranks(2, under_torch, job, tmp_path, wait) == [[True, True, STEPS, told]] * 2
     full = [json.loads(path.read_text())["parent"] is None for path in tmp_path.glob("v*.json")]
-    assert sum(full) == 1  # the model that is attached again goes on with the chain
+    assert sum(full) == 1  # the re-attached model continues the chain
 
 
 def test_a_folder_without_a_version_is_told(

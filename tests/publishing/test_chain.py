@@ -1,4 +1,4 @@
-"""A chain of versions in a folder: exact on ranks, with restarts, failures and odd receivers."""
+"""A chain of versions in a folder: exact through restarts, failures and odd receivers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ VERSIONS = 1000 if NIGHTLY else 12
 
 
 def chain(folder: Path, versions: int, sharded: bool, dtype: torch.dtype) -> tuple[int, int]:
-    """Publish ``versions``, with a restart in the middle; rank 0 receives and compares all.
+    """Publish ``versions`` with a restart in the middle; rank 0 receives and compares all.
 
-    Returns the full versions, and the version of the last.
+    Returns the full versions, and the last version.
     """
     weights = Weights(dtype)
     publisher = weights.publisher(Folder(folder), sharded, anchor_every=100)
@@ -40,7 +40,7 @@ def chain(folder: Path, versions: int, sharded: bool, dtype: torch.dtype) -> tup
             applied = receiver.update()
             assert applied is not None and applied.version == summary.version == number + 1
             assert same(receiver, weights.values)
-            # a later full version sends all, and the receiver finds what of it is new
+            # a later full version sends all values, and the receiver determines the changes
             assert applied.changed == summary.changed or (summary.full and number)
             if number:
                 assert changed_rightly(receiver, before, weights.values)
@@ -57,11 +57,11 @@ def test_every_version_is_exact(
     dtype = torch.bfloat16 if sharded else torch.float16
     for full, last in launch(on_ranks, world_size, chain, tmp_path, VERSIONS, sharded, dtype):
         assert last == VERSIONS
-        assert full == (VERSIONS + 99) // 100  # the restart goes on: no further full version
+        assert full == (VERSIONS + 99) // 100  # none after the restart
 
 
 def lost_steps(folder: Path) -> tuple[bool, bool, bool]:
-    """A job ends behind its checkpoint: the next version is a full one of the same chain."""
+    """End a job after its checkpoint: the next version is a full one of the same chain."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     publisher.publish()
@@ -91,7 +91,7 @@ def test_after_lost_steps_the_next_version_is_full(on_ranks: RunRanks, tmp_path:
 
 
 def failing(folder: Path) -> list[str]:
-    """Rank 1 cannot read its weights in the middle of a version; afterwards all goes on."""
+    """Fail to read weights on rank 1 in the middle of a version; then publish on."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     publisher.publish()
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_leaves_no_version(on_ranks: RunRanks, tmp_path: Path)
 
 
 def asked(folder: Path) -> tuple[bool, ...]:
-    """A receiver without the chain's begin asks for a full version, and gets one."""
+    """Receive without the chain's beginning: request a full version, and get it."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     for number in range(3):
@@ -160,7 +160,7 @@ def test_a_receiver_asks_for_a_full_version(on_ranks: RunRanks, tmp_path: Path) 
 
 
 def one_rank_has_fp32() -> str:
-    """The weights of rank 1 alone have no 16 bits."""
+    """Use weights that are not 16-bit on rank 1 alone."""
     weights = Weights(torch.float32 if dist.get_rank() else torch.bfloat16)
     try:
         weights.publisher(Folder(Path("unused")))
@@ -175,7 +175,7 @@ def test_what_one_rank_cannot_publish_is_told_on_all(on_ranks: RunRanks) -> None
 
 
 def followed_by_numpy(folder: Path) -> bool:
-    """Versions of both dtypes, full and not, with zeros, tiny values and a scalar."""
+    """Publish versions of both dtypes, full and delta, with zeros, tiny values and a scalar."""
     for dtype in (torch.bfloat16, torch.float16):
         shapes = {"embed.weight": (64, 64), "bias": (5,), "zeros": (40, 40), "scale": ()}
         weights, to = Weights(dtype, shapes=shapes), folder / str(dtype)
@@ -193,6 +193,6 @@ def followed_by_numpy(folder: Path) -> bool:
 
 
 def test_a_reader_of_numpy_follows_a_chain(on_ranks: RunRanks, tmp_path: Path) -> None:
-    """The proof of docs/published_format.md."""
+    """Verifies docs/published_format.md."""
     assert on_ranks(2, followed_by_numpy, tmp_path) == [True] * 2
     assert len(Path(numpy_reader.__file__).read_text().splitlines()) <= 150

@@ -1,4 +1,4 @@
-"""Checksums and comparisons: as the page says, and the same on any number of threads."""
+"""Checksums and comparisons: as documented, and the same for any number of threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = [0, 1, 31, 127, 128, 129, 511, 512, 513, 8191, 8200, BLOCK // 2, BLOCK /
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Set the threads of torch for a while."""
+    """Set torch's number of threads temporarily."""
     threads = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -43,14 +43,14 @@ def padded(data: bytes) -> bytes:
 
 
 def expected(data: bytes) -> str:
-    """The checksum as docs/publishing.md has it."""
+    """Return the checksum by the definition in docs/publishing.md."""
     blocks = [data[low : low + BLOCK] for low in range(0, len(data), BLOCK)]
     inner = b"".join(xxh3_128(padded(block)) for block in blocks)
     return xxh3_128(padded(inner + len(data).to_bytes(8, "little"))).hex()
 
 
 def test_the_reference_is_xxh3() -> None:
-    """Digests of the package xxhash, 4.1.0 (library 0.8.3)."""
+    """Compares with digests by the package xxhash 4.1.0 (library 0.8.3)."""
     data = bytes(n * n % 251 for n in range(5000))
     known = {
         241: "8f7b3b6898244931fa3e3f950b821a67",

@@ -1,4 +1,4 @@
-"""Where coding does not pay on the measured link, changes are sent as they are, and it is said."""
+"""Where coding does not pay on the measured link, changes are sent raw, with a message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ranks import RunRanks
 
 
 def version(link_s: float, codec_s: float = 0.5, raw: bool = False) -> list[dict[str, Any]]:
-    """Two parts of 100 MB, sent as 25 MB or as they are; ``link_s``: of 25 MB."""
+    """Return two parts of 100 MB, sent as 25 MB or raw; ``link_s``: seconds for 25 MB."""
     nbytes = 10**8 if raw else 25 * 10**6
     part = {
         "raw_nbytes": 10**8, "nbytes": nbytes, "codec_s": 0.0 if raw else codec_s,
@@ -43,7 +43,7 @@ def answered(decode_s: float = 0.0, late_s: float = 0.0) -> ReceiverTimes:
 
 def test_encoding_sending_and_decoding_decide() -> None:
     choice = PublishedCodec(AUTO, feels_link=True)
-    for _ in range(10):  # saves 6 links, which is more than encoding and decoding take
+    for _ in range(10):  # saves 6 links, more than the time of encoding and decoding
         assert choice.note(version(link_s=0.4), answered(decode_s=1.0)) is None
     assert not choice.is_raw and choice.estimate is not None
     assert choice.estimate.coded_s == pytest.approx(2.8)
@@ -88,7 +88,7 @@ def test_one_version_of_many_is_coded_again() -> None:
         for _ in range(AGAIN):
             assert choice.is_raw
             assert choice.note(version(link_s=0.1, raw=True), None) is None
-        assert not choice.is_raw  # one is coded: it loses, which is said no second time
+        assert not choice.is_raw  # an encoded version loses, without a second message
         if turn == 0:
             assert choice.note(version(link_s=0.1), None) is None and choice.is_raw
     told = choice.note(version(link_s=0.1, codec_s=0.01), None)
@@ -126,7 +126,7 @@ VERSIONS = PATIENCE + 4
 
 
 def over_a_group() -> list[Any]:
-    """A receiver says that decoding has taken it 1,000 s: the sender changes to raw."""
+    """Report a decoding time of 1,000 s to the sender, which changes to raw."""
     group: Any = dist.new_group([0, 1])
     weights = Weights(shapes=dict(SIDES))
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed, ZeRO 0 to 3: exact versions of what the model computes with."""
+"""DeepSpeed engines, ZeRO 0 to 3: exact versions of the weights in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def published(folder: Path, stages: tuple[int, ...], steps: int) -> list[str]:
-    """Train at each stage with and without a publisher; what is not as it should be."""
+    """Train at each stage with and without a publisher; return the differences."""
     wrong = []
     for stage in stages:
         job = Job(stage=stage, dtype="bf16", steps=steps, lr=1e-3)
@@ -39,7 +39,7 @@ def published(folder: Path, stages: tuple[int, ...], steps: int) -> list[str]:
             summary = publisher.stepped()
             receiver.update()
             right = same(receiver, parameters(engine))
-            # the restart finds the weights of the step before, and goes on
+            # the restart finds the previous step's weights and continues the chain
             if not right or summary is None or summary.full != (step % 100 == 0):
                 wrong.append(f"stage {stage} step {step} {summary}")
             dist.barrier()
@@ -54,7 +54,7 @@ def test_versions_are_what_the_model_computes_with(tmp_path: Path) -> None:
 
 
 def fails_once(folder: Path) -> list[Any]:
-    """Train with a version in the middle that cannot be written, and without any."""
+    """Train with a version in the middle that cannot be written, and without versions."""
     found: list[Any] = []
     for stage in (1, 2):
         job = Job(stage=stage, dtype="bf16", steps=4, lr=1e-3, accumulation=2)
@@ -86,7 +86,7 @@ def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) ->
 
 
 def pipeline_fails_once(folder: Path) -> list[Any]:
-    """The same of a pipeline, whose step is one instruction of many."""
+    """Do the same with a pipeline, whose step is one of many instructions."""
     import deepspeed
 
     job = pipe_trainer.Job(steps=4, bf16=True)
@@ -118,7 +118,7 @@ def test_a_version_that_fails_changes_nothing_of_a_pipeline(tmp_path: Path) -> N
 
 
 def other_parameters(folder: Path) -> list[str]:
-    """Put another Parameter into an engine behind its first version; what this rank is told."""
+    """Replace a Parameter in an engine after its first version; return this rank's error."""
     told = []
     for stage in (1, 3):
         engine = make_engine(Job(stage=stage, dtype="bf16"))
@@ -149,7 +149,7 @@ def test_a_thousand_versions(tmp_path: Path, world_size: int, stage: int) -> Non
 
 
 def refused(folder: Path) -> list[str]:
-    """An fp32 engine: without a dtype, with one, and a bf16 engine with another one."""
+    """Return errors of an fp32 engine with and without a dtype, and of bf16 with another."""
     told: list[str] = []
 
     def attempt(engine: Any, **given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Mixture of experts under DeepSpeed: each expert comes once, under its name in checkpoints."""
+"""Mixture of experts under DeepSpeed: each expert is published once, by its checkpoint name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from tests.training import auto_ep_trainer, moe_trainer
 from tests.training.pipe_trainer import start_deepspeed
 
 STEPS = 3
-#: AutoEP's trainings, with names of the three matrices of an expert, and of a layer, in Hugging
-#: Face's checkpoints
+#: AutoEP trainings, with checkpoint names of an expert's three matrices, and of a layer
 AUTO = [
     (auto_ep_trainer.Job(2, "qwen3_moe"), ("gate_proj", "up_proj", "down_proj"), "mlp"),
     (auto_ep_trainer.Job(3, "mixtral"), ("w1", "w3", "w2"), "block_sparse_moe"),
@@ -31,7 +30,7 @@ AUTO = [
 
 
 def saved_by(engine: Any, folder: Path) -> dict[str, Tensor]:
-    """The tensors of the checkpoint that DeepSpeed writes, those of the experts included."""
+    """Return the tensors of DeepSpeed's checkpoint, including experts."""
     engine.save_checkpoint(str(folder), tag="here")
     dist.barrier()
     found: dict[str, Tensor] = {}
@@ -42,7 +41,7 @@ def saved_by(engine: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def native(folder: Path, zero: int) -> list[str]:
-    """Train with deepspeed.moe, publish; what is not as in DeepSpeed's own checkpoint."""
+    """Train with deepspeed.moe and publish; return differences from DeepSpeed's checkpoint."""
     engine = moe_trainer.make_engine(job := moe_trainer.Job(bf16=True, zero=zero))
     publisher = hybridcomp.publish(engine, folder / "weights")
     receiver = WeightReceiver(folder / "weights")
@@ -67,7 +66,7 @@ def native(folder: Path, zero: int) -> list[str]:
 def expected_names(
     before: dict[str, Tensor], matrices: tuple[str, ...], layer: str
 ) -> dict[str, Tensor]:
-    """The model's tensors as Hugging Face's checkpoint has them."""
+    """Return the model's tensors by Hugging Face's checkpoint names."""
     found = {}
     for name, one in before.items():
         told = name.replace(".mlp.", f".{layer}.")
@@ -87,7 +86,7 @@ def expected_names(
 def automatic(
     folder: Path, job: auto_ep_trainer.Job, matrices: tuple[str, ...], layer: str
 ) -> list[str]:
-    """Publish under both names before and after training; what is not as it should be."""
+    """Publish under both names before and after training; return the differences."""
     engine, before = auto_ep_trainer.make_engine(job)
     publishers = {one: hybridcomp.publish(engine, folder / one, names=one) for one in ("own", "hf")}
     receivers = {one: WeightReceiver(folder / one) for one in publishers}
@@ -118,7 +117,7 @@ def automatic(
 
 
 def published(folder: Path, zero: int) -> list[str]:
-    """What is wrong under deepspeed.moe and AutoEP."""
+    """Return the differences under deepspeed.moe and AutoEP."""
     start_deepspeed()
     wrong = native(folder / "native", zero)
     for job, matrices, layer in AUTO:
@@ -132,7 +131,7 @@ def published(folder: Path, zero: int) -> list[str]:
 def test_experts_have_their_names_in_checkpoints(
     tmp_path: Path, world_size: int, zero: int
 ) -> None:
-    """On four ranks two hold the same experts, and each publishes its part of them."""
+    """On four ranks two hold the same experts, and each publishes a part of them."""
     found = run_ranks(world_size, published, tmp_path, zero, timeout=600.0)
     assert found == [[]] * world_size
 

@@ -1,4 +1,4 @@
-"""Errors anywhere in an update or a version: what was applied is told, what is there is whole."""
+"""Errors anywhere in an update or a version: results report applied changes, files stay whole."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tests.ranks import RunRanks
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (40, 30), "b": (700,), "c": (300,)}
 ERRORS = (RuntimeError, MemoryError, KeyboardInterrupt)
-#: a folder, and the weights of its versions
+#: a folder, and its versions' weights
 Made = tuple[Path, list[dict[str, Tensor]]]
 
 
 def one_changes(folder: Path) -> list[dict[str, Tensor]]:
-    """Versions 1 to 4: version 2 changes a, version 3 b, version 4 c, which is a full one."""
+    """Publish versions 1 to 4: version 2 changes a, 3 b, 4 c, and 4 is full."""
     weights, found = Weights(shapes=dict(SHAPES)), []
     publisher = weights.publisher(Folder(folder))
     for name in ("", "a", "b", "c"):
@@ -65,7 +65,7 @@ def made(on_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 class Program:
-    """A program as the page of publishing shows it: it loads what a result names."""
+    """A program from the page on publishing: it loads the tensors that a result names."""
 
     def __init__(self, source: Path) -> None:
         self.receiver = WeightReceiver(source)
@@ -131,7 +131,7 @@ def test_an_error_at_any_call_of_an_update_loses_nothing(
 
 
 def copied(made: Made, tmp_path: Path) -> tuple[Path, list[dict[str, Tensor]]]:
-    """A copy of the folder, whose files a test may take away."""
+    """Copy the folder, so that a test may remove files."""
     folder = tmp_path / "copy"
     shutil.copytree(made[0], folder)
     return folder, made[1]
@@ -145,7 +145,7 @@ def test_a_lost_part_is_passed_over_for_a_later_full_version(
     receiver.update(until=1)
     lost = part(folder, 2)
     lost.unlink()
-    assert receiver.update(until=3) is None  # no full one up to there
+    assert receiver.update(until=3) is None  # no full version up to there
     assert f"waits for parts/{lost.name} of version 2 since 2" in receiver.waits_for
     applied = receiver.update()
     assert applied is not None and (applied.version, applied.full) == (4, True)
@@ -214,7 +214,7 @@ def test_a_version_that_appears_between_two_looks(
 
     def looks(path: Path) -> dict[int, Path]:
         found = look(path)
-        for version, moved in later.items():  # committed right behind the look
+        for version, moved in later.items():  # committed right after the look
             moved.rename(folder / f"v{version:010d}.json")
         later.clear()
         return found
@@ -243,7 +243,7 @@ def test_stretches_that_overlap_and_leave_a_hole_are_no_cover() -> None:
 
 
 def overlaps(folder: Path) -> None:
-    """A job that holds the same values in two cuts, and leaves some out."""
+    """Return a job that holds some values twice and omits others."""
     values = torch.randn(900).to(torch.bfloat16)
     held = [Held(WeightRange("a", low, 600), lambda: values[:600]) for low in (0, 300)]
     weights = EngineWeights({"a": (30, 40)}, {"a": torch.bfloat16}, held, (0,))
@@ -260,7 +260,7 @@ def test_a_job_with_a_hole_is_refused_and_a_mirror_begins_as_nan(
 
 
 class Lost:
-    """A call whose effect is there, and whose answer is lost: the first of each name."""
+    """Calls whose effect happens but whose answer is lost: the first of each name."""
 
     def __init__(self, name: str, error: OSError) -> None:
         self.original, self.error, self.calls = getattr(os, name), error, 0
@@ -274,7 +274,7 @@ class Lost:
 
 
 def answers_lost(folder: Path) -> list[Any]:
-    """Versions while the answers to link, rename and open are lost, once each."""
+    """Publish while the answers to link, rename and open are lost, once each."""
     found: list[Any] = []
     for name, error in (
         ("link", FileExistsError(17, "File exists")),
@@ -303,7 +303,7 @@ def test_an_answer_that_is_lost_is_no_other_job(on_ranks: RunRanks, tmp_path: Pa
 
 
 def interrupted(folder: Path) -> list[Any]:
-    """A version that became readable, about which the job has heard an error nevertheless."""
+    """Return a version that became readable although the job got an error."""
     found: list[Any] = []
     for error in (RuntimeError("injected"), KeyboardInterrupt("injected")):
         weights, to = Weights(), folder / type(error).__name__
@@ -336,7 +336,7 @@ def test_the_parts_of_a_readable_version_stay(on_ranks: RunRanks, tmp_path: Path
 
 
 def abandons(folder: Path) -> bool:
-    """A rank that takes a version back of which the manifest is readable."""
+    """Take back a version on a rank although its manifest is readable."""
     weights, to = Weights(), Folder(folder)
     weights.publisher(to).publish()
     to.abandon()
@@ -354,7 +354,7 @@ def test_a_part_that_a_manifest_names_is_not_taken_back(on_ranks: RunRanks, tmp_
 
 
 def at_any_call(folder: Path) -> list[str]:
-    """Errors at any call of a publish: receivers see whole versions, and the next one is right."""
+    """Raise errors at any call of a publish: receivers see whole versions, the next is right."""
     wrong = []
     for error in ERRORS:
         number, step = 1, (3 if error is RuntimeError else 17) if not NIGHTLY else 1
@@ -392,7 +392,7 @@ def test_an_error_at_any_call_of_a_version(on_ranks: RunRanks, tmp_path: Path) -
 
 
 def ready_is_reached_by_all(folder: Path) -> list[str]:
-    """Rank 1 cannot open its part; getting ready is a collective."""
+    """Fail to open rank 1's part; the preparation is collective."""
     weights, calls = Weights(), [0]
     held = dataclasses.replace(weights.held(), ready=lambda: dist.barrier())
     publisher = Publisher(held, Folder(folder), bucket=1000)
@@ -425,7 +425,7 @@ def test_a_rank_without_a_part_gets_ready_with_the_others(
 
 
 def cannot_look(folder: Path) -> list[str]:
-    """Rank 1 cannot read its weights when the chain is looked at again."""
+    """Fail to read rank 1's weights when the chain is examined again."""
     weights = Weights()
     weights.publisher(Folder(folder)).publish()
 
@@ -450,7 +450,7 @@ def test_a_rank_that_cannot_read_when_a_chain_goes_on(on_ranks: RunRanks, tmp_pa
 
 
 def first_refuses() -> str:
-    """What rank 0 alone knows to be wrong is raised by all ranks."""
+    """Raise on all ranks an error that only rank 0 detects."""
     model = DistributedDataParallel(torch.nn.Linear(3, 2).to(torch.bfloat16))
     try:
         hybridcomp.publish(model, 7 if dist.get_rank() == 0 else None)
@@ -490,6 +490,6 @@ def test_of_two_jobs_one_writes_a_version_where_there_are_no_links(
     target.unlink()
     claim = tmp_path / "v1.claim"
     claim.touch()
-    os.utime(claim, (0, 0))  # of a job that was killed
+    os.utime(claim, (0, 0))  # as left by a job that was killed
     destinations._rename_new(second, target)
     assert target.read_text() == "second" and not claim.exists()

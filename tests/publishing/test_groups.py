@@ -1,4 +1,4 @@
-"""Versions over a process group: two ranks train, one receives; a failed one is given up."""
+"""Versions over a process group: two ranks train, one receives; a failed version is dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILS = 3
 def over_a_group() -> list[Any]:
     """Ranks 0 and 1 publish, rank 2 receives; rank 1 fails in one version.
 
-    Rank 2 returns the versions and what of them was full; the others the seconds of applying.
+    Rank 2 returns the versions and which were full; the others the seconds of applying.
     """
     group: Any = dist.new_group([0, 2])
     weights = Weights()
@@ -57,7 +57,7 @@ def received(group: Any, weights: Weights) -> list[Any]:
             continue
         found.append((applied.version, applied.full))
         assert same(receiver, weights.values)
-        if number == 1:  # somebody writes: the next version is refused, the one after it is full
+        if number == 1:  # a foreign write: the next version fails, the one after it is full
             dict(receiver.tensors())["scale"].add_(1.0)
             weights.step(2)
             with pytest.raises(PublishError, match="version 3: scale"):
@@ -68,7 +68,7 @@ def received(group: Any, weights: Weights) -> list[Any]:
 
 
 def rest(receiver: WeightReceiver, weights: Weights) -> list[Any]:
-    """The version that a rank gives up, then a full one."""
+    """Publish a version that a rank gives up, then a full one."""
     weights.step(3)
     assert receiver.update() is None
     weights.step(4)
@@ -85,7 +85,7 @@ def test_two_ranks_send_and_a_third_receives(on_ranks: RunRanks) -> None:
 
 
 def with_another_release() -> list[Any]:
-    """Rank 1 receives with format 3 first, then with that of rank 0; what each was told."""
+    """Receive on rank 1 with format 3 first, then with rank 0's; return both errors."""
     group: Any = dist.new_group([0, 1])
     weights, told = Weights(), list[str]()
     sends = dist.get_rank() == 0
@@ -128,7 +128,7 @@ def test_other_ranks_of_the_job_may_not_receive(on_ranks: RunRanks) -> None:
 
 
 def without_memory() -> list[Any]:
-    """Rank 0 publishes versions, rank 1 has no memory for the second one."""
+    """Publish from rank 0 while rank 1 lacks memory for the second version."""
     group: Any = dist.new_group([0, 1])
     weights = Weights()
     if dist.get_rank() == 0:

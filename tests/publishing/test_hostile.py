@@ -1,4 +1,4 @@
-"""What a stranger does to a folder, a stream and a disk: one clear line, and nothing unsafe."""
+"""Hostile folders, streams and disks: one clear line, and nothing unsafe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.ranks import RunRanks
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The message of a PublishError, which is one line."""
+    """Return the message of a PublishError, which has one line."""
     with pytest.raises(PublishError) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -35,7 +35,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def two_jobs(folder: Path) -> list[Any]:
-    """Two trainers in one folder; then the first one again, when its version is removed."""
+    """Run two trainers in a folder; then the first again, after its version is removed."""
     weights, others = Weights(), Weights()
     others.step(1)
     first = weights.publisher(Folder(folder))
@@ -54,7 +54,7 @@ def two_jobs(folder: Path) -> list[Any]:
 
 
 def test_of_two_trainers_in_a_folder_one_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
-    """Also where the versions that would have been in its way were removed meanwhile."""
+    """This holds even if the conflicting versions were removed meanwhile."""
     ((told, right, left),) = on_ranks(1, two_jobs, tmp_path)
     for text, newest in zip(told, (2, 3), strict=True):
         words = f"has version {newest} already: another job or island publishes there; end one"
@@ -64,7 +64,7 @@ def test_of_two_trainers_in_a_folder_one_is_refused(on_ranks: RunRanks, tmp_path
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """Files of which no more than ``room`` bytes can be written, as on a full disk."""
+    """Limit files to ``room`` bytes, as on a full disk."""
     real, left = os.fdopen, [room]
 
     class Limited(io.FileIO):
@@ -84,7 +84,7 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 def on_a_full_disk(folder: Path) -> list[Any]:
-    """A second version that does not fit: within the part, and within the manifest."""
+    """Publish a second version that does not fit: failing in the part, and in the manifest."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     size = publisher.publish().nbytes
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_version(
 
 
 def with_links(folder: Path) -> list[Any]:
-    """Links at the names that the next version takes, and a pipe as a manifest."""
+    """Put links at the names of the next version, and a pipe in a manifest's place."""
     weights, kept = Weights(), folder.parent / "kept"
     kept.write_text("kept")
     publisher = weights.publisher(Folder(folder))
@@ -141,7 +141,7 @@ def with_links(folder: Path) -> list[Any]:
 
 
 def test_links_and_pipes_in_the_folder(on_ranks: RunRanks, tmp_path: Path) -> None:
-    """No file behind a link is written, and nobody waits for a pipe."""
+    """No file behind a link is written, and a pipe does not block."""
     ((right, told),) = on_ranks(1, with_links, tmp_path / "folder")
     assert right and all("cannot be read (it is not a regular file)" in text for text in told)
 
@@ -189,7 +189,7 @@ def test_what_would_be_another_folder_is_refused(text: str, todo: str) -> None:
 
 
 def streamed(count: int = 4) -> list[bytes]:
-    """Versions of one rank, the second one with steps, the others full."""
+    """Return versions of one rank, the second as deltas, the others full."""
     weights, found = Weights(), list[bytes]()
     stream = io.BytesIO()
     publisher = weights.publisher(Stream(stream, (0,)))
@@ -204,7 +204,7 @@ def streamed(count: int = 4) -> list[bytes]:
 
 
 def test_a_false_length_is_no_frame(on_ranks: RunRanks) -> None:
-    """A head with a right checksum that announces more than frames have is passed over."""
+    """A frame head with a right checksum that announces too many bytes is skipped."""
     for kind in (DATA, VERSION):
         assert frame_in(frame_head(kind, 0, 1 << 26)) is not None
         assert frame_in(frame_head(kind, 0, 1 << 40)) is None
@@ -234,7 +234,7 @@ def test_long_parts_are_cut_into_frames(
 def test_a_version_without_end_is_not_kept(
     on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More bytes than the held weights can take are read and let go; the next version is taken."""
+    """Bytes beyond the size of the held weights are read and dropped; the next version applies."""
     monkeypatch.setattr(stream_sources, "IN_MEMORY", 20000)
     monkeypatch.setattr(stream_sources, "FRAME_COSTS", 24)
     kept: list[int] = []
@@ -259,7 +259,7 @@ def test_a_version_without_end_is_not_kept(
 
 
 class Endless(io.RawIOBase):
-    """A stream of frames of parts, each of ``nbytes`` and of the next rank, without an end."""
+    """An endless stream of frames of parts, each of ``nbytes`` and of the next rank."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.sent, self._left = nbytes, 0, b""
@@ -281,7 +281,7 @@ class Endless(io.RawIOBase):
 def test_a_first_version_without_end_is_given_up(
     nbytes: int, weights: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is kept as far as the user's model goes, or what the host holds; empty frames count."""
+    """The limit is the user's model, or the host's memory; empty frames count."""
     monkeypatch.setattr(stream_sources, "IN_MEMORY", 20000)
     monkeypatch.setattr(stream_sources, "host_weights", lambda: 3800)
     made: list[Spool] = []
@@ -306,7 +306,7 @@ def test_a_first_version_without_end_is_given_up(
 
 
 def more_weights(folder: Path) -> None:
-    """Versions of a model with more weights than the receiver's."""
+    """Return versions of a model with more weights than the receiver's."""
     weights = Weights()
     weights.publisher(Folder(folder)).publish()
     count = sum(value.numel() for value in weights.values.values())
@@ -326,7 +326,7 @@ def test_a_model_with_more_weights_is_refused(on_ranks: RunRanks, tmp_path: Path
 def test_a_temporary_folder_without_room(
     on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The version is read to its end and refused; the stream goes on."""
+    """The version is read to its end and rejected; the stream continues."""
     (versions,) = on_ranks(1, streamed)
     receiver = WeightReceiver(io.BytesIO(b"".join(versions)))
     receiver.update()
@@ -342,7 +342,7 @@ def test_a_temporary_folder_without_room(
 
 
 def to_nobody() -> str:
-    """A publisher whose receiver has gone."""
+    """Publish to a receiver that has gone."""
     here, there = socket.socketpair()
     there.close()
     with here:

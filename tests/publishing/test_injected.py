@@ -1,8 +1,8 @@
-"""Failures at any step of a version, on any rank that publishes and any worker that loads.
+"""Failures at any step of a version, on any publishing rank and any loading worker.
 
-Afterwards a receiver has the version before or the new one, whole; workers of an engine have the
-same version or refuse to serve; all ranks of the trainer name the cause within seconds; and the
-next version is right.
+Afterwards a receiver has the old or the new version, whole; an engine's workers have the same
+version or refuse to serve; all trainer ranks name the cause within seconds; and the next version is
+right.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.job.failing import steps
 from tests.publishing.made import NIGHTLY, Weights, copy_of, launch, same
 from tests.ranks import RunRanks, run_ranks
 
-#: seconds that nobody waits longer than
+#: limit of any wait in seconds
 LIMIT_S = 10.0
 
 
 @contextlib.contextmanager
 def threads_too(counter: Any) -> Iterator[None]:
-    """Count the steps of threads that the body starts as well."""
+    """Also count the steps of threads that the body starts."""
     threading.setprofile(counter)
     try:
         yield
@@ -45,7 +45,7 @@ def threads_too(counter: Any) -> Iterator[None]:
 
 
 def tried(work: Callable[[], object], fails_at: int | None) -> tuple[float, str, str, int]:
-    """Seconds of ``work``, its error, the step that failed, and how many steps there were."""
+    """Return seconds of ``work``, its error, the failed step, and the number of steps."""
     began, said = time.monotonic(), ""
     with (
         steps(fails_at) as counter,
@@ -60,7 +60,7 @@ def tried(work: Callable[[], object], fails_at: int | None) -> tuple[float, str,
 
 
 def least(number: int) -> int:
-    """The least of the numbers of all ranks."""
+    """Return the minimum over all ranks."""
     found = torch.tensor(number)
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return int(found)
@@ -73,7 +73,7 @@ def all_say(mine: Any) -> list[Any]:
 
 
 def published(folder: Path, wait: bool, count: int, seed: int) -> list[str]:
-    """``count`` failures of one rank in a version; what was wrong."""
+    """Inject ``count`` failures of one rank into a version; return the problems."""
     agreement.LOOK_S = 0.05
     weights, draw, wrong = Weights(shapes=dict(SHAPES)), random.Random(seed), []
     publisher = weights.publisher(Folder(folder), anchor_every=7)
@@ -119,7 +119,7 @@ def test_a_rank_that_fails_in_a_version(on_ranks: RunRanks, tmp_path: Path, wait
 
 
 def loaded(folder: Path, count: int, seed: int) -> list[str]:
-    """``count`` failures of one of two workers that load a version; what was wrong."""
+    """Inject ``count`` failures of one of two loading workers; return the problems."""
     draw, wrong = random.Random(seed), []
     model = Packed(dist.get_rank())
     engine = worker_of(model)
@@ -152,7 +152,7 @@ def loaded(folder: Path, count: int, seed: int) -> list[str]:
         if not (engine._follower.version == version and model.holds(version)):
             wrong.append(f"the next load is wrong: {name}")
         last = version
-        if version == VERSIONS:  # once more, from the first one on
+        if version == VERSIONS:  # again, from the first version on
             engine.init_transfer_engine(engine.parse_init_info(source))
             load(1, False)
             last = 1
@@ -163,5 +163,5 @@ def loaded(folder: Path, count: int, seed: int) -> list[str]:
 def test_a_worker_that_fails_in_a_load(on_ranks: RunRanks, tmp_path: Path) -> None:
     on_ranks(2, publish, tmp_path, VERSIONS)
     count = 350 if NIGHTLY else 12
-    # fresh ranks: the stand-in stays in a process
+    # new ranks: the stand-in stays in a process
     assert run_ranks(2, loaded, tmp_path, count, 4, timeout=3500.0) == [[], []]

@@ -1,4 +1,4 @@
-"""Models of PEFT: adapters alone, merged values under the base's names, and what is refused."""
+"""PEFT models: adapters alone, merged values under the base's names, and rejected models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFIX = "base_model.model.q_proj."
 
 
 class Adapted(nn.Module):
-    """A linear layer as PEFT wraps it."""
+    """A linear layer wrapped as by PEFT."""
 
     def __init__(self, adapters: tuple[str, ...] = ("default",)) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Adapted(nn.Module):
 
 
 class Net(nn.Module):
-    """What is adapted: a layer, and a norm that is not."""
+    """The base model: an adapted layer, and a norm."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def made(kind: str, adapters: tuple[str, ...] = ("default",)) -> Any:
-    """A model of PEFT, or one that has its names."""
+    """Return a PEFT model, or a model with its names."""
     torch.manual_seed(4)
     if kind == "peft":
         from peft import LoraConfig, get_peft_model
@@ -80,7 +80,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def published(folder: Path, kind: str) -> list[bool]:
-    """Adapters alone, and merged, before and after a change."""
+    """Publish adapters alone, and merged, before and after a change."""
     model = made(kind)
     layer = model.base_model.model.q_proj
     net = DistributedDataParallel(model)
@@ -123,7 +123,7 @@ def test_adapters_alone_and_merged(on_ranks: RunRanks, tmp_path: Path, kind: str
 
 
 def refused(folder: Path) -> list[str]:
-    """Models that no way fits."""
+    """Return errors of models that no mode supports."""
     told: list[str] = []
 
     def attempt(net: Any, way: str) -> None:
@@ -157,7 +157,7 @@ def test_what_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
 
 
 def one_version(folder: Path) -> None:
-    """Adapters, and the whole model."""
+    """Publish adapters, and the whole model."""
     net = DistributedDataParallel(made("names"))
     for way in ("adapters", None):
         publisher = hybridcomp.publish(net, folder / str(way), lora=way)

@@ -1,4 +1,4 @@
-"""megatron-core: tensor and pipeline ranks, overlapped gathers; names of Megatron's checkpoints."""
+"""megatron-core: tensor and pipeline ranks, overlapped gathers, Megatron's checkpoint names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOBS = [
     Job(bf16=True, steps=STEPS, lr=1e-3, tp=2),
     Job(bf16=True, steps=STEPS, lr=1e-3, pp=2, distributed_optimizer=True),
 ]  # fmt: skip
-#: norms that Megatron's checkpoints name after the layer behind them
+#: norms that Megatron's checkpoints name after the following layer
 FUSED = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
@@ -34,7 +34,7 @@ FUSED = (
 
 
 def candidates(whole: Tensor, rank: int) -> set[str]:
-    """Digests of what a rank may hold of a parameter: all of it, or half of its rows or columns."""
+    """Return digests of a parameter's possible parts: whole, half its rows, or half its columns."""
     halves = [
         whole.chunk(2, dim)[rank] for dim in range(min(2, whole.dim())) if whole.shape[dim] > 1
     ]
@@ -61,7 +61,7 @@ def test_versions_are_what_the_ranks_hold(tmp_path: Path) -> None:
                 name = name.removeprefix("0.module.")
                 for here, there in FUSED:
                     name = name.replace(here, there)
-                if job.pp == 2:  # one layer on each stage
+                if job.pp == 2:  # one layer per stage
                     name = name.replace("layers.0.", f"layers.{rank}.")
                 seen.add(name)
                 assert held in candidates(found[name], rank if job.tp == 2 else 0), name
@@ -71,7 +71,7 @@ def test_versions_are_what_the_ranks_hold(tmp_path: Path) -> None:
 
 
 def llama(folder: Path) -> list[Any]:
-    """A small model like Llama on two tensor ranks: what is published, and what Megatron holds."""
+    """Return the published tensors of a small Llama-like model on two tensor ranks, and its own."""
     import hybridcomp
     from tests.training import mcore_trainer
 
@@ -117,7 +117,7 @@ def llama(folder: Path) -> list[Any]:
 
 
 def test_a_model_like_llama_has_the_names_of_hugging_face(tmp_path: Path) -> None:
-    """Expected tensors are made from both ranks' own, by another way than the adapter's."""
+    """Expected tensors come from both ranks' weights, computed differently from the adapter."""
     (full, first, _), (_, second, _) = run_ranks(2, llama, tmp_path, timeout=600.0)
     assert not full
     receiver = WeightReceiver(tmp_path)
@@ -152,7 +152,7 @@ def test_a_model_like_llama_has_the_names_of_hugging_face(tmp_path: Path) -> Non
 
 
 def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
-    """Its own model takes every published tensor, by name and shape, and has the same logits."""
+    """Its model accepts every published tensor, by name and shape, and gives the same logits."""
     transformers = pytest.importorskip("transformers")
     ranks = run_ranks(2, llama, tmp_path, timeout=600.0)
     receiver = WeightReceiver(tmp_path)
@@ -174,7 +174,7 @@ def _joined(first: dict[str, Tensor], second: dict[str, Tensor], name: str, dim:
 
 
 def test_the_block_asks_for_names(tmp_path: Path) -> None:
-    """GPT-2's, from a job that trains."""
+    """GPT-2's names, from a training job."""
     block = {"publish": {"to": str(tmp_path / "gpt"), "names": "hf", "wait": True}}
     job = Job(bf16=True, steps=2, lr=1e-3, tp=2, block=block)
     for (outcome,) in run_ranks(2, run, [job], timeout=600.0):
@@ -216,11 +216,11 @@ def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) ->
         assert "rank 1: OSError" in told[0]
     receiver = WeightReceiver(tmp_path)
     applied = receiver.update()
-    assert applied is not None and applied.version == 3  # of four steps one was not published
+    assert applied is not None and applied.version == 3  # one of the four steps was not published
 
 
 def other_parameters(folder: Path) -> list[str]:
-    """Change what a model computes with behind its first version; what this rank is told."""
+    """Change a model's weights object after the first version; return this rank's error."""
     import hybridcomp
     from tests.training import mcore_trainer
 

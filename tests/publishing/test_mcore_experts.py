@@ -1,4 +1,4 @@
-"""Experts of megatron-core, expert parallel: names of its checkpoints and of Hugging Face's."""
+"""megatron-core's experts under expert parallelism: its checkpoint names, and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ EXPERTS, LAYERS, WIDTH, INNER = 4, 2, 32, 24
 
 
 def checkpointed(name: str) -> str:
-    """Megatron's checkpoints name norms after the layer behind them, where that is one layer."""
+    """Rename norms as Megatron's checkpoints do: after the following layer, if there is one."""
     for here, there in FUSED:
         name = name.replace(here, there)
     return name
 
 
 def model_like_mixtral(**given: Any) -> tuple[Any, Any]:
-    """A wrapped model of bf16 and its config, after Megatron's groups were made."""
+    """Return a wrapped bf16 model and its config, after creating Megatron's groups."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -62,7 +62,7 @@ def model_like_mixtral(**given: Any) -> tuple[Any, Any]:
 def published(folder: Path) -> list[Any]:
     """Publish under both names, change all weights, publish again.
 
-    Returns what this rank holds, what other models have been told, and Megatron's logits.
+    Returns this rank's tensors, the errors for other models, and Megatron's logits.
     """
     mcore_trainer.prepare()
     from megatron.core import parallel_state, tensor_parallel
@@ -77,7 +77,7 @@ def published(folder: Path) -> list[Any]:
         publisher.publish()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # as training keeps them: experts of a rank, the others on all ranks
+            # as training keeps them: a rank's experts, all other weights on all ranks
             seed = dist.get_rank() % 2 if ".local_experts." in name else 7
             draws = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
             parameter.copy_(parameter + 0.01 * draws)
@@ -103,7 +103,7 @@ def published(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_experts_have_the_names_of_checkpoints(tmp_path: Path, world_size: int) -> None:
-    """On four ranks two hold the same experts. Expected tensors are made from the ranks' own."""
+    """On four ranks two hold the same experts. Expected tensors come from the ranks' weights."""
     ranks = run_ranks(world_size, published, tmp_path, timeout=600.0)
     own, hf = WeightReceiver(tmp_path / "own"), WeightReceiver(tmp_path / "hf")
     own.update(), hf.update()
@@ -151,7 +151,7 @@ def test_experts_have_the_names_of_checkpoints(tmp_path: Path, world_size: int) 
 
 
 def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
-    """Its own Mixtral loads the published tensors as a checkpoint, and has the same logits."""
+    """Its Mixtral loads the published tensors as a checkpoint, and gives the same logits."""
     transformers = pytest.importorskip("transformers")
     save_file = pytest.importorskip("safetensors.torch").save_file
     ranks = run_ranks(2, published, tmp_path, timeout=600.0)
@@ -176,7 +176,7 @@ def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
 
 
 def test_a_training_publishes_its_experts(tmp_path: Path) -> None:
-    """A job whose block says so trains as without it."""
+    """A job whose block publishes trains as without it."""
     jobs = [mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3)]
     block = {"publish": {"to": str(tmp_path / "weights"), "wait": True}}
     jobs.append(mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3, block=block))

@@ -1,4 +1,4 @@
-"""FP8 and MXFP8: every value and scale is that of an engine's own quantization, step by step."""
+"""FP8 and MXFP8: every value and scale equals an engine's quantization, for all versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridcomp.publishing.quantized import FORMS, packed, quantized, unpacked
 from hybridcomp.publishing.stretches import stretch_of_block
 from tests.ranks import RunRanks
 
-#: matrices as Llama, Qwen and Mixtral have them, small: blocks that are whole, and cut at both ends
+#: small matrices as in Llama, Qwen and Mixtral: whole blocks, and blocks cut at both ends
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (40, 320),
     "model.layers.0.self_attn.q_proj.weight": (256, 320),
@@ -35,7 +35,7 @@ QUANTIZED = ("q_proj.weight", "k_proj.weight", "down_proj.weight", "w1.weight")
 
 
 def block_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As vLLM's ``per_block_cast_to_fp8``."""
+    """Quantize as vLLM's ``per_block_cast_to_fp8``."""
     rows, columns = x.shape
     padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128, dtype=x.dtype)
     padded[:rows, :columns] = x
@@ -46,7 +46,7 @@ def block_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As vLLM's ``_mxfp8_e4m3_quantize_torch``."""
+    """Quantize as vLLM's ``_mxfp8_e4m3_quantize_torch``."""
     blocked = x.float().view(x.shape[0], -1, 32)
     most = blocked.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     scale = (torch.ceil(torch.log2(most / 448.0)) + 127.0).clamp(0, 254)
@@ -58,7 +58,7 @@ REFERENCES = {"fp8": block_fp8, "mxfp8": mxfp8}
 
 
 def values_of(version: int) -> dict[str, Tensor]:
-    """All weights of a version: magnitudes of blocks lie far apart, and some blocks are zeros."""
+    """Return a version's weights: blocks of very different magnitudes, and zero blocks."""
     generator = torch.Generator().manual_seed(2)
     found = {}
     for name, shape in SHAPES.items():
@@ -75,7 +75,7 @@ def values_of(version: int) -> dict[str, Tensor]:
 
 
 def held(values: dict[str, Tensor], how: str) -> EngineWeights:
-    """What this rank holds: flat ranges, columns, or all as replicas."""
+    """Return this rank's shard: flat ranges, columns, or all as replicas."""
     rank, count = dist.get_rank(), dist.get_world_size()
     found = []
     for name, value in values.items():
@@ -96,7 +96,7 @@ def held(values: dict[str, Tensor], how: str) -> EngineWeights:
 
 
 def published(folder: Path, form: str, how: str) -> list[int]:
-    """Publish three versions; resume before the third. Bytes of each."""
+    """Publish three versions, resuming before the third; return the bytes of each."""
     values, found = values_of(1), []
     for version in (1, 2, 3):
         if version != 2:
@@ -131,16 +131,16 @@ def test_values_and_scales_are_those_of_the_engine(
             where, some = receiver.changed_values(name)
             assert torch.equal(bits(values).reshape(-1)[where], bits(some))
     assert applied is not None and applied.changed == 0
-    assert sizes[2] < sizes[1] < sizes[0]  # the chain went on
+    assert sizes[2] < sizes[1] < sizes[0]  # the chain continued
 
 
 def bits(values: Tensor) -> Tensor:
-    """The bits of values, which two NaN can share."""
+    """Return the bits of values, which compare equal even for NaN."""
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.element_size()])
 
 
 def expect(found: dict[str, Tensor], values: dict[str, Tensor], form: str) -> None:
-    """Compare what a receiver has with the engine's own quantization of all weights."""
+    """Compare a receiver's values with the engine's quantization of all weights."""
     wanted = {}
     for name, value in values.items():
         wanted[name] = value
@@ -166,7 +166,7 @@ def test_patterns_are_in_the_order_of_values() -> None:
 
 
 def refused(folder: Path) -> list[Any]:
-    """Weights that have no matrix, and a form that nobody knows."""
+    """Return errors for weights without a matrix, and for an unknown format."""
     told = []
     some = {"model.norm.weight": torch.zeros(4, dtype=torch.bfloat16)}
     for form in ("fp8", "int3"):
@@ -184,7 +184,7 @@ def test_what_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
 
 
 def by_key(folder: Path) -> list[str]:
-    """Publish a model by ``hybridcomp.publish``; the dtypes that come out."""
+    """Publish a model by ``hybridcomp.publish``; return the received dtypes."""
     layer = torch.nn.Sequential(torch.nn.Linear(64, 128, dtype=torch.bfloat16))
     model = torch.nn.parallel.DistributedDataParallel(layer)
     publisher = hybridcomp.publish(model, folder, as_="mxfp8")

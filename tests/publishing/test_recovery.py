@@ -1,4 +1,4 @@
-"""A receiver that meets damage keeps its version, asks for a full one, and goes on with that."""
+"""A receiver that meets damage keeps its version, requests a full one, and continues from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def part(folder: Path, version: int) -> Path:
 
 
 def flip(path: Path, place: int | None = None) -> None:
-    """Change a bit of a file, in its middle if nothing else is said."""
+    """Flip a bit of a file, by default in its middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if place is None else place] ^= 4
     path.write_bytes(data)
@@ -48,7 +48,7 @@ def cut_short(path: Path) -> None:
 
 
 def rewritten(folder: Path) -> None:
-    """A manifest of version 3 that is made against another version 2, its checksum being right."""
+    """Return a manifest of version 3 for a different version 2, with a right checksum."""
     from hybridcomp.publishing.records import _digest
 
     found = json.loads(manifest(folder, 3).read_text())
@@ -57,7 +57,7 @@ def rewritten(folder: Path) -> None:
     manifest(folder, 3).write_text(json.dumps({**found, "digest": _digest(found)}))
 
 
-#: what happens to version 3 in the folder before the receiver sees it, and words of the error
+#: damage to version 3 before the receiver sees it, and words of the error
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "payload": (lambda folder: flip(part(folder, 3)), "checksum"),
     "index": (lambda folder: flip(part(folder, 3), -100), "checksum"),
@@ -70,7 +70,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def refused(receiver: WeightReceiver, expected: dict[str, Tensor], *words: str) -> str:
-    """The update is refused in one line with ``words``; the mirror is ``expected``, whole."""
+    """Check that the update fails with one line with ``words``; the mirror is ``expected``."""
     with pytest.raises(PublishError) as caught:
         receiver.update()
     text = str(caught.value)
@@ -80,7 +80,7 @@ def refused(receiver: WeightReceiver, expected: dict[str, Tensor], *words: str) 
 
 
 def through_a_folder(folder: Path) -> list[Any]:
-    """Versions of two ranks, of which the third is damaged; rank 0 receives."""
+    """Publish versions of two ranks, the third damaged; rank 0 receives."""
     found = []
     for name, (damage, word) in DAMAGES.items():
         to = folder / name
@@ -99,7 +99,7 @@ def through_a_folder(folder: Path) -> list[Any]:
         dist.barrier()
         if dist.get_rank() == 0:
             damage(to)
-            for _ in range(2):  # asked once, however often it looks
+            for _ in range(2):  # requested once, however often it looks
                 refused(receiver, before, word, "a full version was asked for")
             assert receiver.version == 2 and len(list(to.glob(ASKS))) == 1
         dist.barrier()
@@ -124,7 +124,7 @@ def test_the_next_version_of_a_folder_puts_damage_right(on_ranks: RunRanks, tmp_
 
 
 def odd_ends(folder: Path) -> list[Any]:
-    """A replay asks for nothing; a copy that heals takes its request back; a full one may break."""
+    """Check a replay (no request), a healed copy (request withdrawn), a damaged full version."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     receiver = WeightReceiver(folder)
@@ -146,7 +146,7 @@ def odd_ends(folder: Path) -> list[Any]:
     refused(receiver, second, "replay")
     moved.rename(manifest(folder, 2))
     found.append(list(folder.glob(ASKS)))
-    for number in (3, 4):  # the version that answers is damaged as well: it is asked for again
+    for number in (3, 4):  # the requested version is damaged too: it is requested again
         weights.step(number)
         found.append(publisher.publish().full)
         flip(part(folder, number))
@@ -155,7 +155,7 @@ def odd_ends(folder: Path) -> list[Any]:
     found.append(publisher.publish().full)
     receiver.update()
     found.append(same(receiver, weights.values))
-    slow = WeightReceiver(folder)  # with a full one behind the damage nothing is asked for
+    slow = WeightReceiver(folder)  # with a full version after the damage nothing is requested
     slow.update(until=1)
     applied = slow.update()
     found.append(applied is not None and applied.version == 5 and same(slow, weights.values))
@@ -168,7 +168,7 @@ def test_requests_are_made_and_withdrawn(on_ranks: RunRanks, tmp_path: Path) -> 
 
 
 def made(folder: Path) -> None:
-    """Three versions of one rank."""
+    """Publish three versions of one rank."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder))
     for number in range(3):
@@ -210,7 +210,7 @@ def test_an_error_while_it_writes_leaves_no_half_of_a_version(
     with pytest.raises(MemoryError):
         receiver.update()
     assert receiver.version == 0 and not list(receiver.tensors())
-    applied = receiver.update()  # the newest full version, and what follows it
+    applied = receiver.update()  # the newest full version, and its successors
     assert applied is not None and (applied.version, applied.versions) == (3, 3)
     fresh = WeightReceiver(tmp_path)
     fresh.update()
@@ -218,7 +218,7 @@ def test_an_error_while_it_writes_leaves_no_half_of_a_version(
 
 
 class Between:
-    """A link between two sockets, on which bytes may be damaged; requests go back unchanged."""
+    """A link between two sockets that may damage bytes; requests pass unchanged."""
 
     def __init__(self) -> None:
         self.sender, self._here = socket.socketpair()
@@ -231,7 +231,7 @@ class Between:
         self._there.sendall(data)
 
     def back(self) -> int:
-        """Pass requests on; returns their bytes."""
+        """Pass requests on; return their bytes."""
         self._there.setblocking(False)
         data = b""
         with contextlib.suppress(BlockingIOError):
@@ -246,7 +246,7 @@ class Between:
 
 
 def through_a_socket() -> list[Any]:
-    """Damage, and a version that is under way when the request is made."""
+    """Damage a version while another is in flight when the request is made."""
     link = Between()
     weights = Weights(shapes={"one": (64, 9), "two": (700,)})
     held = weights.held()
@@ -264,11 +264,11 @@ def through_a_socket() -> list[Any]:
     receiver.update()
     before = copy_of(weights.values)
     found.append(publish(1, damage=True))
-    found.append(publish(2))  # under way
+    found.append(publish(2))  # in flight
     refused(receiver, before, "version 2", "a full version was asked for")
     refused(receiver, before, "version 3", "a version is missing", "a full version was asked for")
     found.append(link.back())
-    found.append(publish(3, damage=True))  # the answer is damaged: it is asked again
+    found.append(publish(3, damage=True))  # the requested version is damaged: it is requested again
     refused(receiver, before, "a full version was asked for")
     found.append(link.back())
     found.append(publish(4))
@@ -291,7 +291,7 @@ def test_a_socket_carries_the_request_back(on_ranks: RunRanks) -> None:
 
 
 def one_way() -> list[Any]:
-    """A stream without a way back: the error says what to do, and that helps."""
+    """Use a one-way stream: the error says what to do, and that helps."""
     weights, stream = Weights(), io.BytesIO()
     publisher = weights.publisher(Stream(stream, (0,)))
     ends = []
@@ -317,7 +317,7 @@ def test_a_stream_without_a_way_back(on_ranks: RunRanks) -> None:
 
 
 def over_a_group() -> list[Any]:
-    """Bytes of the second version are damaged on their way to rank 1."""
+    """Damage bytes of the second version on their way to rank 1."""
     group: Any = dist.new_group([0, 1])
     weights = Weights()
     if dist.get_rank() == 0:
@@ -344,7 +344,7 @@ def over_a_group() -> list[Any]:
 
 
 def damaging(copy: Callable[..., None]) -> Callable[..., None]:
-    """``copy`` that changes a bit of what is long."""
+    """Return ``copy`` with a bit flipped in long messages."""
 
     def found(source: Any, nbytes: int, spool: Any) -> None:
         copy(source, nbytes, spool)
@@ -381,7 +381,7 @@ def test_asks_that_cannot_be_removed_are_told(
 
 
 def fails_before_it_reads(folder: Path) -> None:
-    """A rank that cannot finish its gathers: the version before stays as it is."""
+    """Fail on a rank that cannot finish its gathers: the previous version is kept."""
     weights = Weights()
     held, fails = weights.held(), [False]
 

@@ -1,4 +1,4 @@
-"""Old versions are removed up to a full one, under the eyes of receivers; format 1 is read."""
+"""Removal of versions up to a full one while receivers read; reading format 1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.publishing.made import Weights, same
 from tests.ranks import RunRanks, run_ranks
 
 OLD = Path(__file__).parent / "format_1"
-#: the model of the versions in ``OLD``, and what share of it each of them changed
+#: the model of the versions in ``OLD``, and the share that each version changed
 OLD_SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (37, 19), "layers.0.weight": (64, 24), "scale": (),
 }  # fmt: skip
@@ -32,13 +32,13 @@ OLD_SHARES = (0.0, 0.3, 0.02)
 
 
 def versions(folder: Path) -> tuple[list[int], list[int]]:
-    """Versions with a manifest, and those with parts."""
+    """Return versions with a manifest, and those with parts."""
     parts = sorted({int(path.name[1:11]) for path in (folder / PARTS).iterdir()})
     return list(manifests_in(folder)), parts
 
 
 def kept(folder: Path) -> list[object]:
-    """Publish 8 versions with a full one of 3; what remains, and what receivers get of it."""
+    """Publish 8 versions, every third full; return those left, and the receivers' results."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder), anchor_every=3, keep=2)
     slow = WeightReceiver(folder)
@@ -58,7 +58,7 @@ def kept(folder: Path) -> list[object]:
     fresh.update()
     assert same(fresh, weights.values)
     publisher.close()
-    again = weights.publisher(Folder(folder), anchor_every=3, keep=1)  # goes on, removes nothing
+    again = weights.publisher(Folder(folder), anchor_every=3, keep=1)  # resumes, removes nothing
     assert again.version == 8
     weights.step(9)
     summary = again.publish()
@@ -76,7 +76,7 @@ def test_full_versions_remain_with_what_follows_them(on_ranks: RunRanks, tmp_pat
 
 
 def chain(folder: Path) -> None:
-    """Five versions, of which 1 and 4 are full."""
+    """Publish five versions, of which 1 and 4 are full."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder), anchor_every=3)
     for number in range(5):
@@ -87,7 +87,7 @@ def chain(folder: Path) -> None:
 def test_a_version_that_is_removed_while_it_is_read(
     on_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before its manifest is read, and between its manifest and its parts."""
+    """Before its manifest is read, and between manifest and parts."""
     on_ranks(1, chain, tmp_path / "made")
     for place in ("_next", "_open"):
         folder = tmp_path / place
@@ -101,7 +101,7 @@ def test_a_version_that_is_removed_while_it_is_read(
 
 
 def removing(folder: Path, then: Callable[..., Any]) -> Callable[..., Any]:
-    """``then`` after a sender has removed all but the newest chain."""
+    """Run ``then`` after a sender has removed all but the newest chain."""
 
     def found(*given: Any) -> Any:
         remove_old(folder, 1)
@@ -119,7 +119,7 @@ def test_a_manifest_that_only_seems_to_be_there(on_ranks: RunRanks, tmp_path: Pa
 
 
 def odd(folder: Path) -> list[str]:
-    """A folder whose old versions cannot be removed: publishing goes on. No such key elsewhere."""
+    """Fail to remove old versions: publishing continues. No such key elsewhere."""
     weights = Weights()
     publisher = weights.publisher(Folder(folder), anchor_every=1, keep=1)
     publisher.publish()
@@ -148,7 +148,7 @@ def test_what_keep_cannot_do_is_told(on_ranks: RunRanks, tmp_path: Path) -> None
 
 
 def read_old(folder: Path) -> list[object]:
-    """Apply versions of format 1, then go on with the chain where a job resumes."""
+    """Apply versions of format 1, then follow the chain of a resumed job."""
     weights, receiver = Weights(shapes=dict(OLD_SHAPES)), WeightReceiver(folder)
     for number, share in enumerate(OLD_SHARES):
         weights.step(number, share)
@@ -176,7 +176,7 @@ def test_versions_of_format_1_are_read_and_followed(on_ranks: RunRanks, tmp_path
 
 
 def killed(folder: Path) -> None:
-    """Publish a version, and end in the middle of the second one: before its manifest."""
+    """Publish a version, and end the process before the second one's manifest."""
     publisher = Weights().publisher(Folder(folder))
     publisher.publish()
     with mock.patch.object(Folder, "commit", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
@@ -184,7 +184,7 @@ def killed(folder: Path) -> None:
 
 
 def after_others(folder: Path) -> tuple[list[str], list[str], str]:
-    """Publish where others were cut off; what is there before, and after the first version."""
+    """Publish after killed runs; return the files before, and after the first version."""
     weights, parts = Weights(), folder / PARTS
     for name in ("v0000000001.00000000.r00000.part", "v0000000002.00000000.r00001.part.unfinished"):
         (parts / name).write_bytes(b"of another run")
@@ -213,7 +213,7 @@ def files(folder: Path) -> list[str]:
 def test_what_a_killed_run_leaves_goes_with_the_first_version_of_the_next(
     on_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    """But for what somebody writes, and for what no version of this run has passed."""
+    """Except for foreign files, and for versions that this run has not passed."""
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(1, killed, tmp_path)
     left = files(tmp_path)
@@ -229,7 +229,7 @@ def test_what_a_killed_run_leaves_goes_with_the_first_version_of_the_next(
 
 
 def two_runs(folder: Path) -> str:
-    """Of two runs one is cut short by the other, which takes its unfinished part for a leftover."""
+    """Interrupt one of two runs by the other, which mistakes its unfinished part for a leftover."""
     first, second = Weights(), Weights()
     slow, place = first.publisher(Folder(folder)), second.publisher(Folder(folder))
     begin = Folder.begin

@@ -1,4 +1,4 @@
-"""What a stream brings is kept in frames, and read as if it were one file."""
+"""Stream contents are kept in frames, and read like a single file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHUNKS = [(32, True), (100, False), (1, True), (64, False), (500, True)]
 
 
 def filled() -> tuple[Spool, Tensor]:
-    """A spool, and all its bytes."""
+    """Return a filled buffer, and all its bytes."""
     everything = torch.arange(sum(size for size, _ in CHUNKS)).to(torch.uint8)
     spool, low = Spool(), 0
     for size, in_memory in CHUNKS:
@@ -68,7 +68,7 @@ def test_a_frame_in_memory_is_not_copied() -> None:
 
 
 def streamed() -> bytes:
-    """Three versions of two ranks."""
+    """Return three versions of two ranks."""
     weights, stream = Weights(), io.BytesIO()
     publisher = weights.publisher(Stream(stream, (0, 1)))
     for number in range(3):
@@ -78,7 +78,7 @@ def streamed() -> bytes:
 
 
 class Slow:
-    """A stream that only has ``read``, and gives few bytes at once."""
+    """A stream with ``read`` only, which returns few bytes at once."""
 
     def __init__(self, data: bytes) -> None:
         self._data = io.BytesIO(data)
@@ -103,7 +103,7 @@ def test_versions_of_which_little_fits_into_memory(
 
 
 def asked_for() -> tuple[bytes, list[int]]:
-    """Versions of one rank, all but the second full, and where each ends."""
+    """Return versions of one rank, all but the second full, and the end of each."""
     weights, stream, ends = Weights(), io.BytesIO(), [0]
     publisher = weights.publisher(Stream(stream, (0,)))
     for number in range(4):
@@ -116,7 +116,7 @@ def asked_for() -> tuple[bytes, list[int]]:
 
 
 def heads(data: bytes) -> list[tuple[int, bytes]]:
-    """Where each frame begins, and its kind."""
+    """Return each frame's start and kind."""
     found, place = [], 0
     while place < len(data):
         frame = frame_in(data[place:])
@@ -131,7 +131,7 @@ def heads(data: bytes) -> list[tuple[int, bytes]]:
 def test_after_a_damaged_head_the_stream_goes_on(
     on_ranks: RunRanks, kind: bytes, byte: int
 ) -> None:
-    """The version of the frame is refused, or the one behind its manifest; a full one follows."""
+    """The frame's version, or its successor, fails; a full one follows."""
     ((data, ends),) = on_ranks(1, asked_for)
     broken = bytearray(data)
     place = next(at for at, found in heads(data) if at >= ends[1] and found == kind)
@@ -184,7 +184,7 @@ def test_frames_of_another_release_are_told_on_both_sides() -> None:
             WeightReceiver(io.BytesIO(data)).update()
         here, there = socket.socketpair()
         with here, there:
-            there.sendall(data[:16])  # what a request of format 1 takes
+            there.sendall(data[:16])  # the length of a format 1 request
             with pytest.raises(PublishError, match=f"found {found}: install the same release"):
                 TwoWay(here).wants_full()
 
@@ -209,7 +209,7 @@ def test_streams_that_end_early_or_hold_something_else(on_ranks: RunRanks) -> No
 
 
 def stands_still() -> list[Any]:
-    """A receiver that reads nothing for a while, between versions of more bytes than the link."""
+    """Stop reading for a while, between versions larger than the link's buffer."""
     here, there = socket.socketpair()
     weights = Weights(shapes={"one": (400, 900)})
     held = weights.held()
@@ -224,7 +224,7 @@ def stands_still() -> list[Any]:
     receiver, seen = WeightReceiver(there), []
     reader = threading.Thread(target=lambda: seen.append(receiver.update()))
     reader.start()
-    for _ in range(200):  # once it reads, the next version is a full one, and the last is given up
+    for _ in range(200):  # once it reads, the next version is full, and the last is dropped
         weights.step(9)
         try:
             found.append(publisher.publish().full)
@@ -245,7 +245,7 @@ def test_a_receiver_that_stands_still_holds_nobody(on_ranks: RunRanks) -> None:
 
 
 def interrupts() -> list[Any]:
-    """A handler that raises while a version is sent ends the wait, and nothing waits again."""
+    """An exception in a handler during a send ends the wait, and later calls do not wait."""
     here, there = socket.socketpair()
     weights = Weights(shapes={"one": (400, 900)})
     held = weights.held()

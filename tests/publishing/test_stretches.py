@@ -56,7 +56,7 @@ def test_every_value_has_one_owner_and_replicas_share_the_work(count: int) -> No
         parts = [held[place][n].cut(low, high) for n, low, high in owned]
         seen += parts
         shared = sum(part.numel for part in parts if not part.name.startswith("own"))
-        assert abs(shared - 37 / count) <= 4  # of 37 shared values, and rows stay whole
+        assert abs(shared - 37 / count) <= 4  # 37 values are shared, and rows stay whole
     names = [part.name for part in seen]
     assert all(names.count(f"own{rank}") == 1 for rank in range(count))
     for whole in common:

@@ -1,4 +1,4 @@
-"""FSDP2, HSDP and DDP: exact versions of the shards, rounded where a policy rounds them."""
+"""FSDP2, HSDP and DDP: exact versions of the shards, rounded if a policy rounds them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 1000 if NIGHTLY else 6
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters, rounded to bf16."""
+    """Return whole parameters, rounded to bf16."""
     found = {}
     for name, parameter in model.named_parameters():
         local: Any = parameter.detach()
@@ -35,7 +35,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def published(job: Job, folder: Path) -> list[str]:
-    """Train with and without a publisher; what is not as it should be."""
+    """Train with and without a publisher; return the differences."""
     native = build(job)
     expected = train(job, native, optimizer_of(job, native), 0, STEPS)
     model = build(job)
@@ -76,7 +76,7 @@ def test_versions_are_what_the_model_computes_with(
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's as well."""
+    """An embedding tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Tied(nn.Module):
 
 
 def tied(folder: Path) -> list[Any]:
-    """A bf16 model with tied weights, cut at its second dimension, wrapped and not."""
+    """Publish a bf16 model with tied weights, sharded along dimension 1, wrapped or not."""
     torch.manual_seed(3)
     model = Tied().to(torch.bfloat16)
     fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
@@ -112,7 +112,7 @@ def test_tied_weights_come_once_and_columns_are_rows_of_a_stretch(
 
 
 class One(nn.Module):
-    """A model of one parameter."""
+    """A model with one parameter."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class One(nn.Module):
 
 
 def odd_layouts(folder: Path) -> None:
-    """Parameters whose values do not lie one behind the other, of which a rank may hold one."""
+    """Publish parameters with noncontiguous values, of which a rank may hold one."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(64, generator=generator).to(torch.bfloat16)
     layouts = {
@@ -148,7 +148,7 @@ def test_odd_layouts_are_published_as_they_are(on_ranks: RunRanks, tmp_path: Pat
 
 
 def no_numbers(folder: Path) -> None:
-    """Parameters that bf16 does not hold: of complex, whole numbers, switches, packed bits."""
+    """Publish parameters that bf16 cannot hold: complex, integers, bools, packed bits."""
     for dtype in (torch.complex64, torch.int64, torch.bool, torch.uint8):
         model = nn.parallel.DistributedDataParallel(
             nn.ModuleList([One(torch.ones(5).to(dtype)), One(torch.ones(5))])
@@ -174,7 +174,7 @@ def refused(publisher: Publisher, text: str) -> bool:
 
 
 def other_parameters(folder: Path) -> list[bool]:
-    """What a model computes with is another dtype, object, shape or name by now."""
+    """Change a weight's dtype, object, shape or name after the first version."""
     found = []
 
     def made(number: int) -> tuple[Any, Any, Publisher]:
@@ -208,7 +208,7 @@ def other_parameters(folder: Path) -> list[bool]:
 
 
 def other_shards(folder: Path) -> list[bool]:
-    """The same under FSDP2, whose modules hold a parameter sharded or gathered."""
+    """Do the same under FSDP2, whose modules hold a parameter sharded or gathered."""
     found = []
     for number in range(3):
         net: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(torch.bfloat16)

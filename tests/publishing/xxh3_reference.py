@@ -1,4 +1,4 @@
-"""XXH3-128 without a seed, for 241 bytes and more: slow and obvious, the oracle of the kernels."""
+"""Slow, simple XXH3-128 without a seed, for 241 bytes and more: the kernels' oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example: data in Megatron's format, the model, the order of the data, the comparison."""
+"""The example: Megatron's data format, the model, sample order, the comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-# the scripts see their own folder first, as `python scripts/...` arranges it
+# the scripts' folder comes first, as for `python scripts/...`
 import prepare_data
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_trainer_knows_nothing_of_hybridcomp() -> None:
     names = ("train_gpt.py", "prepare_data.py")
     sources = [*(EXAMPLES / name for name in names), *(EXAMPLES / "gpt").glob("*.py")]
     assert len(sources) > 6
-    # attention over ranks, layers on a mesh, token slices and answers are no upstream's
+    # no upstream has attention over ranks, mesh layers, token slices or answers
     own = ("context_parallel.py", "two_dimensional.py", "token_slices.py", "answers.py")
     need_it = {EXAMPLES / "gpt" / name for name in own}
     for path in sources:
@@ -83,7 +83,7 @@ def test_same_files_give_the_same_dataset(texts: Path, tmp_path: Path) -> None:
 
 
 def test_layout_is_megatrons(tmp_path: Path) -> None:
-    """Read by the bytes, as MMapIndexedDataset and megatron-core's IndexedDataset do."""
+    """Parses the bytes as MMapIndexedDataset and megatron-core's IndexedDataset do."""
     documents = [np.array([1, 2, 256]), np.array([7]), np.array([256, 255])]
     with IndexedWriter(tmp_path / "data.v1") as writer:
         for document in documents:
@@ -101,7 +101,7 @@ def test_layout_is_megatrons(tmp_path: Path) -> None:
 
 def test_megatron_core_reads_it(dataset: IndexedTokens) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core warns of what it would like to have
+        warnings.simplefilter("ignore")  # megatron-core warns of optional packages
         indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     theirs = indexed_dataset.IndexedDataset(str(dataset.prefix))
     assert len(theirs) == len(dataset)
@@ -167,7 +167,7 @@ def test_bad_input_is_one_line(
     assert f"{binary}: expected UTF-8 text" in message(str(binary))
     (tmp_path / "blank").write_text("")
     assert "found none in the files given" in message(str(tmp_path / "blank"))
-    # below a folder binary files are left out, and said to be
+    # in a folder binary files are skipped, with a message
     assert prepare_data.main([str(texts), *output]) == 0
     assert f"left out 1 empty or binary files: {binary}" in capsys.readouterr().out
 
@@ -217,7 +217,7 @@ def test_epochs_and_seeds_differ(dataset: IndexedTokens) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_share_a_batch_without_overlap(world_size: int) -> None:
-    """Whatever the number of ranks, a step of 16 samples is the same 16 samples."""
+    """For any number of ranks, a step of 16 samples is the same 16 samples."""
     shares = [Share(rank, world_size, 2, 8 // world_size) for rank in range(world_size)]
     assert {share.global_batch for share in shares} == {16}
     taken = [index for share in shares for part in share.indices(32) for index in part]
@@ -276,7 +276,7 @@ def test_attention_is_causal() -> None:
 
 
 def test_rotary_sees_relative_positions_only() -> None:
-    """The product of a query and a key depends on how far apart they are."""
+    """The product of a query and a key depends on their distance."""
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 16, generator=generator)
     cos, sin = rotary_table(300, 16, torch.device("cpu"))
@@ -364,7 +364,7 @@ def test_tensor_parallel_without_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     for name in ("megatron", "megatron.core"):
-        monkeypatch.setitem(sys.modules, name, None)  # what is not installed
+        monkeypatch.setitem(sys.modules, name, None)  # not installed
     monkeypatch.delitem(sys.modules, "gpt.tensor_parallel", raising=False)
     monkeypatch.delattr("gpt.tensor_parallel", raising=False)
     with pytest.raises(layouts.ParallelismError, match=r"--tp 2: .* pip install 'megatron-core"):
@@ -405,7 +405,7 @@ def test_a_mesh_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     ],
 )
 def test_a_run_with_a_log_has_its_ledger_beside_it(block: dict[str, Any], jsonl: Any) -> None:
-    """As the commands of Getting started compare two runs by their folders."""
+    """Getting started's commands compare two runs by their folders."""
     settings = {"compression": block}
     report_beside(settings, Path("runs/rec/loss.jsonl"))
     assert settings["compression"]["ledger"]["jsonl"] == jsonl

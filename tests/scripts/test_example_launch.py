@@ -1,6 +1,6 @@
-"""The example: as it is, compressed, resumed, as a pipeline; by night under ``deepspeed``.
+"""The example: native, compressed, resumed, as a pipeline; nightly with ``deepspeed``.
 
-By day the ranks are forked: ``training/test_launch.py`` holds the launcher.
+By day the ranks are forked; ``training/test_launch.py`` tests the launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.training.example import CONFIG, launch, losses, prepare, records, tra
 
 pytest.importorskip("deepspeed")
 
-# launches of several processes each, two of them before the first test
+# launches of several processes each, two before the first test
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 6
@@ -34,7 +34,7 @@ BLOCK: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Data, configurations, and the baseline's and the compressed run."""
+    """Create data, configurations, the baseline run and the compressed run."""
     folder = tmp_path_factory.mktemp("example")
     prepare(folder)
     pipe = {**CONFIG, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2}
@@ -77,11 +77,11 @@ def test_compressed_run_is_close_and_compared(folder: Path) -> None:
     result = compared(words, Wishes(need_ledger=True, last=2))
     assert result.comparisons[1].gap == pytest.approx(0, abs=2)
     assert result.runs[1].ledger()["dp"]["forward"]["codec"] == "blockint(bits=4)"
-    assert result.notes == []  # model, data and settings were looked at, and are the same
+    assert result.notes == []  # model, data and settings were compared and agree
 
 
 def test_resumed_run_is_the_unbroken_one(folder: Path) -> None:
-    """Weights, optimizer, schedule, residuals and the order of the data all come back."""
+    """Weights, optimizer, schedule, residuals and sample order are all restored."""
     (folder / "resumed").mkdir()
     shutil.copy(folder / "compressed/loss.jsonl", folder / "resumed/loss.jsonl")
     (folder / "checkpoint/latest").write_text("global_step3")
@@ -96,7 +96,7 @@ def test_resumed_run_is_the_unbroken_one(folder: Path) -> None:
 
 @pytest.mark.parametrize("tied", [[], ["--tie-embeddings"]])
 def test_pipeline_begins_with_the_same_loss(folder: Path, tied: list[str]) -> None:
-    """Same weights and same samples, however the model is cut; two micro-batches, not two ranks."""
+    """Weights and samples do not depend on the stages; two micro-batches replace two ranks."""
     name = f"pipe{len(tied)}"
     asks = ["--ask=the quick", "--answer-tokens=1", "--temperature=0"]
     printed = train(folder, name, "pipe", "--steps=3", "--pp=2", *tied, *asks)
@@ -107,7 +107,7 @@ def test_pipeline_begins_with_the_same_loss(folder: Path, tied: list[str]) -> No
 
 
 def test_three_dimensions_at_once(folder: Path) -> None:
-    """Two tensor ranks by two stages; every direction with its own codec in the ledger."""
+    """Two tensor ranks by two stages; each direction's codec is in the ledger."""
     pytest.importorskip("megatron.core")
     few = {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}
     block = {"tp": few, "pp": few, "min_bytes": 0, "ledger": {"jsonl": "3d/ledger.jsonl"}}
@@ -136,7 +136,7 @@ def test_three_dimensions_at_once(folder: Path) -> None:
 
 
 def test_sequences_over_ranks_in_a_pipeline(folder: Path) -> None:
-    """Two stages by two ranks that share their sequences: the baseline's losses, one ledger."""
+    """Two stages by two ranks that share sequences: the baseline's losses, one ledger."""
     eight = {"codec": "blockint", "bits": 8}
     block = {"cp": eight, "pp": "expcode", "min_bytes": 0}
     block["ledger"] = {"jsonl": "cp/ledger.jsonl"}
@@ -153,7 +153,7 @@ def test_sequences_over_ranks_in_a_pipeline(folder: Path) -> None:
 
 
 def test_token_slices_fill_a_pipeline(folder: Path) -> None:
-    """Two stages on slices chosen by their times: the baseline's losses, slices in the ledger."""
+    """Two stages on slices chosen by timing: the baseline's losses, slices in the ledger."""
     block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
     block["ledger"] = {"jsonl": "slices/ledger.jsonl"}
     config = {**CONFIG, "gradient_accumulation_steps": 2, "compression": block}

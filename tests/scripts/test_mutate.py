@@ -1,4 +1,4 @@
-"""Mutations: which there are, which tests judge them, and what a run says."""
+"""Mutations: the generated ones, the tests that judge them, and the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clamped(größe: int, low: int = 0) -> int | None:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout of one module, whose test looks at one of its two functions."""
+    """Create a checkout of one module, whose test covers one of its two functions."""
     files = {
         "hybridcomp/room/sizes.py": "def larger(a, b):\n    return a > b\n\n\n"
         "def two():\n    return 2\n",
@@ -46,7 +46,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_kind_of_mutation(tmp_path: Path) -> None:
-    """Neither types nor texts nor what is raised; offsets count bytes."""
+    """Excludes types, texts and raised errors; offsets count bytes."""
     (tmp_path / "module.py").write_text(SOURCE)
     found = mutate.mutations_of(Path("module.py"), tmp_path)
     assert [(m.before, m.after) for m in found] == [

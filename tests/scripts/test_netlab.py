@@ -1,4 +1,4 @@
-"""The lab: layouts, command lines, owners of namespaces; as root also a real one."""
+"""The lab: layouts, command lines, owners of namespaces; as root also a real lab."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_rates() -> None:
 
 @pytest.mark.parametrize("rate", [10**6, 10**8, 10**9, 25 * 10**9])
 def test_a_packet_fits_into_the_bucket(rate: int) -> None:
-    """tbf cuts what is larger than its bucket; a large bucket gives bytes away."""
+    """tbf segments packets larger than its bucket; a large bucket lets extra bytes pass."""
     words = shaping("n", "eth0", rate)[1]
     burst = int(words[words.index("burst") + 1])
     limit = int(words[words.index("limit") + 1])
     assert burst >= 2 * gso_nbytes(rate)
     assert limit > burst
-    # what a port buffers: 50 ms of a slow link hold two packets, and the others were lost
+    # a port's buffer: 50 ms of a slow link hold only two packets, and others would be dropped
     assert limit - burst >= max(2_000_000, 0.05 * rate / 8 - 1)
     assert burst <= max(8192, rate * 1e-3 / 4)
 
@@ -134,7 +134,7 @@ def test_pinning() -> None:
 
 
 def test_only_labs_of_ended_processes_are_abandoned() -> None:
-    """A number that a new process got is not the old process."""
+    """A reused process number does not belong to the old process."""
     names = ["hclab-10-7-n0", "hclab-10-8-sw", "hclab-11-7-n1", "other", "hclab-10-7-x", "hclab-a"]
     started = {10: 8}
     assert namespaces.abandoned(names, started.get) == ["hclab-10-7-n0", "hclab-11-7-n1"]
@@ -170,7 +170,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def root() -> None:
-    """Skips where no lab can be built."""
+    """Skip if no lab can be built."""
     try:
         with Lab(Layout.parse("1"), Rates(10**9)):
             pass
@@ -178,7 +178,7 @@ def root() -> None:
         pytest.skip(str(error))
 
 
-#: a rank that sends 2 MB to the next node and receives as much; no torch, so that it takes no time
+#: a rank that sends 2 MB to the next node and receives as much; without torch, to start fast
 TALK = """
 import os, socket, threading
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -205,7 +205,7 @@ print(socket.gethostname(), sorted(os.sched_getaffinity(0)), batch)
 
 
 def test_bytes_and_rates_of_a_real_lab(root: None) -> None:
-    """The counters hold what was sent, a slow link is slow, and nothing stays behind."""
+    """The counters match the bytes sent, a slow link is slow, and nothing remains."""
     core = min(os.sched_getaffinity(0))
     with Lab(Layout.parse("2"), Rates(10**9, nodes={1: 20 * 10**6}), cores=[core]) as lab:
         assert set(lab.names) <= set(namespaces.present())
@@ -213,7 +213,7 @@ def test_bytes_and_rates_of_a_real_lab(root: None) -> None:
     assert not any(name.startswith(lab.prefix) for name in namespaces.present())
     assert result.statuses == (0, 0), result.outputs
     assert result.outputs == (f"node0 [{core}] False\n", f"node1 [{core}] False\n")
-    with Lab(Layout.parse("1"), cores=[core]) as single:  # a core to itself
+    with Lab(Layout.parse("1"), cores=[core]) as single:  # a dedicated core
         script = "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
         assert single.run([sys.executable, "-c", script]).outputs == ("True\n",)
         tcp = [
@@ -222,8 +222,8 @@ def test_bytes_and_rates_of_a_real_lab(root: None) -> None:
         (shown,) = single.run(["cat", *tcp]).outputs
         assert shown.split() in (["0", "cubic"], ["0", "reno"])
     for traffic in result.traffic:  # headers of 66 bytes in 1514, and acknowledgements
-        assert 2_000_000 < traffic.sent < 3_000_000  # with what TCP sends again
-    assert min(result.seconds) > 0.7  # 0.8 s at 20 Mb/s; a shaped link is never faster
+        assert 2_000_000 < traffic.sent < 3_000_000  # including TCP's retransmissions
+    assert min(result.seconds) > 0.7  # 0.8 s at 20 Mb/s; a limited link is never faster
     assert "20mbit" in lab.table(result)
 
 
@@ -237,7 +237,7 @@ def test_a_rank_that_fails_ends_the_others(root: None) -> None:
 
 
 def interruptible() -> None:
-    """Undo what a shell does to its background jobs, which the tests may be: ignore SIGINT."""
+    """Restore SIGINT, which a shell ignores for background jobs such as these tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""``scripts/test_torch`` on environments that are stand-ins: what it runs in them, what it says."""
+"""``scripts/test_torch`` on stand-in environments: its commands and messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: the interpreter of an environment: says how it was called; of 9.9 it fails
+#: an environment's interpreter: prints how it was called; version 9.9 fails
 PYTHON = """#!/bin/sh
 echo "$PATH"
 echo "$*"
@@ -20,7 +20,7 @@ echo "== 3 passed =="
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_each_version_runs_in_its_own_environment(absolute: bool, tmp_path: Path) -> None:
-    """Wherever the environments are: programs that tests start are those of the same one."""
+    """Programs that tests start belong to the same environment, wherever it is."""
     for version in ("2.4.0", "2.15.0", "9.9"):
         python = tmp_path / version / "bin" / "python"
         python.parent.mkdir(parents=True)

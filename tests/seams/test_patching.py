@@ -1,4 +1,4 @@
-"""Patch lifecycle on a stub upstream: apply, revert, and every reason to refuse."""
+"""Patch lifecycle on a stub upstream: apply, revert, and every refusal."""
 
 from __future__ import annotations
 

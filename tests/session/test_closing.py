@@ -1,4 +1,4 @@
-"""The last line of a job: once, on rank 0, however it ends, with what was sent, saved and lost."""
+"""A job's last line: printed once, on rank 0, for any end, with sent, saved and lost bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybridcomp.session.closing import UNTIMED, Account, last_line
 from tests.paths import ROOT
 from tests.selection import by_day, by_night
 
-#: every job of these tests: how ``train`` is called
+#: arguments of ``train`` for every job of these tests
 JOBS = {
     "go_on": "go_on",
     "leave": "leave",
@@ -35,7 +35,7 @@ JOBS = {
     "saves": 'go_on, {**BLOCK, "when": "auto"}, 2, {"native": 40.0, "coded": 10.0}',
 }
 DAY = ("leave", "fail", "early", "saves")
-#: jobs of two ranks that ``multiprocessing`` forks, one after the other, from what has all imports
+#: jobs of two ranks that ``multiprocessing`` forks one after the other after all imports
 SCRIPT = """
     import hybridcomp, os, sys, torch, torch.distributed as dist
     import torch._dynamo, torch.multiprocessing as mp
@@ -76,13 +76,13 @@ SCRIPT = """
 
 """
 
-#: the lines of a job that tell how it ended
+#: lines of a job that describe its end
 Ends = dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Ends:
-    """Train the jobs of the day, or all, in one script."""
+    """Train the daily jobs, or all, in one script."""
     folder = tmp_path_factory.mktemp("jobs")
     names = JOBS if by_night(request.config) else DAY
     starts = "".join(f"start({name!r}, {JOBS[name]})\n" for name in names)
@@ -140,7 +140,7 @@ def test_seconds_are_those_of_the_verdicts(ends: Ends) -> None:
     (text,) = ends["saves"]
     assert "saved about " in text and "as far as measured, " in text
     saved = float(text.partition("saved about ")[2].split()[0])
-    assert 40 < saved <= 60  # two steps of 30 s, less what the trial took
+    assert 40 < saved <= 60  # two steps of 30 s, minus the trial's time
 
 
 def account(**given: Any) -> Account:
@@ -190,7 +190,7 @@ def test_lines_are_sentences_for_every_end() -> None:
 
 
 def test_messages_that_were_timed_alone_are_not_called_unmeasured() -> None:
-    """Of tp and pp ``"when": "auto"`` times single messages, and knows no gain of a step."""
+    """For tp and pp ``"when": "auto"`` times single messages, and knows no gain per step."""
     one, verdicts = account(), Verdicts()
     verdicts.by_dimension["tp"] = Decision(True, 1000, 2.0, 1.0)
     one.gains.count(verdicts, 5, ())
@@ -233,7 +233,7 @@ def test_a_loss_is_called_one() -> None:
 
 
 def test_lines_stand_beside_progress_bars(tmp_path: Path) -> None:
-    """A bar ends without a newline, and must not be the beginning of a line of ours."""
+    """A bar ends without a newline, so our line must begin on a new one."""
     pytest.importorskip("tqdm")
     code = """
         import sys, tqdm
@@ -256,7 +256,7 @@ def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
 
 
 def test_trainings_of_a_measurement_are_no_job() -> None:
-    """Behind "wrote cluster.json" it said what the small trainings of the measurement had sent."""
+    """Otherwise the measurement's small trainings would report after "wrote cluster.json"."""
     code = (
         "from hybridcomp.channels.time_saved import TimeSaved\n"
         "from hybridcomp.session import closing\n"

@@ -1,4 +1,4 @@
-"""The end of a process: what fails to close keeps nothing else open, and is told."""
+"""The end of a process: a failing close does not keep others open, and is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridcomp.session.followers import Followers
 
 
 class Closed:
-    """What is closed at the end; fails where ``error`` is one."""
+    """Something closed at the end; fails if ``error`` is set."""
 
     def __init__(self, order: list[Any], error: Exception | None = None) -> None:
         self.order, self.error = order, error

@@ -1,7 +1,7 @@
-"""A toy engine on ``EngineSession``: a plain loop of torch.distributed, with no patch behind it.
+"""A toy engine on ``EngineSession``: a plain torch.distributed loop, without patches.
 
-Everything that ``Toy`` does somebody else could write outside of the package: it averages gradients
-over its ranks through the session's channel ``dp``, and tells the session names, groups and steps.
+``Toy`` uses only the public interface: it averages gradients over its ranks through the session's
+channel ``dp``, and passes names, groups and steps to the session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min
 
 
 class Toy:
-    """A model, Adam, and gradients that are averaged in one flat buffer."""
+    """A model, Adam, and gradients averaged in a single flat buffer."""
 
     def __init__(self, block: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ class Toy:
         self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2)
         config = None if block is None else CompressionConfig.parse(block)
         self.session = EngineSession.begin(config)
-        self.worst = 0.0  # the largest error of a sum, in units of its bound's scale
+        self.worst = 0.0  # largest error of a sum, in units of its bound's scale
         if self.session is not None:
             self.session.name_parameters(self.model.named_parameters())
             self.session.place([ranks_of(None)])
@@ -47,7 +47,7 @@ class Toy:
             self.session.measure(None, torch.float32, numel)
 
     def step(self, index: int) -> float:
-        """One batch of this rank; returns its loss."""
+        """Train on a batch of this rank; return its loss."""
         generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
         values = torch.randn(8, WIDTH, generator=generator)
         if self.session is not None:
@@ -68,7 +68,7 @@ class Toy:
         return float(loss.detach())
 
     def add_up(self, flat: Tensor) -> None:
-        """Sum ``flat`` over the ranks, in place: as the block says."""
+        """Sum ``flat`` over the ranks, in place, as the block says."""
         if self.session is None:
             dist.all_reduce(flat)
             return
@@ -87,7 +87,7 @@ class Toy:
         self.worst = max(self.worst, float(((flat - exact).abs() / scale).max()))
 
     def scale(self, flat: Tensor) -> Tensor:
-        """By element: the sum over ranks of the largest magnitude in its parameter."""
+        """Return by element the sum over ranks of its parameter's largest magnitude."""
         parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
         largest = torch.cat([part.abs().max().expand(part.numel()) for part in parts])
         dist.all_reduce(largest)
@@ -98,7 +98,7 @@ class Toy:
 
 
 def losses(block: dict[str, Any] | None) -> tuple[list[float], float, bool]:
-    """Losses of a whole run, its largest error, and whether the codec took its messages."""
+    """Return losses of a run, its largest error, and whether the codec was used."""
     toy = Toy(block)
     found = toy.train(0, STEPS)
     encoded = False
@@ -126,7 +126,7 @@ def test_exact_codecs_change_nothing_and_bounds_hold() -> None:
 
 
 def resumed(folder: str) -> tuple[list[float], list[float], float]:
-    """A run in one go, and one that is saved half-way and goes on in a new engine."""
+    """Run in one go, and with a save half-way and a new engine."""
     half = STEPS // 2
     toy = Toy(FEEDBACK)
     toy.train(0, half)
@@ -153,7 +153,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
 
 
 def damaged(folder: str) -> tuple[int, int]:
-    """How often a follower was to go on from a sound checkpoint, and from a damaged one."""
+    """Return how often a follower was resumed, from a sound checkpoint and from a damaged one."""
     toy, follower = Toy(FEEDBACK), mock.Mock()
     toy.train(0, 1)
     assert toy.session is not None
@@ -175,7 +175,7 @@ def test_followers_keep_theirs_where_a_file_is_damaged(tmp_path: Path) -> None:
 
 
 def followed() -> tuple[list[float], int]:
-    """Norms of residuals after a step, after the loss scale doubled, and after an overflow."""
+    """Return residual norms after a step, after the loss scale doubled, and after an overflow."""
     toy = Toy(FEEDBACK)
     toy.train(0, 1)
     assert toy.session is not None
@@ -212,7 +212,7 @@ def test_the_ledger_reports_without_an_engine(tmp_path: Path) -> None:
 
 
 def reported_by_one(folder: str) -> list[bool]:
-    """Whether ranks write the ledger whose file only this or only the other rank names."""
+    """Return whether ranks write the ledger if only this or only the other rank names its file."""
     for number in range(2):
         named = dist.get_rank() == number
         jsonl = f"{folder}/{number}.jsonl"
@@ -224,7 +224,7 @@ def reported_by_one(folder: str) -> list[bool]:
 
 
 def test_the_ledger_may_be_named_on_some_ranks_only(tmp_path: Path) -> None:
-    """Scripts name it on the rank that writes it: no rank waits, and that of rank 0 counts."""
+    """Scripts name it on the writing rank: no rank waits, and rank 0's name counts."""
     assert run_ranks(2, reported_by_one, str(tmp_path), timeout=60) == [[True, False]] * 2
 
 
@@ -242,7 +242,7 @@ def test_ranks_that_differ_are_told() -> None:
 
 
 def test_rows_of_meetings_and_versions_are_told_in_words() -> None:
-    """They were bare keys: ``meet_wait_ms 31.47, drift 0.009614, full_versions 0``."""
+    """They had been bare keys: ``meet_wait_ms 31.47, drift 0.009614, full_versions 0``."""
     row = {"meetings": 2.0, "skipped": 0.0, "meet_wait_ms": 31.47, "drift": 0.0, "staleness": 0.0}
     assert follower_line(("sync", row)) == "sync: meetings 2, waited for others 31.47 ms, drift 0"
     row = {"version": 20.0, "versions": 2.0, "full_versions": 0.0, "changed_share": 0.0123,

@@ -1,4 +1,4 @@
-"""The channels of the process: who lends them, and for how long."""
+"""The process's channels: who shares them, and for how long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.paths import ROOT
 
 
 class Engine:
-    """What lends; a cycle holds it, as DeepSpeed's engines are held."""
+    """Sharing engine; a cycle holds it, as with DeepSpeed's engines."""
 
     def __init__(self) -> None:
         self.own = self
@@ -54,7 +54,7 @@ def test_a_configured_block_comes_back_after_the_engine() -> None:
     process.share_session(engine, session({"tp": "bf16"}))
     del engine
     gc.collect()
-    assert process.current() is None  # torch.distributed is not up
+    assert process.current() is None  # torch.distributed is not initialized
     config = process.configured()
     assert config is not None
     assert config.tp.codec == "fp16"
@@ -75,7 +75,7 @@ def test_the_first_living_engine_lends() -> None:
 
 
 class Follower:
-    """A follower of steps that notes its end."""
+    """A follower of steps that records its end."""
 
     name = "noted"
 
@@ -95,7 +95,7 @@ class Follower:
 
 
 def followed(lender: Engine | None) -> Follower:
-    """Put a session with a follower in the place of the process's, or lend it."""
+    """Put a session with a follower in the process's place, or share it."""
     follower, found = Follower(), session({"tp": "bf16"})
     found.follow(follower)
     if lender is None:
@@ -106,7 +106,7 @@ def followed(lender: Engine | None) -> Follower:
 
 
 def test_followers_are_closed_with_a_session_that_no_engine_closes() -> None:
-    """It may be a place in a run of islands, where others would wait for this process."""
+    """It may be an island's membership, and other islands would wait for this process."""
     own = followed(None)
     process.configure({"tp": "fp16"})
     assert own.closed == 1
@@ -141,7 +141,7 @@ def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
 
 
 def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
-    """One that does may abort the process at its end."""
+    """A surviving thread may abort the process at exit."""
     code = (
         "import glob\n"
         "from hybridcomp.session import process\n"
@@ -162,7 +162,7 @@ def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
 
 
 def run_alone(code: str) -> str:
-    """What a Python of its own prints that is given ``code``."""
+    """Run ``code`` in a new Python; return its output."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,

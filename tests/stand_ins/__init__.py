@@ -1,1 +1,1 @@
-"""What stands in for upstream packages, devices and groups; nothing here is the real thing."""
+"""Stand-ins for upstream packages, devices and groups."""

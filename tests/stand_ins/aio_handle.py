@@ -1,4 +1,4 @@
-"""Stand-in for DeepSpeed's aio handle: whole files, aligned as O_DIRECT wants, of one size."""
+"""Stand-in for DeepSpeed's aio handle: whole files, aligned for O_DIRECT, of fixed size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALIGNED = 512
 
 
 class AioHandle:
-    """Posts files and moves them in ``wait``; aborts where a size is not the buffer's."""
+    """Posts files and moves them in ``wait``; aborts if a size differs from the buffer's."""
 
     def __init__(self) -> None:
         self.buffers: dict[int, Any] = {}

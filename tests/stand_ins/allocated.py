@@ -1,4 +1,4 @@
-"""Count the bytes that torch allocates, until the last reference, as on a GPU."""
+"""Count the bytes that torch allocates until their last reference, as on a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ StorageWeakRef: Any = reductions.StorageWeakRef
 
 
 class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered: the bytes of new tensors of this thread, ``now`` and at ``most``.
+    """Counts the bytes of this thread's new tensors while entered, ``now`` and at ``most``.
 
-    The pool keeps no buffer, and each has the length that was asked for.
+    The pool keeps no buffer, and allocates exactly the requested length.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def now(self) -> int:
-        """Forget what is freed; return the bytes of the rest."""
+        """Drop freed tensors; return the bytes of the rest."""
         for live in (self._live, self._known):
             for key in [key for key, (alive, _) in live.items() if alive.expired()]:
                 del live[key]
@@ -50,7 +50,7 @@ class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors(args):  # made before it was entered, unless it is known
+        for tensor in _tensors(args):  # created before it was entered, unless it is known
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._known[storage._cdata] = StorageWeakRef(storage), 0

@@ -1,4 +1,4 @@
-"""Count the host's copies of messages of a GPU over gloo."""
+"""Count host copies of GPU messages over gloo."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hybridcomp.collectives.wire.staging import Staging
 
 
 class CountedStaging(Staging):
-    """Stages messages of this CPU as those of a GPU over gloo; bytes of the copies ``now`` and at
-    ``most``."""
+    """Stage this CPU's messages as a GPU's over gloo; counts copied bytes, ``now`` and ``most``."""
 
     devices = frozenset({"cpu"})
 

@@ -1,4 +1,4 @@
-"""A store that counts what one rank asks of it."""
+"""A store that counts a rank's requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class CountedStore:
-    """Hands every call over to ``store``, and counts it by its name."""
+    """Forwards every call to ``store``, and counts it by name."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

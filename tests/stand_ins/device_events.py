@@ -1,4 +1,4 @@
-"""Stand-in for a GPU that a test drives by hand, with the events that ``DeviceClock`` asks for."""
+"""Stand-in for a GPU driven by the test, with the events that ``DeviceClock`` uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Device:
-    """One stream: what it is given takes ``busy`` seconds each, and it is ``done`` so far."""
+    """A device with one stream: ``given`` seconds of work are queued, ``done`` of them finished."""
 
     given: float = 0.0
     done: float = 0.0
@@ -15,22 +15,22 @@ class Device:
     events: list[Event] = field(default_factory=list)
 
     def work(self, seconds: float) -> None:
-        """Give the stream more to do."""
+        """Queue more work."""
         self.given += seconds
 
     def catch_up(self) -> None:
-        """The stream has done all that it was given."""
+        """Finish all queued work."""
         self.done = self.given
 
     def event(self) -> Event:
-        """As ``torch.cuda.Event(enable_timing=True)``."""
+        """Create an event like ``torch.cuda.Event(enable_timing=True)``."""
         self.events.append(Event(self))
         return self.events[-1]
 
 
 @dataclass(eq=False)
 class Event:
-    """What ``torch.cuda.Event`` is used for here."""
+    """Methods of ``torch.cuda.Event`` in use here."""
 
     device: Device
     at: float | None = None
@@ -47,7 +47,7 @@ class Event:
         self.device.catch_up()
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds, as torch's; neither may be under way."""
+        """Return milliseconds, as torch does; both events must be done."""
         assert self.query() and other.query(), "torch raises here"
         assert self.at is not None and other.at is not None
         return (other.at - self.at) * 1e3

@@ -1,6 +1,6 @@
-"""Stand-in for GPT-NeoX: a package ``megatron`` with what the seams name, on real process groups.
+"""Stand-in for GPT-NeoX: a package ``megatron`` with the seams' functions, on real groups.
 
-Written to a folder, so that it is found and checked as a checkout is.
+It is written to a folder, so that it is located and checked like a checkout.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def tb_wandb_log(key, value, iteration_no, use_wandb, tensorboard_writer=None,
 
 
 def write(folder: Path, *, mappings: str | None = None, neox: bool = True) -> None:
-    """Put the package into ``folder``; ``mappings`` in the place of its own, if given."""
+    """Write the package into ``folder``; ``mappings`` replaces its module if given."""
     home = folder / "megatron"
     own = MAPPINGS + "".join(REGION.format(name=name) for name in OTHERS)
     files = {

@@ -16,11 +16,10 @@ from hybridcomp.collectives.wire import POOL
 
 
 class Held:
-    """While it is entered: the bytes that messages hold, ``now`` and at ``most``.
+    """Counts the bytes that messages hold while entered, ``now`` and at ``most``.
 
-    Buffers of the pool until they are given back; those of posted messages, and the sums that
-    owners are given, until they are collected. The pool keeps no buffer, so that each has the
-    length that was asked for.
+    Pool buffers count until they are returned; buffers of posted messages and owners' sums until
+    they are collected. The pool keeps no buffer and allocates exactly the requested length.
     """
 
     def __init__(self) -> None:

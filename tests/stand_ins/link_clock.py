@@ -1,4 +1,4 @@
-"""Stand-in for the clock of trials: a link is as fast as a test wants."""
+"""Fake clock of trials: makes a link as fast as a test needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.autotune.trials import StepTraffic
 
 @contextmanager
 def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
-    """The collectives run, and take these seconds; yields the sizes of the trials."""
+    """Run the collectives with these times; yields the sizes of the trials."""
     sizes: list[int] = []
 
     def seconds(run: Callable[[], None], device: torch.device) -> float:
@@ -29,7 +29,7 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
 
         return of
 
-    real = timing.judge
+    real, real_confirm = timing.judge, timing.confirm
     with (
         patch.object(timing, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
         patch.object(timing, "REPEATS", (2, 3)),
@@ -39,6 +39,10 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
         patch(
             "hybridcomp.channels.online_tuner.judge",
             lambda trial, *rest: real(sized(trial), *rest),
+        ),
+        patch(
+            "hybridcomp.channels.online_tuner.confirm",
+            lambda trial, *rest: real_confirm(sized(trial), *rest),
         ),
     ):
         yield sizes

@@ -1,9 +1,9 @@
-"""Stand-ins for what megatron-core asks of a GPU, so that it runs on a CPU over gloo.
+"""Stand-ins for the GPU functions of megatron-core, so that it runs on a CPU over gloo.
 
 For tests only: upstream has no CPU path.
 
-``install()`` before ``import megatron.core``, ``patch()`` after. Each stand-in names the place that
-needs it (lines of 0.19.2). Nothing here touches a collective.
+Call ``install()`` before ``import megatron.core``, ``patch()`` after. Each stand-in names the code
+that needs it (lines of 0.19.2). No collective is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Event:
-    """torch.cuda.Event that has always happened."""
+    """torch.cuda.Event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
@@ -37,7 +37,7 @@ class Event:
 
 
 class Stream:
-    """torch.cuda.Stream in which everything runs at once."""
+    """torch.cuda.Stream that runs everything at once."""
 
     cuda_stream = 0
 
@@ -55,7 +55,7 @@ class Stream:
 
 
 class CudaToCpu(TorchFunctionMode):
-    """device="cuda" literals: optimizer.py FP32Optimizer._scale, clip_grads.py, moe_utils.py."""
+    """Maps device="cuda": optimizer.py FP32Optimizer._scale, clip_grads.py, moe_utils.py."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +68,7 @@ class CudaToCpu(TorchFunctionMode):
 
 @functools.cache
 def install() -> None:
-    """Replace what megatron-core calls of torch.cuda."""
+    """Replace the functions of torch.cuda that megatron-core calls."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.synchronize = lambda *args, **kwargs: None
@@ -109,7 +109,7 @@ def _pretend_types() -> None:
 
 
 class _NoTriton:
-    """Stands for triton and all in it; decorators leave their function as it is."""
+    """Stands for triton and its submodules; decorators return their function unchanged."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -119,7 +119,7 @@ class _NoTriton:
 
 
 class _PagedStash(importlib.abc.MetaPathFinder):
-    """0.18 imports triton unguarded in a module that others need; only that one gets a stand-in."""
+    """Stub for a module that 0.18 imports with an unguarded triton, used by no test."""
 
     name = "megatron.core.transformer.moe.paged_stash"
 
@@ -133,7 +133,7 @@ class _PagedStash(importlib.abc.MetaPathFinder):
 
 
 class _Importer(importlib.machinery.SourceFileLoader):
-    """Runs a module whose ``import triton`` finds nothing real."""
+    """Runs a module whose ``import triton`` gets stubs."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         def import_(name: str, *args: Any) -> Any:
@@ -144,7 +144,7 @@ class _Importer(importlib.machinery.SourceFileLoader):
 
 
 def _without_triton() -> None:
-    """0.18 and 0.19 import triton unguarded (Megatron-LM PR #6891); for moe_paged_stash only."""
+    """Stub triton, which 0.18 and 0.19 import unguarded (Megatron-LM PR #6891), in one module."""
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.insert(0, _PagedStash())
         name = "megatron.core.transformer.moe.ops.paged_stash"
@@ -156,7 +156,7 @@ def _without_triton() -> None:
 
 @functools.cache
 def patch() -> None:
-    """Replace parts of megatron-core that have no other way on a CPU."""
+    """Replace parts of megatron-core that cannot run on a CPU."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -167,13 +167,13 @@ def patch() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     patch_without_engine()
-    if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):  # takes numbers off CUDA tensors only
+    if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):  # moves numbers off CUDA tensors only
         token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 
 
 @functools.cache
 def patch_without_engine() -> None:
-    """Let megatron-core do without Transformer Engine and apex, on a GPU as well."""
+    """Let megatron-core run without Transformer Engine and apex, also on a GPU."""
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils
@@ -186,10 +186,10 @@ def patch_without_engine() -> None:
 
 
 def _load_into_torchs_adam(optimizer: Any) -> None:
-    """torch's Adam below the distributed optimizer, whose ``step`` is a tensor of each parameter.
+    """Support torch's Adam, whose ``step`` is a tensor per parameter, in the distributed optimizer.
 
-    Upstream reads it before there is one (``state_dict``), looks for it among what it loads, and
-    has all parameters count in one.
+    Upstream reads it before it exists (``state_dict``), expects it in loaded state, and shares a
+    single counter among all parameters.
     """
     state_dict, write = optimizer.state_dict, optimizer._set_main_param_and_optimizer_states
 
@@ -204,7 +204,7 @@ def _load_into_torchs_adam(optimizer: Any) -> None:
     def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         group, place = self.model_param_group_index_map[parameter]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        state["step"] = state["step"].clone()  # upstream loads one for all parameters
+        state["step"] = state["step"].clone()  # upstream loads a single tensor for all parameters
         write(self, parameter, {**tensors, "step": state["step"]})
 
     optimizer.state_dict = with_states
@@ -212,7 +212,7 @@ def _load_into_torchs_adam(optimizer: Any) -> None:
 
 
 def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's norm with sequence parallelism: asserted away upstream, where TE's is meant."""
+    """Allow torch's norm with sequence parallelism, which upstream's assertion forbids."""
 
     def __new__(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         sequence_parallel, config.sequence_parallel = config.sequence_parallel, False

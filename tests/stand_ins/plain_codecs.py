@@ -1,4 +1,4 @@
-"""Stand-ins for codecs, in plain torch: what the collectives need to know of one, nothing more."""
+"""Codecs in plain torch, as simple as the collectives allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 32
 
 
 class Identity(Codec):
-    """The values' own bytes: fixed size, lossless."""
+    """Copies the values' bytes: fixed size, lossless."""
 
     name = "identity"
     lossless = True
@@ -44,7 +44,7 @@ class Identity(Codec):
 
 
 class Trimmed(Identity):
-    """Lossless and of variable size: an int64 length, then the bytes up to the last non-zero."""
+    """Lossless, variable size: an int64 length, then the bytes up to the last nonzero."""
 
     name = "trimmed"
     fixed_size = False
@@ -67,7 +67,7 @@ class Trimmed(Identity):
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         kept = int(payload[:8].clone().view(torch.int64))
-        # exactly what the sizes that were exchanged promise
+        # exactly the exchanged size
         assert payload.numel() == 16 + align(kept)
         raw = out.view(torch.uint8)
         raw[:kept] = payload[16 : 16 + kept]
@@ -75,7 +75,7 @@ class Trimmed(Identity):
 
 
 class Int8(Codec):
-    """One fp32 scale for 32 values, int8 each: fixed size, lossy, dtype of the values unseen."""
+    """One fp32 scale for 32 values, int8 each: fixed size, lossy, ignores the values' dtype."""
 
     name = "int8"
     lossless = False
@@ -94,7 +94,7 @@ class Int8(Codec):
         padded = torch.zeros(blocks * BLOCK)
         padded[: values.numel()] = values
         rows = padded.view(blocks, BLOCK)
-        scales = rows.abs().amax(1, keepdim=True) / 127  # NaN and Inf survive in the scale
+        scales = rows.abs().amax(1, keepdim=True) / 127  # NaN and Inf propagate through the scale
         quantized = (rows / scales).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
         used = self.wire_nbytes(values.numel(), values.dtype)
         body = torch.cat([scales.view(torch.uint8), quantized.view(torch.uint8)], dim=1).view(-1)
@@ -123,7 +123,7 @@ FIXED = Int8()
 
 
 class Wide(Int8):
-    """``Int8`` with payloads whose length depends on the values, as a guaranteed codec has."""
+    """``Int8`` with payload lengths that depend on the values, like a guaranteed codec."""
 
     name = "wide"
     fixed_size = False

@@ -1,4 +1,4 @@
-"""Stand-in for a process group that sends nothing: its size and this rank, and no backend."""
+"""Stand-in for a process group without a backend: its size and this rank."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 
 class FakeGroup:
-    """What a ``ProcessGroup`` says of itself."""
+    """Properties of a ``ProcessGroup``."""
 
     def __init__(self, size: int = 2, rank: int = 0) -> None:
         self._size, self._rank = size, rank
 
     def size(self) -> int:
-        """Ranks in it."""
+        """Return the number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """Which of them this is."""
+        """Return this rank."""
         return self._rank
 
 
 def fake_group(size: int = 2, rank: int = 0) -> Any:
-    """One that is accepted where a ``ProcessGroup`` is expected."""
+    """Return a fake typed as a ``ProcessGroup``."""
     return FakeGroup(size, rank)

@@ -1,7 +1,4 @@
-"""Stand-in for a codec: it copies, so that a compressed path can be held against the native one.
-
-It is lossless and of fixed size: results are compared bit by bit.
-"""
+"""A lossless, fixed-size codec that copies, to compare compressed and native paths bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from hybridcomp.codecs.base import Codec, align
 
 
 class Raw(Codec):
-    """Bytes as they are."""
+    """Copies the bytes."""
 
     name = "raw"
     lossless = True

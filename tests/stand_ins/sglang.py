@@ -1,7 +1,6 @@
-"""Stand-in for SGLang 0.5.23: the engine's weight updates, and the worker that calls a loader.
+"""Stand-in for SGLang 0.5.23: the engine's weight updates, and a worker that calls a loader.
 
-Signatures are SGLang's; ``tests/inference/test_upstream.py`` holds them against it where it is
-installed.
+``tests/inference/test_upstream.py`` compares its signatures with an installed SGLang.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ VERSION = "0.5.23"
 
 
 class WeightUpdater:
-    """What a worker does with an update."""
+    """Worker side of an update."""
 
     def __init__(self, model: Any, custom_weight_loaders: list[str]) -> None:
         self.model, self.custom_weight_loaders = model, custom_weight_loaders
@@ -73,5 +72,5 @@ MODULES: dict[str, tuple[Any, ...]] = {
 
 
 def install(put: Callable[[dict[str, types.ModuleType], str, str], None]) -> None:
-    """Give the modules, the package's name and its version to ``put``."""
+    """Register the modules, the package's name and its version through ``put``."""
     put(modules(MODULES), "sglang", VERSION)

@@ -1,8 +1,8 @@
-"""Stand-in for process groups: ranks are threads, tensors are handed over in memory.
+"""Stand-in for process groups: ranks are threads, tensors pass through memory.
 
-For property tests, where processes would cost more than what they test. ``run`` calls a function
-on every rank with a ``Member`` in place of a process group; the collectives find their rank in it,
-and post their bytes here.
+For property tests, where starting processes would dominate. ``run`` calls a function on every rank
+with a ``Member`` instead of a process group; the collectives take their rank from it and post their
+bytes here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 
 class Board:
-    """What the ranks of one group have posted."""
+    """Messages posted by the ranks of a group."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,20 +42,20 @@ class Member:
         self.board, self.rank, self.calls = board, rank, 0
 
     def post(self, source: Tensor, in_splits: list[int], take: Callable[[int], None]) -> Done:
-        """Put ``source`` on the board; ``take(call)`` copies what came once all have posted."""
+        """Post ``source``; ``take(call)`` copies the messages once all ranks have posted."""
         call, self.calls = self.calls, self.calls + 1
         self.board.posted[call, self.rank] = (source, in_splits)
 
         def finish() -> None:
             self.board.barrier.wait()
             take(call)
-            self.board.barrier.wait()  # nobody may reuse a buffer that another still reads
+            self.board.barrier.wait()  # no rank may reuse a buffer that another still reads
 
         return Done(finish)
 
 
 class Done(Work):
-    """Runs its transfer when it is waited for."""
+    """Runs its transfer in ``wait``."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _receive(out: Tensor, mail: queue.Queue[Tensor]) -> None:
 
 @contextmanager
 def in_process() -> Iterator[None]:
-    """The collectives of this process talk to ``Member`` groups inside."""
+    """Make this process's collectives use ``Member`` groups inside."""
     dist = SimpleNamespace(
         all_reduce=_all_reduce, all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv,
         **{transport.GATHER: _all_gather_single},
@@ -140,9 +140,9 @@ def in_process() -> Iterator[None]:
 
 
 def run(size: int, function: Callable[[Any, int], T], others: Sequence[Board] = ()) -> list[T]:
-    """``function(group, rank)`` on ``size`` ranks; the results by rank. Only ``in_process``.
+    """Run ``function(group, rank)`` on ``size`` ranks; return results by rank. Only ``in_process``.
 
-    ``others``: boards of groups that the function uses besides.
+    ``others``: boards of further groups that the function uses.
     """
     board = Board(size)
     results: dict[int, T] = {}

@@ -1,8 +1,7 @@
-"""Stand-in for Transformer Engine: which module calls what, by which name.
+"""Stand-in for Transformer Engine: its modules and the functions they call.
 
-The package is laid out as Transformer Engine's is.
-
-``install()`` puts it into ``sys.modules``; the layers are as small as can be, on CPU.
+``install()`` puts the package, laid out as upstream's, into ``sys.modules``; the layers are minimal
+and run on a CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def reduce_scatter_along_first_dim(inp, tp_group, async_op=False):
         out, inp.contiguous(), group=tp_group, async_op=async_op)
     return out, handle
 """
-#: of 2.19 and 2.20: two functions take where their result goes
+#: source of 2.19 and 2.20: two functions have an output argument
 LATER = (
     DISTRIBUTED.replace(
         """quantizer=None):
@@ -54,7 +53,7 @@ LATER = (
         "out = output if output is not None else inp.new_empty(inp.shape[0] // ",
     )
 )
-#: of each range of releases that the seams know: a version, and its module
+#: a version of each range of releases that the seams support, and its module
 RELEASES = {"2.8.0": DISTRIBUTED, "2.18.0": DISTRIBUTED, "2.19.0": LATER, "2.20.2": LATER}
 BASE = f"""
 import torch
@@ -103,7 +102,7 @@ class CLASS(torch.autograd.Function):
 
 
 def install(distributed: str = DISTRIBUTED) -> Any:
-    """The package ``transformer_engine.pytorch``, new."""
+    """Install a new package ``transformer_engine.pytorch``."""
     remove()
     sources = {"distributed": distributed, "module.base": BASE}
     for module, name, grads in (
@@ -123,7 +122,7 @@ def install(distributed: str = DISTRIBUTED) -> Any:
 
 
 def remove() -> None:
-    """Forget it."""
+    """Uninstall it."""
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
 

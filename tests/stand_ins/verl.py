@@ -1,7 +1,6 @@
 """Stand-in for verl 0.9.1: the registry and the base of its checkpoint engines.
 
-Signatures are verl's; ``tests/inference/test_upstream.py`` holds them against it where it is
-installed.
+``tests/inference/test_upstream.py`` compares its signatures with an installed verl.
 """
 
 from __future__ import annotations
@@ -66,6 +65,6 @@ MODULES: dict[str, tuple[Any, ...]] = {
 
 
 def install(put: Callable[[dict[str, types.ModuleType], str, str], None]) -> None:
-    """Give the modules, the package's name and its version to ``put``; the registry is empty."""
+    """Register modules, package name and version through ``put``; empties the registry."""
     CheckpointEngineRegistry._registry.clear()
     put(modules(MODULES), "verl", VERSION)

@@ -1,7 +1,7 @@
 """Stand-in for vLLM 0.33: factories, bases of weight-transfer engines, reload.
 
-Signatures are vLLM's; ``tests/inference/test_upstream.py`` holds them against it where it is
-installed. ``install`` puts the modules into ``sys.modules`` for one test.
+``tests/inference/test_upstream.py`` compares its signatures with an installed vLLM. ``install``
+puts the modules into ``sys.modules`` for one test.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ VERSION = "0.33.0"
 
 @dataclass
 class WeightTransferInitInfo:
-    """Base of what a worker is told once."""
+    """Base of a worker's one-time settings."""
 
 
 @dataclass
 class WeightTransferUpdateInfo:
-    """Base of what a worker is told for an update."""
+    """Base of a worker's settings for an update."""
 
 
 @dataclass
 class TrainerInitInfo:
-    """Base of what a trainer's engine is told."""
+    """Base of a trainer engine's settings."""
 
     backend: ClassVar[str]
 
@@ -88,7 +88,7 @@ class WeightTransferEngine(ABC):
 
 
 class VLLMWeightSyncClient(Protocol):
-    """What drives the workers of an inference engine."""
+    """Drives the workers of an inference engine."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -170,9 +170,9 @@ class WeightTransferTrainerFactory:
         )
 
 
-#: models between the two ends of a layerwise reload
+#: models inside a layerwise reload
 RELOADING: list[Module] = []
-#: every whole reload
+#: every full reload
 RELOADED: list[Module] = []
 
 
@@ -188,13 +188,13 @@ def finalize_layerwise_processing(model: Module, model_config: Any) -> None:
 
 
 def finalize_layerwise_reload(*args: Any, **kwargs: Any) -> None:
-    """End a reload, by its older name."""
+    """End a reload; older name."""
     finalize_layerwise_processing(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def disable_mtp_completeness_check() -> Iterator[None]:
-    """Allow a part of the weights."""
+    """Allow a subset of the weights."""
     yield
 
 
@@ -216,7 +216,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
 
 
 def install(put: Callable[[dict[str, types.ModuleType], str, str], None]) -> None:
-    """Give the modules, the package's name and its version to ``put``; registries are empty."""
+    """Register modules, package name and version through ``put``; empties the registries."""
     for registry in (WeightTransferEngineFactory, WeightTransferTrainerFactory):
         registry._registry.clear()
     RELOADING.clear()
@@ -225,7 +225,7 @@ def install(put: Callable[[dict[str, types.ModuleType], str, str], None]) -> Non
 
 
 def modules(contents: dict[str, tuple[Any, ...]]) -> dict[str, types.ModuleType]:
-    """Make modules with these functions and classes, and the packages above them."""
+    """Create modules with these functions and classes, and their parent packages."""
     made: dict[str, types.ModuleType] = {}
     for name, values in contents.items():
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""What tests of the rendezvous have in common."""
+"""Shared by tests of the rendezvous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """The port of a store on the loopback, of this process."""
+    """Return a free loopback port for a store of this process."""
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
     )

@@ -1,4 +1,4 @@
-"""Start islands that are jobs of their own, beside each other, and the store at which they meet."""
+"""Start islands as separate parallel jobs, and the store at which they meet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 @contextmanager
 def rendezvous() -> Iterator[str]:
-    """Hold a store; gives its address."""
+    """Yield the address of a store."""
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
@@ -26,19 +26,19 @@ def rendezvous() -> Iterator[str]:
 def start(
     jobs: ThreadPoolExecutor, ranks: int, work: Callable[..., Any], *args: Any
 ) -> Future[Any]:
-    """Start a job of its own; the results of its ranks come in rank order."""
+    """Start a job; returns the results of its ranks in rank order."""
     return jobs.submit(run_ranks, ranks, work, *args)
 
 
 def beside(*jobs: tuple[int, Callable[..., Any], tuple[Any, ...]]) -> list[list[Any]]:
-    """Run jobs (ranks, function, arguments) beside each other; what their ranks returned."""
+    """Run jobs (ranks, function, arguments) in parallel; return their ranks' results."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         running = [start(pool, ranks, work, *args) for ranks, work, args in jobs]
         return [job.result() for job in running]
 
 
 def block(address: str, timeout_s: float = 60.0, at_start: int = 2, **sync: Any) -> dict[str, Any]:
-    """A block with islands that meet at ``address``."""
+    """Return a block with islands that meet at ``address``."""
     where = {"rendezvous": address, "timeout_s": timeout_s, "at_start": at_start}
     where["join_timeout_s"] = 120.0
     return {

@@ -25,7 +25,7 @@ from tests.training.mcore_trainer import (
     wrap,
 )
 
-#: Adam as plain SGD, which the distributed optimizer does not take
+#: makes Adam plain SGD, which the distributed optimizer does not accept
 SHARDED: dict[str, Any] = {"optimizer": "adam", "linear": True, "distributed_optimizer": True}
 
 
@@ -34,7 +34,7 @@ def block(**sync: Any) -> dict[str, Any]:
 
 
 class MegatronIslandJob:
-    """A rank's chunks and optimizer; to be built and trained inside ``armed(job)``."""
+    """A rank's model chunks and optimizer; build and train it inside ``armed(job)``."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -66,7 +66,7 @@ class MegatronIslandJob:
         return found
 
     def weights(self) -> Tensor:
-        """All weights of this rank, gathered first where the next forward pass would do it."""
+        """Return all weights of this rank, gathered first where the next forward pass would."""
         for chunk in self.chunks if self.job.overlap and self.job.distributed_optimizer else []:
             chunk.start_param_sync(force_sync=True)
         found = [p.detach().float().flatten() for c in self.chunks for p in c.module.parameters()]
@@ -74,7 +74,7 @@ class MegatronIslandJob:
 
 
 def weights_after(job: Job, first: int = 0) -> Tensor:
-    """Train ``job`` as it says, from the weights of seed ``first``; this rank's weights."""
+    """Train ``job`` from the weights of seed ``first``; return this rank's weights."""
     with armed(job):
         initialize(job)
         torch.manual_seed(first)
@@ -96,9 +96,9 @@ class QuadraticModel(nn.Module):
 
 
 def quadratic_after(told: dict[str, Any], steps: int, cp: int = 1, sharded: bool = False) -> Tensor:
-    """Train a QuadraticModel in islands of ``cp`` context ranks; its weights.
+    """Train a QuadraticModel in islands of ``cp`` context ranks; return its weights.
 
-    In fp64, or ``sharded`` by the distributed optimizer in fp32.
+    It runs in fp64, or ``sharded`` by the distributed optimizer in fp32.
     """
     job = Job(clip=0.0, optimizer="sgd", lr=simulated.INNER, cp=cp, block=told)
     dtype = torch.float64
@@ -119,19 +119,19 @@ def quadratic_after(told: dict[str, Any], steps: int, cp: int = 1, sharded: bool
 
 
 def inner(job: MegatronIslandJob) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch in Megatron's."""
+    """Return torch's optimizers inside Megatron's."""
     return [one.optimizer for one in job.optimizer.chained_optimizers]
 
 
 def held(job: MegatronIslandJob) -> list[Tensor]:
-    """The weights of the model and of its optimizers, in one order."""
+    """Return the weights of the model and of its optimizers, in one order."""
     found = [p.data for chunk in job.chunks for p in chunk.module.parameters()]
     groups = [group for one in inner(job) for group in one.param_groups]
     return found + [p.data for group in groups for p in group["params"]]
 
 
 def restarted(job: Job, folder: str, at: int) -> tuple[Tensor, Tensor]:
-    """Weights of a run, and of one that was saved at step ``at`` and went on in new objects."""
+    """Return the weights of a run, and of one saved at step ``at`` and resumed in new objects."""
     with armed(job):
         initialize(job)
         whole = MegatronIslandJob(job).train(at)
@@ -152,7 +152,7 @@ def restarted(job: Job, folder: str, at: int) -> tuple[Tensor, Tensor]:
 
 
 def gathered(values: Tensor) -> list[Tensor]:
-    """The vectors of all ranks of the job."""
+    """Return the vectors of all ranks of the job."""
     found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(found, values)
     return found

@@ -1,6 +1,6 @@
-"""The published recurrences in one process, written from their papers, on fp64 vectors.
+"""Simulate the published recurrences in one process, from their papers, on fp64 vectors.
 
-An island's inner step is plain SGD on a quadratic of its own, ``w -= lr * a_r * (w - b_r)``.
+An island's inner step is plain SGD on its quadratic, ``w -= lr * a_r * (w - b_r)``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def diloco(
 def streaming(
     islands: int, steps: int, every: int, fragments: int, delay: int, mix: float, lr: float
 ) -> Weights:
-    """Algorithm 2 of Streaming DiLoCo: fragments in turn, a mean ``delay`` steps late, mixed."""
+    """Algorithm 2 of Streaming DiLoCo: fragments in turn, a mean ``delay`` steps late, mixed in."""
     losses = [Quadratic.of(island) for island in range(islands)]
     local = [first() for _ in losses]
     whole, momentum = first(), torch.zeros(NUMEL, dtype=torch.float64)
@@ -82,7 +82,7 @@ def streaming(
 def sparseloco(
     islands: int, steps: int, every: int, decay: float, compress: Callable[[Tensor], Tensor]
 ) -> Weights:
-    """Algorithm 1 of SparseLoCo: the error memory decays, and takes the place of momentum."""
+    """Algorithm 1 of SparseLoCo: the error memory decays and replaces momentum."""
     losses = [Quadratic.of(island) for island in range(islands)]
     local, whole = [first() for _ in losses], first()
     error = [torch.zeros_like(whole) for _ in losses]
@@ -98,14 +98,14 @@ def sparseloco(
 
 
 def wsp(islands: int, steps: int, every: int, staleness: int) -> Weights:
-    """HetPipe's WSP where every island is as far ahead as it may be.
+    """HetPipe's WSP with every island as far ahead as allowed.
 
-    An island's weights are the first ones less the means of all waves up to ``staleness`` ago, and
-    less its own moves since.
+    An island's weights are the initial ones, minus the means of all waves up to ``staleness`` ago,
+    minus its own changes since.
     """
     losses = [Quadratic.of(island) for island in range(islands)]
     local = [first() for _ in losses]
-    waves: list[Weights] = []  # by wave, what each island has moved
+    waves: list[Weights] = []  # by wave, each island's weight change
     current = [torch.zeros(NUMEL, dtype=torch.float64) for _ in losses]
     for step in range(1, steps + 1):
         moved = [loss.step(weights) for loss, weights in zip(losses, local, strict=True)]

@@ -1,4 +1,4 @@
-"""Messages of islands that are jobs on their way: in order, beside the training, and failures."""
+"""Messages of islands that are jobs in flight: order, overlap with training, failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.sync.torch_job import Job
 
 
 class HeldUp(Rendezvous):
-    """A rendezvous to which nothing is posted until ``opened``, and that fails where told so."""
+    """A rendezvous that delays posts until ``opened``, and fails on demand."""
 
     opened = threading.Event()
     problem: Exception | None = None
@@ -43,7 +43,7 @@ class HeldUp(Rendezvous):
 
 @contextmanager
 def met(ranks: int = 1) -> Iterator[tuple[HeldUp, Callable[[], BackgroundTransfer]]]:
-    """Hold a store; gives one line to it, and makes transfers of ``ranks`` ranks of an island."""
+    """Yield a store with a connection, and a factory of an island's transfers."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = HeldUp(StoreLine("127.0.0.1", store.port, 30.0, 10.0), 0, 1, 10.0, 10.0, 2)
     meet.opened = threading.Event()
@@ -71,7 +71,7 @@ def test_messages_go_in_order_and_come_beside_the_training() -> None:
         one.wait_sent(2)
         assert meet.stands(1, "a") and meet.stands(2, "a")
         deadline = time.monotonic() + 20
-        while len(two._found) < 2:  # nobody has asked for them yet
+        while len(two._found) < 2:  # before anyone requests them
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert [bytes(two.take(number, "a") or b"") for number in (1, 2)] == [b"a1", b"a2"]
@@ -120,7 +120,7 @@ def test_the_end_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch
         transfer = make()
         for number in (1, 2, 3):
             transfer.send("a", number, memoryview(b"x"))
-        assert transfer.close(0.05) == 3  # one is held up
+        assert transfer.close(0.05) == 3  # one is delayed
         monkeypatch.undo()
         meet.opened.set()
 
@@ -128,7 +128,7 @@ def test_the_end_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch
 def test_what_is_lost_at_the_end_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second rank of an island cannot send its second message; the first says goodbye."""
+    """An island's second rank cannot send its second message; the first leaves regularly."""
     monkeypatch.setattr(transfer_module, "REQUEST_ENDS_S", 0.1)
     with met(2) as (meet, make):
         first, second, held_up = make(), make(), copy.copy(meet)
@@ -165,7 +165,7 @@ class Slow(Rendezvous):
 
 
 def ends_while_it_sends(address: str) -> None:
-    """Train, and end as a script does, with a message under way that the second rank sends late."""
+    """Train, and end as a script does, while the second rank's late message is in flight."""
     told = block(address, preset="wsp")
     told["sync"]["islands"]["name"] = "ends"
     job = Job(told).build().train(3)
@@ -179,7 +179,7 @@ def ends_while_it_sends(address: str) -> None:
 
 
 def goes_on(address: str) -> list[tuple[list[str], list[str]]]:
-    """Train an island; who was present and who silent at each meeting."""
+    """Train an island; return the members and the silent islands of each meeting."""
     told = block(address, preset="wsp")
     told["sync"]["islands"]["name"] = "goes-on"
     job, found = Job(told, first=2).build(), []
@@ -198,7 +198,7 @@ def test_what_a_rank_still_sends_at_the_end_of_its_process_counts() -> None:
 
 
 def loses_its_rendezvous() -> tuple[int, str]:
-    """Send to a rendezvous that has ended; at which later step it is told, and what."""
+    """Send to a rendezvous that has ended; return the later step with the error, and the error."""
     with rendezvous() as address:
         job = Job(block(address, 20.0, 1, preset="wsp", every=20)).build().train(19)
     job.train(1)  # sends; the mean is due at step 40
@@ -218,7 +218,7 @@ def test_a_message_that_fails_is_told_by_a_step_before_it_is_due() -> None:
 
 
 def is_not_let_in() -> str:
-    """Go on from a checkpoint with a message under way where the others never come."""
+    """Resume from a checkpoint with a message in flight where the others never come."""
     with rendezvous() as address:
         first = Job(block(address, at_start=1, preset="wsp")).build().train(3)
         kept = first.job_meetings.state()

@@ -1,4 +1,4 @@
-"""Islands under DeepSpeed: each stage, exact where nothing is lost, and their checkpoints."""
+"""Islands under DeepSpeed: each stage, exactness if lossless, and checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _told(job: Job, text: str) -> str:
 
 
 def spoil_padding(optimizer: Any) -> None:
-    """Write NaN behind the end of each partition of stage 3, which upstream never writes."""
+    """Write NaN past the end of each stage 3 partition, where upstream never writes."""
     spoiled = 0
     for flat_group, group in zip(
         optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True
@@ -62,7 +62,7 @@ def spoil_padding(optimizer: Any) -> None:
 
 
 def every_step(jobs: list[Job]) -> None:
-    """Islands that meet every step, with SGD inside and outside, are one native job."""
+    """Islands that meet every step, with SGD inside and outside, equal a single native job."""
     for job in jobs:
         plain = replace(job, ds_json={"optimizer": SGD, "gradient_clipping": 0.0})
         found = []
@@ -87,7 +87,7 @@ def test_every_step_is_the_native_job(stage: int) -> None:
 
 
 def unpadded() -> None:
-    """What lies behind the weights of a partition of stage 3 is not sent, nor touched."""
+    """Neither send nor change the padding after a stage 3 partition's weights."""
     from hybridcomp.patches.ds import island_unit
 
     engine = make_engine(Job(stage=3, dtype="bf16", block=LOCAL))
@@ -102,7 +102,7 @@ def unpadded() -> None:
     assert bool((masters.read(0, masters.numel) == 7.0).all())
     numel = torch.tensor([masters.numel])
     torch.distributed.all_reduce(numel)
-    # two islands hold all weights each, and some partitions are padded
+    # each of two islands holds all weights, and some partitions are padded
     assert int(numel) == 2 * sum(parameter.ds_numel for parameter in engine.module.parameters())
     padding = torch.tensor([flat.numel() - masters.numel])
     torch.distributed.all_reduce(padding)
@@ -115,7 +115,7 @@ def test_padding_of_stage_3_is_not_sent() -> None:
 
 
 def dealt() -> None:
-    """Training data goes to all ranks of the job, and a script sees no layout of an island's."""
+    """Distribute data over all ranks of the job; scripts do not see an island's layout."""
     import deepspeed
 
     job = Job(stage=1, block=LOCAL)
@@ -138,12 +138,12 @@ def test_training_data_goes_to_all_ranks() -> None:
     run_ranks(4, dealt, timeout=600.0)
 
 
-#: a power of 2 as the first loss scale, halved by every overflow
+#: first loss scale, a power of 2, halved by every overflow
 SCALED = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
 
 
 def overflowing(stage: int) -> tuple[int, float, dict[str, float], str, torch.Tensor]:
-    """Train two islands in fp16; a loss of the second overflows in its fourth step."""
+    """Train two islands in fp16; the second's loss overflows in its fourth step."""
     sync = {"preset": "local-sgd", "islands": 1, "every": 2}
     told = {"sync": sync, "min_bytes": 0, "ledger": {"every": 1_000_000}}
     job = Job(stage, "fp16", block=told, ds_json={"fp16": SCALED})
@@ -179,7 +179,7 @@ def test_an_overflow_in_one_island_is_its_own_affair(stage: int) -> None:
 
 
 def after_islands() -> None:
-    """An engine beside one with islands is refused; once that is destroyed it has the whole job."""
+    """Reject an engine beside one with islands; after that one's end it gets the whole job."""
     one = {**LOCAL, "sync": {**LOCAL["sync"], "islands": 1}}
     first = make_engine(Job(stage=1, block=one))
     assert first.dp_world_size == 1
@@ -211,7 +211,7 @@ ADAM: dict[str, Any] = {
 
 
 def resumed(stage: int, folder: Path) -> None:
-    """A run that is saved between two meetings, with one under way, goes on bit for bit."""
+    """Save between two meetings, with one in flight; the resumed run is bit-identical."""
     job = Job(stage=stage, dtype="bf16", block=ADAM)
     engine = make_engine(job)
     for step in range(4):
@@ -273,7 +273,7 @@ def taken_over(folder: Path) -> None:
     for step in range(7, 10):
         train_step(engine, job, step)
     session.save(folder / "again")
-    saved_session.read(session, folder / "again")  # of another number of ranks than the last time
+    saved_session.read(session, folder / "again")  # after a change of the number of ranks
     engine.destroy()
 
 
@@ -297,7 +297,7 @@ def test_other_numbers_of_islands_take_over(tmp_path: Path) -> None:
 
 
 def finds_nothing(folder: Path) -> None:
-    """A load that finds no checkpoint changes nothing."""
+    """Load without any checkpoint: nothing changes."""
     from hybridcomp.sync import IslandMeetings
 
     job = Job(
@@ -330,9 +330,9 @@ def test_a_load_that_finds_no_checkpoint_changes_nothing(tmp_path: Path) -> None
 
 
 def in_mode(stage: int, trains: bool) -> tuple[Any, ...]:
-    """Seven steps of islands whose module is in one mode: meetings, clock, native bytes, weights.
+    """Run seven steps of islands in one module mode; return meetings, clock, native bytes, weights.
 
-    A pass that nobody differentiates, as of a validation, lies between the steps.
+    A forward pass without backward, as in a validation, comes between the steps.
     """
     from hybridcomp.sync import IslandMeetings
 

@@ -1,4 +1,4 @@
-"""Islands that are jobs of their own under DeepSpeed: each stage, checkpoints, returns."""
+"""Islands as separate jobs under DeepSpeed: each stage, checkpoints, returns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parts(job: Job) -> torch.Tensor:
 
 
 def one_of_two(job: Job, first: int) -> torch.Tensor:
-    """Train one of these islands as a job of its own."""
+    """Train one of these islands as a separate job."""
     engine = make_engine(job)
     steps(engine, job, first, range(7))
     found = flat(engine)
@@ -77,7 +77,7 @@ def test_jobs_train_as_parts_of_one_job(stage: int, dtype: str) -> None:
 
 
 def until(job: Job, number: int, name: str, ends: bool) -> dict[int, torch.Tensor]:
-    """Train until island ``name`` has been at 3 meetings; the start copies by meeting."""
+    """Train until island ``name`` has been at 3 meetings; return the start copies by meeting."""
     engine = make_engine(job)
     found: dict[int, torch.Tensor] = {}
     step = last = seen = 0
@@ -115,7 +115,7 @@ def test_an_island_of_two_ranks_ends_and_comes_back() -> None:
 
 
 def saves(job: Job, folder: Path) -> torch.Tensor:
-    """Save between two meetings and go on."""
+    """Save between two meetings and continue."""
     first = 2 * int(folder.name)
     engine = make_engine(job)
     steps(engine, job, first, range(5))
@@ -127,7 +127,7 @@ def saves(job: Job, folder: Path) -> torch.Tensor:
 
 
 def loads(job: Job, folder: Path) -> tuple[torch.Tensor, int]:
-    """Go on from what was saved; an island without a checkpoint takes what the others have."""
+    """Resume from the save; an island without a checkpoint takes the others' state."""
     first = 2 * int(folder.name)
     engine = make_engine(job)
     if folder.is_dir():
@@ -139,7 +139,7 @@ def loads(job: Job, folder: Path) -> tuple[torch.Tensor, int]:
 
 
 def saves_into(job: Job, folder: Path, first: int) -> str:
-    """Save where both islands save; returns what it is told."""
+    """Save where both islands save; return the error."""
     engine = make_engine(job)
     steps(engine, job, first, range(2))
     told = ""
@@ -155,7 +155,7 @@ def test_islands_do_not_save_into_one_folder(tmp_path: Path) -> None:
     with rendezvous() as address:
         jobs = [Job(stage=1, block=named(address, name, at_start=1)) for name in "ab"]
         assert run_ranks(1, saves_into, jobs[0], tmp_path, 0) == [""]
-        (told,) = run_ranks(1, saves_into, jobs[1], tmp_path, 1)  # of the same run
+        (told,) = run_ranks(1, saves_into, jobs[1], tmp_path, 1)  # an island of the same run
     words = r"two has what island a of this run has saved, and island b would overwrite"
     assert re.search(words, told) and "\n" not in told
     with rendezvous() as address:  # another run may
@@ -169,7 +169,7 @@ def test_checkpoints_go_on_bit_for_bit_and_with_another_number(stage: int, tmp_p
     with rendezvous() as address:
         job = Job(stage=stage, dtype="bf16", block=block(address, **FED_BACK))
         whole = beside(*((2, saves, (job, folder)) for folder in folders[:2]))
-    with rendezvous() as address:  # of another run
+    with rendezvous() as address:  # another run
         job = Job(stage=stage, dtype="bf16", block=block(address, **FED_BACK))
         again = beside(*((2, loads, (job, folder)) for folder in folders[:2]))
     for island, other in zip(whole, again, strict=True):

@@ -1,4 +1,4 @@
-"""Names of islands: one living island has each, and one that has ended lets it go."""
+"""Island names: each belongs to one living island, and is released when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Make = Callable[[str], HeldName]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Make holders of one name at one store, as of a process on a machine."""
+    """Return holders of a name at a store, as of a process on a machine."""
     monkeypatch.setattr(held_name, "BEAT_S", 0.05)
     monkeypatch.setattr(held_name, "WATCH_S", 1.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -78,13 +78,13 @@ def test_a_process_that_has_ended_lets_its_name_go_at_once(make: Make) -> None:
 def test_a_process_that_cannot_be_looked_at_lives(
     make: Make, hides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one of another user where /proc is mounted with ``hidepid``: 2 hides all, 1 its files."""
+    """As for another user's process under ``hidepid`` of /proc: 2 hides all, 1 its files."""
     first = make("here")
     first.take()
-    first._stop()  # as one that is stopped, which shows no life
+    first._stop()  # as if it were stopped and silent
     monkeypatch.setattr(held_name, "PROC", tmp_path)
     if hides != "all":
-        (tmp_path / str(first._own["pid"]) / "stat").mkdir(parents=True)  # read: an OSError
+        (tmp_path / str(first._own["pid"]) / "stat").mkdir(parents=True)  # a read raises OSError
     kill = mock.Mock(side_effect=PermissionError)
     monkeypatch.setattr("os.kill", kill)
     with pytest.raises(AgreementError, match="which a living island has"):
@@ -107,14 +107,14 @@ def test_one_that_shows_no_life_has_ended_elsewhere_and_lives_here(
             second.take()
         return
     second.take()
-    with pytest.raises(AgreementError):  # one that was stopped, and joins again
+    with pytest.raises(AgreementError):  # the stopped holder tries to join again
         first.take()
     first.release()
     assert second._line.get("holders/a") == second._text.encode()
 
 
 def same_name(address: str) -> tuple[str, int]:
-    """Train an island, and a second one of its name beside it; what that is told."""
+    """Train an island, and a second one of the same name; return its error."""
     told = block(address, 8.0, 1)
     told["sync"]["islands"]["name"] = "a"
     first = Job(told).build().train(2)

@@ -1,4 +1,4 @@
-"""Islands that are jobs of their own under DDP: as parts of one job; ended, hung, come, bad."""
+"""Islands as jobs under DDP, compared with parts of one job; ended, hung, joining, diverged."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FED_BACK: dict[str, Any] = {
 }  # fmt: skip
 
 
-#: seconds for which islands of one rank wait for one that is gone; a busy one takes less
+#: seconds that single-rank islands wait for a missing one; a busy one needs less
 TIMEOUT_S = 8.0
 #: jobs that live until their process ends
 KEPT: list[Job] = []
-#: the weights that all agreed on, by meeting
+#: the averaged weights, by meeting
 Starts = dict[int, Tensor]
 
 
@@ -52,7 +52,7 @@ def parts(steps: int, engine: str) -> Tensor:
 
 
 def one_of_two(address: str, first: int, steps: int, engine: str) -> Tensor:
-    """Train an island of two ranks as a job; with other weights, all but the first in the store."""
+    """Train an island of two ranks as a job; only the first island's weights count."""
     job = Job(block(address, **FED_BACK), engine, first=first).build().train(steps)
     weights = job.weights()
     hybridcomp.detach(job.model)
@@ -75,9 +75,9 @@ def lives(
     when: int = 0,
     rule: Mapping[str, Any] = FED_BACK,
 ) -> Starts:
-    """Train an island of one rank until ``until`` has been at 5 meetings.
+    """Train a single-rank island until ``until`` has been at 5 meetings.
 
-    Returns the start copies after each meeting. ``fate``: what befalls it after meeting ``when``.
+    Returns the start copies after each meeting. ``fate``: its failure after meeting ``when``.
     """
     began = time.perf_counter()
     where = block(address, TIMEOUT_S, 3, **rule)
@@ -103,7 +103,7 @@ def lives(
 
 
 def befall(fate: str, job: Job) -> None:
-    """End this process, let it hang for longer than the others wait, or spoil its weights."""
+    """End this process, hang for longer than the others wait, or spoil its weights."""
     if fate == "ends":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fate == "hangs":
@@ -117,7 +117,7 @@ def befall(fate: str, job: Job) -> None:
 
 
 def alike(*islands: Starts) -> int:
-    """Return how many meetings all have in common; they have the same bits after each."""
+    """Return how many meetings all have in common; their bits agree after each."""
     first, *others = islands
     shared = [number for number in first if all(number in other for other in others)]
     for number in shared:
@@ -134,7 +134,7 @@ def test_one_ends_and_comes_back_and_one_sends_nan() -> None:
             three.result()
         again = start(pool, 1, lives, address, 2, "i2#2")
         (first,), (second,), (third,) = one.result(), two.result(), again.result()
-    assert first.keys() == second.keys() == set(range(max(first) + 1))  # no meeting was lost
+    assert first.keys() == second.keys() == set(range(max(first) + 1))  # no meeting was missed
     assert alike(first, second) == len(first) and alike(first, second, third) == len(third) > 5
     assert all(bool(weights.isfinite().all()) for weights in first.values())
 
@@ -168,21 +168,21 @@ def test_one_hangs_and_comes_back() -> None:
 
 
 def ends(address: str) -> int:
-    """Train an island, and end the process as a script ends; its last meeting."""
+    """Train an island, and end the process as a script does; return its last meeting."""
     job = Job(block(address, at_start=1, **FED_BACK)).build().train(4)
     KEPT.append(job)
     return job.job_meetings.membership.last.number
 
 
 def test_a_run_begins_where_the_islands_of_another_have_ended() -> None:
-    """A script without a line of hybridcomp's detaches nothing: its end says that it has left."""
+    """A script without hybridcomp calls detaches nothing: its exit announces that it left."""
     with rendezvous() as address:
         assert run_ranks(1, ends, address) == [2]
         assert run_ranks(1, ends, address) == [5]
 
 
 def counted(address: str) -> None:
-    """The ledger has the bytes of the messages that go to the rendezvous."""
+    """The ledger counts the bytes of messages to the rendezvous."""
     job = Job(block(address, at_start=1, **FED_BACK)).build().train(1)
     sent, send = [], job.job_meetings.membership.transfer.send
 
@@ -195,7 +195,7 @@ def counted(address: str) -> None:
     assert job.attached is not None and len(sent) == 3
     entry = job.attached.channels.ledger.interval["sync", "forward"]
     assert (entry.messages, entry.wire_nbytes) == (3, sum(sent))
-    assert entry.raw_nbytes == 0  # a job without islands is this one rank, which sends nothing
+    assert entry.raw_nbytes == 0  # without islands the job is this rank alone, which sends nothing
     hybridcomp.detach(job.model)
 
 
@@ -205,7 +205,7 @@ def test_the_ledger_counts_what_is_sent() -> None:
 
 
 def dropped(address: str) -> list[int]:
-    """The last meetings of two models, the first of which is dropped without a word."""
+    """Return the last meetings of two models, the first of which is dropped silently."""
     found = []
     for seed in range(2):
         job = Job(block(address, at_start=1, **FED_BACK), seed=seed).build().train(4)
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_named_in_one_line() -> None:
 
 
 def saves(address: str, name: str, folder: Path) -> list[str]:
-    """Save where another island saves, in each way that there is; what this one is told."""
+    """Save in another island's folder, in every way; return the errors."""
     where = block(address, at_start=1, **FED_BACK)
     where["sync"]["islands"]["name"] = name
     job = Job(where).build().train(2)
@@ -303,9 +303,9 @@ def saves(address: str, name: str, folder: Path) -> list[str]:
     def state() -> dict[str, Any]:
         return {"hybridcomp": hybridcomp.stateful(job.model)}
 
-    saver: Any = dcp  # whose functions torch exports without saying so
+    saver: Any = dcp  # torch does not declare its functions as exported
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of torch: the folder exists
+        warnings.simplefilter("ignore", UserWarning)  # torch's: the folder exists
         kept(lambda: saver.save(state(), checkpoint_id=folder / "dcp"))
         kept(lambda: saver.async_save(state(), checkpoint_id=folder / "async").result())
     kept(lambda: hybridcomp.save_state(folder / "files"))
@@ -318,7 +318,7 @@ def saves(address: str, name: str, folder: Path) -> list[str]:
 
 def test_islands_do_not_save_into_one_folder(tmp_path: Path) -> None:
     with rendezvous() as address:
-        for _ in range(2):  # where it saves again
+        for _ in range(2):  # the second save overwrites its own
             for told in run_ranks(2, saves, address, "a", tmp_path):
                 assert told == [""] * 4
         told, _ = run_ranks(2, saves, address, "b", tmp_path)
@@ -348,7 +348,7 @@ def test_of_islands_that_claim_a_folder_at_once_one_has_it(tmp_path: Path) -> No
 def test_a_claim_that_was_never_written_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its job ended between making the file and writing it, or the disk was full."""
+    """Its job ended between creating and writing the file, or the disk was full."""
     monkeypatch.setattr(claimed_folders, "WRITING_S", 0.05)
     file = tmp_path / claimed_folders.FILES.replace("*", "run")
     file.touch()

@@ -1,4 +1,4 @@
-"""Gradients that a script keeps over a meeting are named, and those that it clears are not."""
+"""Gradients kept over a meeting get a warning, cleared ones none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLD = "keeps gradients over the meeting after step 2 and adds those of other we
 
 @contextlib.contextmanager
 def told_of(*islands: int) -> Iterator[None]:
-    """Expect one line on each of these islands, of one rank, and none on the others."""
+    """Expect a line on each of these single-rank islands, and none on the others."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         yield
     me = dist.get_rank()
@@ -44,7 +44,7 @@ def passed(job: Job, between: Callable[[], object] = lambda: None) -> None:
 
 
 def accumulates(engine: str) -> None:
-    """Two micro-batches for each step, cleared after it, in each way that torch has."""
+    """Run two micro-batches per step, clearing gradients in each way that torch has."""
     for to_none in (True, False):
         job = Job(BLOCK, engine).build()
         with told_of():
@@ -53,7 +53,7 @@ def accumulates(engine: str) -> None:
                 passed(job)
                 job.optimizer.step()
                 job.optimizer.zero_grad(set_to_none=to_none)
-            for _ in range(5):  # cleared at the last moment
+            for _ in range(5):  # gradients are cleared just before the step
                 passed(job, functools.partial(job.optimizer.zero_grad, to_none))
                 job.optimizer.step()
         assert job.meetings.clock == 10
@@ -61,7 +61,7 @@ def accumulates(engine: str) -> None:
 
 
 def keeps(engine: str) -> None:
-    """Gradients of which the script of the second island clears all but one, or all."""
+    """Let the second island's script keep one gradient, or all."""
     for left, told in ((1, (0, 1)), (0, (0,))):
         job = Job(BLOCK, engine).build()
         with told_of(*told):
@@ -74,7 +74,7 @@ def keeps(engine: str) -> None:
 
 
 def detached() -> None:
-    """A model that is detached after a meeting is watched no longer."""
+    """Stop watching a model that is detached after a meeting."""
     job = Job(BLOCK).build()
     with told_of():
         for _ in range(2):
@@ -97,7 +97,7 @@ def test_under_ddp_and_fsdp2() -> None:
 
 
 def of_deepspeed(stage: int) -> None:
-    """DeepSpeed clears gradients in the steps after which islands meet."""
+    """Under DeepSpeed, which clears gradients in the steps after which islands meet."""
     job = DeepSpeedJob(stage, block=BLOCK, ds_json={"gradient_accumulation_steps": 3})
     engine = make_engine(job)
     kept = []

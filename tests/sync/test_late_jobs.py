@@ -1,4 +1,4 @@
-"""Islands that are jobs, with fragments in turn and late means: come, end, restored, left."""
+"""Islands as jobs with alternating fragments and late means: join, end, resume, leave."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sync.torch_job import Job
 CODED: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
 RULES: dict[str, dict[str, Any]] = {
     "in turn": {"preset": "diloco", **CODED, "every": 4, "fragments": 4},
-    "streaming": {"preset": "streaming", "every": 8, "delay": 5},  # two meetings under way
+    "streaming": {"preset": "streaming", "every": 8, "delay": 5},  # two meetings in flight
     "wsp": {"preset": "wsp", "every": 2},
     "far ahead": {"preset": "wsp", **CODED, "every": 3, "fragments": 2, "staleness": 2},
 }
@@ -30,7 +30,7 @@ STEPS = 19
 
 
 def parts(rule: str, engine: str) -> Tensor:
-    """Train two islands of two ranks as parts of a job, of steps of two passes."""
+    """Train two islands of two ranks as parts of a job, with two passes per step."""
     sync = {"islands": 2, **RULES[rule]}
     job = Job({"sync": sync, "min_bytes": 0, "ledger": {"every": 1_000_000}}, engine).build()
     return job.train(STEPS, micro_batches=2).weights()
@@ -59,7 +59,7 @@ def test_jobs_train_as_parts_of_one_job(rule: str, engine: str) -> None:
 
 @pytest.mark.parametrize("rule", by_day([*RULES], ["far ahead"]))
 def test_one_ends_and_comes_back_and_one_sends_nan(rule: str) -> None:
-    """In the middle: messages of one that ends are under way, and one comes between fragments."""
+    """Messages are in flight when one ends, and one joins between fragments."""
     with rendezvous() as address, ThreadPoolExecutor(4) as pool:
         one = start(pool, 1, lives, address, 0, "i2#2", "", 0, RULES[rule])
         two = start(pool, 1, lives, address, 1, "i2#2", "nan", 1, RULES[rule])
@@ -68,13 +68,13 @@ def test_one_ends_and_comes_back_and_one_sends_nan(rule: str) -> None:
             three.result()
         again = start(pool, 1, lives, address, 2, "i2#2", "", 0, RULES[rule])
         (first,), (second,), (third,) = one.result(), two.result(), again.result()
-    assert min(first) <= 1 and first.keys() == set(range(min(first), max(first) + 1))  # none lost
+    assert min(first) <= 1 and first.keys() == set(range(min(first), max(first) + 1))  # none missed
     assert alike(first, second) == len(first) and alike(first, second, third) == len(third) > 4
     assert all(bool(weights.isfinite().all()) for weights in first.values())
 
 
 def saves(address: str, first: int, rule: str, folder: Path, steps: int) -> Tensor:
-    """Save with messages under way, and go on."""
+    """Save with messages in flight, and continue."""
     job = Job(block(address, **RULES[rule]), first=first).build().train(steps)
     of = job.job_meetings
     assert of.under_way and job.attached is not None
@@ -87,7 +87,7 @@ def saves(address: str, first: int, rule: str, folder: Path, steps: int) -> Tens
 
 
 def loads(address: str, first: int, rule: str, folder: Path, at_start: int) -> Tensor:
-    """Go on from what was saved, where something was."""
+    """Resume from a save, if there is one."""
     job = Job(block(address, at_start=at_start, **RULES[rule]), first=first, seed=9).build()
     file, steps = folder / f"{first}.pt", 12
     if file.exists():
@@ -113,22 +113,22 @@ def loads(address: str, first: int, rule: str, folder: Path, at_start: int) -> T
 
 @pytest.mark.parametrize("rule", by_day(["streaming", "wsp", "far ahead"], ["far ahead"]))
 def test_checkpoints_hold_what_is_under_way(rule: str, tmp_path: Path) -> None:
-    steps = 12 if rule == "wsp" else 13  # by then and one later as many means are taken
+    steps = 12 if rule == "wsp" else 13  # the number of means taken by then and a step later
     with rendezvous() as address:
         whole = beside(*((1, saves, (address, n, rule, tmp_path, steps + n // 2)) for n in (0, 2)))
     with rendezvous() as address:
         again = beside(*((1, loads, (address, n, rule, tmp_path, 2)) for n in (0, 2)))
     for (mine,), (theirs,) in zip(whole, again, strict=True):
         assert torch.equal(mine, theirs)
-    with rendezvous() as address:  # of more islands: what was under way is sent again
+    with rendezvous() as address:  # with more islands, in-flight messages are sent again
         three = beside(*((1, loads, (address, n, rule, tmp_path, 3)) for n in (0, 2, 4)))
     assert torch.equal(three[0][0], three[1][0]) and torch.equal(three[0][0], three[2][0])
 
 
 def ahead(address: str, folder: Path, slow: bool) -> tuple[int, float]:
-    """Train, one island slowly; the most meetings that this one was ahead of the other.
+    """Train with one slow island; return the maximum lead of this one in meetings.
 
-    The slow one waits with each message until the other is two ahead, or at its end.
+    The slow one delays each message until the other is two ahead or at its end.
     """
     rule = {**RULES["wsp"], "staleness": 2, "fragments": 2, "every": 4}
     job, most = Job(block(address, **rule)).build(), 0
@@ -137,7 +137,7 @@ def ahead(address: str, folder: Path, slow: bool) -> tuple[int, float]:
         if slow and (step + 1) % 4 in (0, 2):
             while count(begun[1]) < min(20, count(begun[0]) + 2):
                 time.sleep(0.01)
-            time.sleep(0.05)  # in which it would go too far
+            time.sleep(0.05)  # enough time to go too far
             with begun[0].open("a") as file:  # before it sends
                 file.write(".")
         job.train(1)
@@ -153,7 +153,7 @@ def ahead(address: str, folder: Path, slow: bool) -> tuple[int, float]:
 
 
 def count(file: Path) -> int:
-    """The meetings that an island has begun."""
+    """Return how many meetings an island has begun."""
     return len(file.read_text()) if file.exists() else 0
 
 
@@ -164,7 +164,7 @@ def test_no_island_goes_further_ahead_than_it_may(tmp_path: Path) -> None:
 
 
 def leaves(address: str, first: int, steps: int) -> list[str]:
-    """Train so many steps, and leave; who was present at the last meeting."""
+    """Train so many steps, and leave; return the members of the last meeting."""
     job = Job(block(address, at_start=2, **RULES["wsp"]), first=first).build().train(steps)
     last = job.job_meetings.membership.last
     assert len(job.job_meetings.under_way) == 1
@@ -181,10 +181,10 @@ def alone(address: str) -> int:
 
 def test_what_one_sent_that_leaves_counts_and_nobody_waits_for_it() -> None:
     with rendezvous() as address:
-        # meeting 2 begins at step 4, is taken at step 6 and the first island leaves after step 5
+        # meeting 2 begins at step 4, is taken at step 6, and the first island leaves after step 5
         (gone,), (stays,) = beside((1, leaves, (address, 0, 5)), (1, leaves, (address, 2, 7)))
         assert len(gone) == len(stays) == 2
-        # meeting 3 is under way where the other leaves, too; a run begins after the two
+        # meeting 3 is in flight when the other leaves too; then a new run begins
         assert run_ranks(1, alone, address) == [4]
 
 

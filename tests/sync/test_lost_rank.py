@@ -1,4 +1,4 @@
-"""One later rank of an island that is a job ends: what the rest of it does, and the others."""
+"""A later rank of an island that is a job ends: reaction of its island, and of the others."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.selection import by_day
 from tests.sync.jobs import block, rendezvous
 from tests.sync.torch_job import Job
 
-#: seconds for which an island waits for one that is silent; a busy one takes less
+#: seconds that an island waits for a silent one; a busy one needs less
 TIMEOUT_S = 6.0
-#: when the second rank ends -> the last meeting at which its island is present, whether the others
-#: wait for it at the next one, and what its first rank says as it leaves
+#: time of the second rank's end -> last meeting with its island present, whether the others wait
+#: for it at the next one, and the first rank's message when it leaves
 WHEN: dict[str, tuple[int, bool, str]] = {
     "between two meetings": (2, False, ""),
     "before it has sent": (2, True, "island loses ends and loses 1 meeting(s), which the others "),
@@ -36,7 +36,7 @@ def end(*_: object) -> None:
 
 
 def loses(address: str, folder: Path, when: str) -> None:
-    """Train an island of two ranks, the second of which ends; the first writes what it was told."""
+    """Train an island of two ranks, the second of which ends; the first writes its messages."""
     told = block(address, TIMEOUT_S)
     told["sync"]["islands"]["name"] = "loses"
     job: Any = Job(told).build().train(4)
@@ -60,7 +60,7 @@ def loses(address: str, folder: Path, when: str) -> None:
 
 
 def goes_on(address: str) -> tuple[list[tuple[list[str], list[str]]], str]:
-    """Train an island; who was present and who silent at each meeting, and what it says."""
+    """Train an island; return members and silent islands of each meeting, and its messages."""
     told = block(address, TIMEOUT_S)
     told["sync"]["islands"]["name"] = "goes-on"
     job, found = Job(told, first=2).build(), []
@@ -79,7 +79,7 @@ def run(ranks: int, *work: Any) -> list[Any]:
 
 @pytest.mark.parametrize("when", by_day(WHEN, ["before it has sent"]))
 def test_the_others_go_on_without_the_island(when: str, tmp_path: Path) -> None:
-    """The rest of the island fails at its next message, and leaves; who waits is told."""
+    """The rest of the island fails at its next message, and leaves; waiting ones are notified."""
     present, waits, words = WHEN[when]
     with rendezvous() as address, ThreadPoolExecutor(2) as jobs:
         ended = jobs.submit(run, 2, loses, address, tmp_path, when)

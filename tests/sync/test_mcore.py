@@ -1,4 +1,4 @@
-"""Islands under megatron-core: exact where nothing is lost, alike, restored, and bad input."""
+"""Islands under megatron-core: exact if lossless, bit-identical, resumable, bad input."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ LOSSY: dict[str, Any] = {
 PLAIN: dict[str, Any] = {"clip": 0.0, "lr": 0.05, "steps": 3, "layers": 1}
 SGD: dict[str, Any] = {**PLAIN, "optimizer": "sgd"}
 SHARDED: dict[str, Any] = {**PLAIN, "linear": True, "distributed_optimizer": True}
-#: ranks in the order in which islands of consecutive ranks hold whole pipelines
+#: rank orders in which islands of consecutive ranks hold whole pipelines
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 
 
 def every_step(jobs: list[tuple[Job, int, str]]) -> None:
-    """Islands that meet every step, with SGD inside and outside, are one job."""
+    """Islands that meet every step, with SGD inside and outside, equal a single job."""
     prepare()
     for job, size, codec in jobs:
         native = weights_after(job)
-        # islands begin with other weights: all take those of the first
+        # islands begin with other weights: all take the first one's
         first = 0 if dist.get_rank() < size else 5
         ours = dataclasses.replace(job, block=block(**LOCAL, islands=size, codec=codec))
         found = weights_after(ours, first)
@@ -66,7 +66,7 @@ def every_step(jobs: list[tuple[Job, int, str]]) -> None:
 
 
 def as_simulated() -> None:
-    """DiLoCo in fp64 is the published recurrence."""
+    """DiLoCo in fp64 equals the published recurrence."""
     rule = {"preset": "diloco", "every": 3, "outer": {"lr": 0.5, "momentum": 0.8, "nesterov": True}}
     found = quadratic_after(block(**rule), steps=9)
     expected = simulated.diloco(2, 9, 3, 0.5, 0.8, True)[dist.get_rank()]
@@ -74,7 +74,7 @@ def as_simulated() -> None:
 
 
 def of_context_ranks() -> None:
-    """DiLoCo where both ranks of an island are context ranks of one replica."""
+    """DiLoCo with both ranks of an island as context ranks of one replica."""
     prepare()
     rule = {"preset": "diloco", "every": 3, "outer": {"lr": 0.5, "momentum": 0.8, "nesterov": True}}
     for sharded in (False, True):
@@ -106,7 +106,7 @@ def test_context_ranks_inside_an_island() -> None:
 
 
 def reported(folder: str) -> None:
-    """Meetings have their row in the ledger."""
+    """The ledger has a row for meetings."""
     path = Path(folder, "ledger.jsonl")
     told = {**block(**LOSSY), "ledger": {"every": 4, "jsonl": str(path)}}
     weights_after(Job(**{**PLAIN, "steps": 4}, block=told))
@@ -124,7 +124,7 @@ def groups_of(job: Job) -> Iterator[None]:
 
 
 def refused() -> None:
-    """Groups that span islands, and blocks that differ."""
+    """Reject groups that span islands, and blocks that differ."""
     plain = Job(**SGD, block=block(**LOCAL))
     with groups_of(plain):
         island = [dist.get_rank()]
@@ -164,7 +164,7 @@ def refused() -> None:
 
 
 def anew() -> None:
-    """A model that was built, given up and built once more trains in islands."""
+    """Build a model, drop it and build it again: it trains in islands."""
     prepare()
     plain = Job(**SGD, block=block(**LOCAL))
     with groups_of(plain):
@@ -175,7 +175,7 @@ def anew() -> None:
 
 
 def overflowing() -> None:
-    """A real overflow in fp16 shrinks the loss scale of one island; all meet as ever."""
+    """A real overflow in fp16 shrinks an island's loss scale; all meet as usual."""
     for sharded in (False, True):
         told = block(preset="local-sgd", every=2)
         settings = {**SHARDED, "linear": False} if sharded else PLAIN
@@ -185,7 +185,7 @@ def overflowing() -> None:
             ours = MegatronIslandJob(job).train(1)
             scaler = ours.optimizer.chained_optimizers[0].grad_scaler
             if dist.get_rank() == 1:
-                scaler._scale.fill_(2.0**40)  # gradients in fp16 end at 2^16
+                scaler._scale.fill_(2.0**40)  # fp16 gradients end at 2^16
             before = ours.weights()
             with contextlib.redirect_stdout(said):
                 ours.train(1)
@@ -194,7 +194,7 @@ def overflowing() -> None:
             assert row is not None and (row["meetings"], row["skipped"]) == (1.0, 0.0)
             mine = ours.weights()
             assert torch.equal(*gathered(mine)) and bool(mine.isfinite().all())
-            assert not torch.equal(mine, before)  # that of the mean
+            assert not torch.equal(mine, before)  # the mean's
             assert float(scaler.scale) == (2.0**39 if dist.get_rank() else 2.0**10)
         words = (
             "sync: step 2: island 1 skips its step for an overflow, goes on with a loss scale of "
@@ -214,7 +214,7 @@ def by_day(folder: str) -> None:
     refused()
 
 
-#: saved with a meeting under way
+#: saved with a meeting in flight
 RESUMED = Job(
     steps=6, layers=1, bf16=True, distributed_optimizer=True,
     block=block(**{**LOSSY, "preset": "wsp"}),
@@ -234,7 +234,7 @@ def test_two_ranks_are_the_native_job() -> None:
 
 
 def compressed() -> None:
-    """Gathers after meetings are the native ones where lossless codecs, deltas too, encode them."""
+    """Gathers after meetings equal native ones under lossless codecs, including deltas."""
     prepare()
     for overlap in (False, True):
         told = block(preset="diloco", every=2, codec="none", islands=2)
@@ -246,7 +246,7 @@ def compressed() -> None:
 
 
 def tied() -> None:
-    """A weight of which two stages have a copy is refused, before anything is sent."""
+    """Reject a weight that two stages share, before sending anything."""
     prepare()
     job = Job(pp=2, order=PIPELINES_FIRST, tied=True, block=block(**LOCAL, islands=2))
     words = "found share_embeddings_and_output_weights over pipeline stages; first and last"
@@ -255,7 +255,7 @@ def tied() -> None:
 
 
 def alike(folder: str) -> None:
-    """With a lossy codec ranks of one place agree after a meeting, and tensor ranks on norms."""
+    """With a lossy codec ranks of one position agree after a meeting, and tensor ranks on norms."""
     prepare()
     for sharded in (False, True):
         told = block(**LOSSY, islands=2)
@@ -300,7 +300,7 @@ def test_four_ranks_are_the_native_job() -> None:
 
 
 def whole(address: str, steps: int) -> torch.Tensor:
-    """Train an island that is a job of one rank."""
+    """Train an island that is a single-rank job."""
     prepare()
     job = Job(steps=steps, layers=1, block=block_at(address, **LOSSY))
     with groups_of(job):

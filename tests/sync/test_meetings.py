@@ -23,7 +23,7 @@ ISLANDS, STEPS, EVERY = 3, 20, 4
 
 def meetings_of(weights: Tensor, **sync: Any) -> IslandMeetings:
     block = CompressionConfig.parse({"sync": {"islands": 1, "every": EVERY, **sync}})
-    pieces = [("a", 5), ("b", NUMEL - 5)]  # two tensors, over whose border fragments reach
+    pieces = [("a", 5), ("b", NUMEL - 5)]  # two tensors, with fragments across their border
     masters = Masters(
         pieces, lambda: torch.split(weights, [5, NUMEL - 5]), lambda: None, replicated=True
     )
@@ -31,7 +31,7 @@ def meetings_of(weights: Tensor, **sync: Any) -> IslandMeetings:
 
 
 def trained(steps: int = STEPS, **sync: Any) -> Tensor:
-    """Return the weights of this rank's island; all begin with those of the first."""
+    """Return the weights of this rank's island; all begin with the first one's."""
     loss = Quadratic.of(dist.get_rank())
     weights = first() + dist.get_rank()
     meetings = meetings_of(weights, **sync)
@@ -68,7 +68,7 @@ def test_meetings_are_the_published_recurrences() -> None:
 
 
 def spoiled(value: float) -> None:
-    """Islands that take means later ask no rank of their own whether these are finite."""
+    """Islands with late means do not check these for NaN across their ranks."""
     waited: list[Tensor] = []
 
     def least(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Islands of one job that publish: the first does, between meetings as well."""
+"""Islands of one job that publish: the first does, also between meetings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gathered(weights: Tensor) -> list[Tensor]:
 
 
 def published(folder: Path, engine: str) -> None:
-    """Publish after steps at which islands have met, and at which they have not."""
+    """Publish after steps with and without a meeting."""
     block: dict[str, Any] = {
         "sync": {"preset": "local-sgd", "islands": 2, "every": 3},
         "publish": {"to": str(folder), "every": 2, "dtype": "bf16", "wait": True},
@@ -44,7 +44,7 @@ def published(folder: Path, engine: str) -> None:
         kept.append(first.to(torch.bfloat16))
     names = [name.removeprefix("module.") for name, _ in job.model.named_parameters()]
     hybridcomp.detach(job.model)
-    dist.barrier()  # all is written
+    dist.barrier()  # until everything is written
     receiver = hybridcomp.WeightReceiver(folder)
     for version, expected in enumerate(kept, 1):
         receiver.update(version)
@@ -62,7 +62,7 @@ def test_the_first_island_publishes(tmp_path: Path) -> None:
 
 
 def by_script(folder: Path) -> None:
-    """Publish from both islands: to a folder of each, and to one, which the second is refused."""
+    """Publish from both islands: to separate folders, and to a shared one, where one fails."""
     job = Job({"sync": {"preset": "local-sgd", "islands": 1, "every": 2}, "min_bytes": 0}).build()
     rank = dist.get_rank()
     job.train(1)
@@ -87,7 +87,7 @@ def by_script(folder: Path) -> None:
     both.close()
     in_turn = hybridcomp.publish(job.model, folder / "one", dtype="bf16")
     dist.barrier()
-    if rank == 1:  # a new publisher would go on with the other's chain
+    if rank == 1:  # a new publisher would continue the other's chain
         with pytest.raises(PublishError, match=r"/one: another job or island publishes there, "):
             in_turn.publish()
     else:
@@ -101,7 +101,7 @@ def test_islands_that_a_script_publishes_need_a_folder_each(tmp_path: Path) -> N
 
 
 def of_a_job(address: str, folder: Path, name: str) -> str:
-    """Publish from an island that is a job; what it is told."""
+    """Publish from an island that is a job; return its messages."""
     told = islands_at(address, preset="local-sgd")
     told["sync"]["islands"]["name"] = name
     job = Job(told).build().train(2)
@@ -140,7 +140,7 @@ def of_deepspeed(folder: Path) -> None:
     assert not torch.equal(first, last)
     session = session_of(engine)
     assert session is not None
-    session.close()  # all is written
+    session.close()  # until everything is written
     engine.destroy()
     dist.barrier()
     receiver = hybridcomp.WeightReceiver(folder)

@@ -31,7 +31,7 @@ def keep_largest(values: Tensor) -> Tensor:
 
 
 class Job:
-    """Islands that are driven by one process, by the schedule of ``IslandMeetings``."""
+    """Islands driven by one process, on the schedule of ``IslandMeetings``."""
 
     def __init__(self, rule: OuterRule, fragments: int = 1, late: int = 0) -> None:
         self.losses = [Quadratic.of(island) for island in range(ISLANDS)]
@@ -112,7 +112,7 @@ def test_wsp_keeps_its_bound(staleness: int) -> None:
 
 
 def test_what_is_left_out_is_sent_later() -> None:
-    """With error feedback all that was sent and what is left is all that was moved."""
+    """With error feedback everything sent plus the residual equals the total weight change."""
     fragment = Fragment(OuterRule(1.0, 0.0, False, error_feedback=True), torch.zeros(8))
     moved, sent = torch.zeros(8), torch.zeros(8)
     for step in range(5):
@@ -150,7 +150,7 @@ def test_every_element_is_sent_once(numel: int, fragments: int, ranks: int) -> N
 
 
 class Tied(nn.Module):
-    """Parameters of which some have several names."""
+    """Parameters, some of which have several names."""
 
     def __init__(self, tensors: list[Tensor], order: list[int]) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Tied(nn.Module):
 def test_every_tensor_is_averaged_once(
     sizes: list[int], islands: int, fragments: int, ranks: int, random: Random
 ) -> None:
-    """Half of the mean move is taken: a second time would leave a quarter, none all of it."""
+    """Half of the mean change is applied: averaging twice would apply a quarter, never all."""
     order = [*range(len(sizes)), *random.choices(range(len(sizes)), k=3)]
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     rows = [
@@ -207,7 +207,7 @@ def data_of(parameters: dict[str, nn.Parameter]) -> list[Tensor]:
 
 
 def state_of_a_peer() -> tuple[Progress, dict[str, Any]]:
-    """Two fragments, the first under way, and what they give others."""
+    """Return the state that an island gives to others: two fragments, the first in flight."""
     progress = Progress(clock=3)
     for low in (0, 4):
         fragment = Fragment(OuterRule(), torch.full((4,), float(low)))

@@ -26,9 +26,9 @@ from tests.scripts_on_ranks import free_port
 
 @dataclass
 class Counter:
-    """An island of one rank whose weights are a number: at each meeting all add their steps.
+    """A single-rank island whose weight is a number: each meeting adds all islands' steps.
 
-    ``sums`` has the number after each meeting.
+    ``sums``: the number after each meeting.
     """
 
     port: int
@@ -46,7 +46,7 @@ class Counter:
         self.meet = Rendezvous(self.line, 0, self.at_start, self.timeout_s, 20.0)
 
     def join(self) -> Counter:
-        """Join, with the weights of the giver; begin again where it gives none."""
+        """Join with the giver's weights; start anew if there is no giver."""
         since = self.meet.decisions()
         self.own = self.meet.announce(self.name, self.reached)
         self.last = self.meet.admitted(self.own, since)
@@ -61,7 +61,7 @@ class Counter:
         return self
 
     def hold(self, moved: int = 1) -> Roster:
-        """Hold the next meeting; join again where it was held without this island."""
+        """Hold the next meeting; join again if it was held without this island."""
         assert self.last is not None
         number = self.last.number + 1
         self.meet.post(self.own, number, str(moved).encode())
@@ -83,7 +83,7 @@ class Counter:
 
 
 def together(*work: Any) -> None:
-    """Run functions in threads; raise what one raises."""
+    """Run functions in threads; raise the first error."""
     problems: list[BaseException] = []
 
     def guarded(one: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_silent_island_is_left_out_and_comes_back(port: int) -> None:
     assert late.own == "c#2" and late.weights == one.weights == two.weights
     together(*(one.hold for one in islands))
     assert late.weights == one.weights and late.own in one.last.present
-    # what lay in the store of the one that was left out is gone; of the others two meetings are
+    # the absent island's store entries are gone; of the others two meetings are
     assert not one.line.has("message/c/0/0/0") and not one.line.has("message/c/1/0/0")
     assert all(one.line.has(f"message/a/{slot}/0/0") for slot in (0, 1))
 
@@ -160,7 +160,7 @@ def test_a_run_whose_giver_has_ended_begins_again(port: int) -> None:
 
 
 def test_islands_that_all_ended_without_a_word_begin_again_under_their_names(port: int) -> None:
-    """A scheduler ends all jobs with SIGTERM, and starts them again: nobody is there to decide."""
+    """A scheduler ends all jobs with SIGTERM and restarts them: no member is left to decide."""
     one, two = Counter(port, "a", weights=3), Counter(port, "b")
     together(one.join, two.join)
     together(one.hold, two.hold)
@@ -217,7 +217,7 @@ def test_bad_input_is_named_in_one_line(port: int) -> None:
 
 
 def test_an_island_that_comes_later_waits_for_those_that_meet(port: int) -> None:
-    """And where all of them have left, for a run to begin."""
+    """If all of them have left, it waits for a new run."""
     one, two = Counter(port, "a"), Counter(port, "b")
     together(one.join, two.join)
     late = Rendezvous(one.line, 0, 2, 0.5, 0.5, say=lambda text: None)
@@ -285,7 +285,7 @@ def test_the_rendezvous_tells_who_comes_meets_and_leaves(port: int) -> None:
 
 
 def stop(pid: int) -> None:
-    """Stop all threads of a process, and return when they stand still."""
+    """Stop all threads of a process, and return when they are stopped."""
     os.kill(pid, signal.SIGSTOP)
     for folder in Path(f"/proc/{pid}/task").iterdir():
         while (folder / "stat").read_text().rpartition(")")[2].split()[0] != "T":

@@ -1,4 +1,4 @@
-"""The line to the rendezvous: its thread is there when a process ends, and goes with the line."""
+"""The connection to the rendezvous: its thread survives until process exit, or its close."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridcomp.sync.store_line import StoreLine
 
 
 def starts_none(_: threading.Thread) -> None:
-    """Do as Python 3.12 does from the moment at which exit handlers run."""
+    """Refuse new threads, as Python 3.12 does once exit handlers run."""
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
@@ -36,7 +36,7 @@ def test_an_island_leaves_while_the_interpreter_starts_no_thread(
         with pytest.raises(PeerError, match="cannot be asked.*interpreter shutdown"):
             line.again()
     assert line.get("holders/a") is None
-    # the name is free at once, and who joins next waits for nobody
+    # the name is free at once, and the next to join does not wait
     name = HeldName(line, "a")
     name.take()
     name.release()

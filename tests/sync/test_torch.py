@@ -1,4 +1,4 @@
-"""Islands under DDP and FSDP2: exact where nothing is lost, alike, restored, and bad input."""
+"""Islands under DDP and FSDP2: exact if lossless, bit-identical, resumable, bad input."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def block(**sync: Any) -> dict[str, Any]:
 
 
 def every_step(engine: str) -> None:
-    """Islands that meet every step, with SGD inside and outside, are one job."""
+    """Islands that meet every step, with SGD inside and outside, equal a single job."""
     native = Job(None, engine).build().train(6).weights()
     for codec in ("none", "expcode"):
-        # islands begin with other weights: all take those of the first
+        # islands begin with other weights: all take the first one's
         seed = 0 if dist.get_rank() < 2 else 5
         job = Job(block(**LOCAL, codec=codec), engine, seed=seed).build().train(6)
         torch.testing.assert_close(job.weights(), native, rtol=0, atol=1e-6)
@@ -45,10 +45,10 @@ def every_step(engine: str) -> None:
 
 
 def averaged_in_turn(engine: str) -> None:
-    """A tied weight lies in several fragments; each meeting takes the mean of it once.
+    """A tied weight is in several fragments; each meeting averages it once.
 
-    Nothing trains but what is added by hand, so that after a turn of all fragments every weight is
-    the start less half of the mean move: averaged twice it would be a quarter.
+    Weights change by hand only, so after a turn of all fragments every weight is the start minus
+    half of the mean change; averaged twice it would be a quarter.
     """
     rule = {"every": 4, "fragments": 4, "outer": {"lr": 0.5, "momentum": 0.0, "nesterov": False}}
     job = Job(block(**rule, islands=2), engine).build()
@@ -79,7 +79,7 @@ def test_every_step_is_the_native_job(engine: str) -> None:
 
 
 class Odd(nn.Module):
-    """Weights that lie in memory in another order or with gaps, and complex ones."""
+    """Weights with other memory orders or gaps, and complex weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Odd(nn.Module):
 
 
 def odd_weights() -> None:
-    """Islands take the weights of the first, and then the mean of what each has moved."""
+    """Islands take the first one's weights, and then the mean of all changes."""
     told = block(**LOCAL, islands=1)
     torch.manual_seed(0)
     one = Odd().state_dict()
@@ -127,7 +127,7 @@ def test_weights_in_another_order_and_complex_ones(on_ranks: RunRanks) -> None:
 
 
 def bounded() -> None:
-    """A mean of messages within an error bound is as near to the exact one as the bound says."""
+    """With error-bounded messages the mean differs from the exact one within the bound."""
     rule = {"preset": "local-sgd", "every": 2, "islands": 1}
     first = Job(block(**rule)).build().weights()
     alone = Job(block(**{**rule, "every": 9})).build().train(2).weights()
@@ -141,7 +141,7 @@ def bounded() -> None:
 
 
 def diverging() -> None:
-    """A meeting with NaN is skipped by all islands, and the one that sent it goes back."""
+    """All islands skip a meeting with NaN, and the sender is reset."""
     rule = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 8}
     job = Job(block(**rule, islands=1)).build().train(3)
     rank, last = dist.get_rank(), job.meetings.parts[0].fragment.start.clone()
@@ -166,7 +166,7 @@ def diverging() -> None:
 
 
 def diverging_in_turn(skipped: int, **late: int) -> None:
-    """An island whose weights are NaN comes back with all fragments at once, and stays."""
+    """An island with NaN weights gets all fragments at once, and stays in the run."""
     rule = {"preset": "diloco", "every": 4, "codec": "blockint", "bits": 8, "fragments": 2}
     job = Job(block(**rule, **late, islands=1)).build().train(4)
     if dist.get_rank() == 1:
@@ -180,9 +180,9 @@ def diverging_in_turn(skipped: int, **late: int) -> None:
 
 
 def failing_to_send(**late: int) -> None:
-    """Where means are taken later, a rank that fails to make its message holds up nobody.
+    """With late means, a rank that fails to encode its message blocks nobody.
 
-    All skip that meeting, are told whose fault it is, and meet again.
+    All skip that meeting, log the failing rank, and meet again.
     """
     rule = {"preset": "local-sgd", "every": 4, "codec": "blockint", "bits": 8}
     job = Job(block(**rule, **late, islands=1)).build().train(7)
@@ -215,7 +215,7 @@ def failing_to_send(**late: int) -> None:
 
 
 def overflowing() -> None:
-    """An island whose loss scaler skips a step says so and meets with the others all the same."""
+    """An island whose loss scaler skips a step reports it and still meets with the others."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         skipping()
     told = "sync: step 2: island 0 skips its step for an overflow, and meets the others as ever"
@@ -288,7 +288,7 @@ def test_nan_overflow_and_bad_input() -> None:
 
 
 def far_off() -> None:
-    """Four islands, one of which goes far off: all skip the meeting, and it goes back."""
+    """Four islands, one far off: all skip the meeting, and it is reset."""
     rule = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 8, "outlier": 10.0}
     job = Job(block(**rule, islands=1)).build().train(3)
     rank, last = dist.get_rank(), job.meetings.parts[0].fragment.start.clone()
@@ -308,13 +308,13 @@ def far_off() -> None:
 
 
 def far_off_in_parts() -> None:
-    """Two of three islands are of the same norm, whatever their ranks hold of it."""
+    """Two of three islands have the same norm, for any sharding over their ranks."""
     group = dist.group.WORLD
     held = torch.tensor([[1.0, 4.0, 100.0, 0.0], [4.0, 1.0, 100.0, 5.0]], dtype=torch.float64)
     mine = held[dist.get_rank() % 2] * (dist.get_rank() < 2)
     assert far_off_of(mine, [True] * 4, 3.0, group) == [False, False, True, False]
     assert far_off_of(mine, [True, False, True, True], 7.0, group) == [False] * 4
-    assert far_off_of(mine, [True, False, True, False], 1.5, group) == [False] * 4  # of two
+    assert far_off_of(mine, [True, False, True, False], 1.5, group) == [False] * 4  # two islands
 
 
 def test_an_outlier_is_skipped() -> None:
@@ -326,7 +326,7 @@ RESUMED = {"preset": "wsp", "every": 2, "codec": "blockint", "bits": 4, "error_f
 
 
 def resumed(engine: str, rule: dict[str, Any]) -> None:
-    """A run that is saved with messages under way goes on bit for bit."""
+    """A run saved with messages in flight resumes bit-identically."""
     job = Job(block(**rule), engine).build().train(5)
     assert job.attached is not None
     state = job.attached.state_dict()
@@ -350,7 +350,7 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
 
 
 def of_part(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    """A change of ``key`` of the first part of a state of meetings."""
+    """Return a change of ``key`` in the first part of the meetings' state."""
 
     def changed(state: dict[str, Any]) -> None:
         state["parts"][0][key] = change(state["parts"][0][key])
@@ -362,7 +362,7 @@ def with_nan(values: Tensor) -> Tensor:
     return values.index_fill(0, torch.tensor([3]), float("nan"))
 
 
-#: damages of what a rank has saved of its islands
+#: damages of a rank's saved island state
 DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a start copy of the weights is not finite": of_part("start", with_nan),
     "outer momentum is not finite": of_part("momentum", with_nan),
@@ -378,7 +378,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def damaged() -> None:
-    """What one rank cannot take over changes nothing on any."""
+    """A rank that cannot load its state changes nothing on any rank."""
     job = Job(block(**FED_BACK, islands=1), "ddp").build().train(3)
     assert job.attached is not None
     state = job.attached.state_dict()
@@ -406,7 +406,7 @@ def test_state_that_one_rank_cannot_take_over_changes_no_rank() -> None:
 
 
 def changing(is_frozen_first: bool) -> None:
-    """Freeze or unfreeze a layer once islands have met; then do as the error says."""
+    """Freeze or unfreeze a layer after islands have met; then follow the error's advice."""
     told = block(preset="diloco", every=1)
     job = Job(told, "fsdp2").build()
     job.model.up.requires_grad_(not is_frozen_first)
@@ -450,12 +450,12 @@ def all_changing() -> None:
 
 
 def test_parameters_that_are_frozen_or_unfrozen_later_are_an_error() -> None:
-    """Islands would not share what is trained later, and move on what is frozen."""
+    """Islands would not share a newly trained layer, and would still average a frozen one."""
     run_ranks(4, all_changing)
 
 
 def on_one_node() -> str:
-    """What is said of islands that are nodes, where there is one."""
+    """Return the message for islands that are nodes, on a single node."""
     with pytest.raises(ConfigError) as raised:
         Job(block(**LOCAL, islands="node")).build()
     return str(raised.value)

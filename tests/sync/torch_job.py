@@ -1,4 +1,4 @@
-"""Jobs of small models under DDP and FSDP2 whose ranks form islands."""
+"""Jobs with small models under DDP and FSDP2 whose ranks form islands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 12
 
 
 class Tied(nn.Module):
-    """An embedding and a head with one weight, which lies in two places of the model."""
+    """An embedding and a head with a tied weight, which is in two places of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Tied(nn.Module):
 
 @dataclass
 class Job:
-    """A rank's model, optimizer and attachment; the block None: one native island of all ranks.
+    """A rank's model, optimizer and attachment; block None: a single native island.
 
-    ``first``: where the data of this job's ranks begins, for islands that are jobs of their own.
+    ``first``: first data rank of this job, for islands that are separate jobs.
     """
 
     block: dict[str, Any] | None
@@ -81,7 +81,7 @@ class Job:
         return self
 
     def train(self, steps: int, micro_batches: int = 1) -> Job:
-        """Train on batches of this rank, which depend on rank and step alone."""
+        """Train on batches of this rank, which depend on rank and step only."""
         for _ in range(steps):
             for micro in range(micro_batches):
                 self.data.manual_seed(
@@ -112,7 +112,7 @@ class Job:
         return self.attached.session.followers
 
     def weights(self) -> Tensor:
-        """Return all weights of this rank, whole."""
+        """Return all weights of this rank, unsharded."""
         found = []
         for parameter in self.model.parameters():
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -1,4 +1,4 @@
-"""Time left, by the parts that were worked on; a bar in a terminal and lines elsewhere."""
+"""Remaining time, by parts done; a bar in a terminal and lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_time_left_follows_from_the_parts_that_were_worked_on(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with ProgressDisplay(5, said.append) as progress:
         progress.show(0, "a")
-        progress.skip()  # was there already
+        progress.skip()  # existed already
         progress.show(1, "b")
         now[0] += 34
         progress.show(1.5, "b")

@@ -1,4 +1,4 @@
-"""Small linear pipelines without a flush on several ranks, and what each stage held meanwhile."""
+"""Small linear flushless pipelines on several ranks, and the versions that each stage held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, BATCH = 6, 4
 
 @dataclass(frozen=True)
 class AsyncJob:
-    """One training; ``pipeline``: the key of the block, None runs unpatched."""
+    """One training; ``pipeline``: the block's key, None runs unpatched."""
 
     pipeline: dict[str, Any] | None
     micro_batches: int = 1
@@ -30,10 +30,10 @@ class AsyncJob:
     config: dict[str, Any] = field(default_factory=dict)
     block: dict[str, Any] = field(default_factory=dict)
     rate: float = 0.05
-    checkpoint: bool | None = None  # activations are recomputed, reentrant or not
+    checkpoint: bool | None = None  # recompute activations, reentrant or not
     save_at: int = 0  # a checkpoint after so many steps
     evaluate_at: int = 0
-    resume: bool = False  # from the checkpoint, from ``save_at`` on
+    resume: bool = False  # from the checkpoint at ``save_at``
     break_at: int = -1  # the last stage fails in this step
     revert_at: int = -1  # uninstall after so many steps
     batches: int = 10**9  # micro-batches of the data
@@ -41,7 +41,7 @@ class AsyncJob:
 
 @dataclass
 class AsyncOutcome:
-    """What one rank saw."""
+    """A rank's results."""
 
     losses: list[float]
     weights: list[Tensor]
@@ -49,18 +49,18 @@ class AsyncOutcome:
     most_held: int = 1
     staleness: int = 0
     row: dict[str, float] | None = None
-    collectives: int = 0  # of all stages, in train_batch
+    collectives: int = 0  # collectives of all stages, in train_batch
 
 
 def weight(stage: int) -> Tensor:
-    """The first weight of a stage."""
+    """Return a stage's initial weight."""
     generator = torch.Generator().manual_seed(100 + stage)
     values = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
     return torch.eye(WIDTH, dtype=torch.float64) + 0.3 * values
 
 
 def micro_batch(index: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one micro-batch."""
+    """Return inputs and targets of a micro-batch."""
     generator = torch.Generator().manual_seed(index)
     inputs = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
     return inputs, inputs.flip(1) + 0.1 * torch.randn(
@@ -69,7 +69,7 @@ def micro_batch(index: int) -> tuple[Tensor, Tensor]:
 
 
 class Stage(nn.Module):
-    """One linear layer, whose input is squashed so that gradients depend on weights."""
+    """A linear layer with squashed input, so that gradients depend on weights."""
 
     def __init__(self, stage: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -130,13 +130,13 @@ def engine_of(job: AsyncJob, stages: int) -> Any:
         model=model, optimizer=optimizer_of(job), model_parameters=list(model.parameters()),
         config=config,
     )  # fmt: skip
-    # DeepSpeed reduces no gradients of fp64, and one replica has none to reduce
+    # DeepSpeed reduces no fp64 gradients, and a single replica has none to reduce
     engine.pipeline_enable_backward_allreduce = job.dtype != torch.float64
     return engine
 
 
 def run(stages: int, jobs: Sequence[AsyncJob], folder: str = "") -> list[AsyncOutcome]:
-    """Every job in turn; unpatched ones with all patches reverted."""
+    """Run every job in turn; unpatched ones with all patches reverted."""
     import hybridcomp
 
     start_deepspeed()

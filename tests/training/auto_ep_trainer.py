@@ -1,4 +1,4 @@
-"""Tiny trainings under DeepSpeed's AutoEP: a model with the blocks of Mixtral in transformers."""
+"""Tiny trainings under DeepSpeed's AutoEP: a model with transformers' Mixtral blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """One training; ``family`` names a preset of AutoEP."""
+    """One training; ``family`` names an AutoEP preset."""
 
     stage: int = 2
     family: str = "mixtral"
@@ -33,7 +33,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts in two tensors, as transformers has them: gate and up, down."""
+    """All experts in two tensors, as in transformers: gate and up, down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SharedExpert(nn.Module):
 
 
 class Block(nn.Module):
-    """What AutoEP takes the place of."""
+    """The block that AutoEP replaces."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Inner(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers with experts, whose loss is the square of what comes out."""
+    """Layers with experts; the loss is the square of the output."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Model(nn.Module):
 
 
 def make_engine(job: Job) -> tuple[Any, dict[str, Tensor]]:
-    """The engine of a job, and the tensors of the model before AutoEP cut it, in bf16."""
+    """Return a job's engine, and the model's tensors before AutoEP sharded it, in bf16."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def make_engine(job: Job) -> tuple[Any, dict[str, Tensor]]:
 
 
 def train_step(engine: Any, step: int) -> float:
-    """A step on this rank's inputs; returns the loss."""
+    """Run a step on this rank's inputs; return the loss."""
     import torch.distributed as dist
 
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())

@@ -1,6 +1,6 @@
-"""The example with its sequences over ranks, beside tensor ranks, stages and replicas, for tests.
+"""Train the example with sharded sequences, combined with tensor ranks, stages and replicas.
 
-``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``).
+Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.training.pipe_trainer import start_deepspeed
 
 @dataclass(frozen=True)
 class Job:
-    """One training over ``cp`` ranks a sequence; what is left of the ranks are replicas."""
+    """A training over ``cp`` ranks a sequence; the remaining ranks are replicas."""
 
     cp: int = 2
     tp: int = 1
@@ -32,9 +32,9 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one rank saw, beside the losses of the whole model on the same samples.
+    """A rank's results, and the losses of the whole model on the same samples.
 
-    ledger: messages, native ones and sent bytes, by dimension and direction. told: the layout.
+    ledger: messages, native ones and sent bytes, by dimension and direction. told: logged layout.
     """
 
     losses: list[float]
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
-    """Every job in turn."""
+    """Run every job in turn."""
     import hybridcomp
     from hybridcomp.session import process
 
@@ -62,7 +62,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
 
 
 def build(job: Job) -> Any:
-    """The trainer of scripts/examples/train_gpt.py."""
+    """Return the trainer of scripts/examples/train_gpt.py."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
     from gpt import context_parallel, layouts, loop, model
@@ -76,7 +76,7 @@ def build(job: Job) -> Any:
     )  # fmt: skip
     cut = {"num_stages": job.pp} if topology is None else {"topology": topology}
     module = model.GPT(config) if job.pp == 1 else model.pipeline(config, (), **cut)
-    # DeepSpeed's own norm of gradients (ZeRO 0) sees the first stage alone
+    # DeepSpeed's gradient norm (ZeRO 0) covers the first stage only
     settings = slice_trainer.settings_of(
         slice_trainer.Job(stage=job.stage, block=job.block, clip=0.0)
     )
@@ -93,7 +93,7 @@ def build(job: Job) -> Any:
 
 
 def train(job: Job) -> Outcome:
-    """One training, and the whole model's on the samples of all replicas."""
+    """Run a training, and the whole model's on the samples of all replicas."""
     from hybridcomp.channels import channels_of
     from hybridcomp.dimensions import ROWS
     from hybridcomp.patches.ds.job_facts import layout

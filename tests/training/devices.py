@@ -1,10 +1,10 @@
-"""Trainings of the other tests on a GPU, several ranks sharing it: gloo, one process a rank.
+"""Run other tests' trainings on a GPU that several ranks share, over gloo.
 
-gloo takes few CUDA tensors. What upstream sends itself goes through copies on the host here
-(``stage``); what hybridcomp sends it stages by its own means. The same functions run with
-``device="cpu"``, where every tensor is staged as if it were on a GPU. ``tests.nccl`` has NCCL.
+gloo supports few CUDA operations. ``stage`` copies upstream's messages through the host; hybridcomp
+stages its messages itself. With ``device="cpu"`` every tensor is staged as if on a GPU.
+``tests.nccl`` covers NCCL.
 
-``tests.ranks`` will not do on a GPU: its fork server has imported DeepSpeed for the CPU.
+``tests.ranks`` cannot use a GPU: its fork server has imported DeepSpeed for the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.nccl.pool import NcclPool
 from tests.ranks import run_ranks
 
-#: collectives of torch.distributed that upstream calls; all that this version has are wrapped. Each
+#: torch.distributed's collectives that upstream calls; those of this version are wrapped. Each
 #: writes into its first argument and only reads the others
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
@@ -33,7 +33,7 @@ COLLECTIVES = (
 
 
 class Done:
-    """The work of a call that is over."""
+    """Handle of a finished call."""
 
     def wait(self, *args: Any) -> bool:
         return True
@@ -42,11 +42,11 @@ class Done:
         return True
 
     def append(self, work: Any) -> None:
-        """As a coalescing manager."""
+        """Collect an operation as a coalescing manager does."""
 
 
 class Received(Done):
-    """An ``irecv``: copies into the tensor when it is waited for."""
+    """An ``irecv`` that copies into the tensor in ``wait``."""
 
     def __init__(self, work: Any, target: Tensor, staged: Tensor) -> None:
         self._work, self._target, self._staged = work, target, staged
@@ -58,7 +58,7 @@ class Received(Done):
 
 
 def stage(device: str) -> None:
-    """Let gloo see copies on the host of tensors on ``device``; for the rest of the process."""
+    """Replace tensors on ``device`` by host copies in gloo calls, for the rest of the process."""
 
     def foreign(value: Any) -> bool:
         if isinstance(value, (list, tuple)):
@@ -83,8 +83,8 @@ def stage(device: str) -> None:
             named = {name: host(value) for name, value in kwargs.items()}
             waits = named.pop("async_op", False)
             result = original(*positional, **named)
-            # back only what is written: stage 3 reduces into a part of the tensor that it sends,
-            # and the part of the sum was overwritten with what this rank had put there
+            # copy back only outputs: stage 3 reduces into a part of the tensor that it sends, and
+            # copying all would overwrite that part of the sum
             if original.__name__ != "send":
                 out = (args[0], positional[0]) if args else (kwargs[written], named[written])
                 _bring_back(*out)
@@ -103,7 +103,7 @@ def stage(device: str) -> None:
 
     @contextlib.contextmanager
     def _coalescing_manager(*args: Any, **kwargs: Any) -> Iterator[Done]:
-        yield Done()  # every call inside is over when it returns
+        yield Done()  # all calls inside have finished when it returns
 
     posts = {"isend": dist.isend, "irecv": dist.irecv}
     replaced: dict[str, Any] = {
@@ -117,7 +117,7 @@ def stage(device: str) -> None:
 
 @torch.no_grad()
 def _bring_back(target: Any, copied: Any) -> None:
-    """Into a tensor, or a list of them, what a collective left in the copy."""
+    """Copy a collective's result from the copies into a tensor, or a list of tensors."""
     if isinstance(target, Tensor):
         if target is not copied:
             target.copy_(copied)
@@ -129,10 +129,10 @@ def _bring_back(target: Any, copied: Any) -> None:
 def run_on(
     device: str, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 280.0
 ) -> list[Any]:
-    """``function(*args)`` on every rank, on ``device`` (cpu, cuda); the results by rank.
+    """Run ``function(*args)`` on every rank on ``device`` (cpu, cuda); return results by rank.
 
-    Several ranks on a CPU are forked; one is a process of its own, as all are on a GPU. Raises
-    AssertionError with what failing ranks said, TimeoutError with where they hang.
+    Several CPU ranks are forked; a single one, and all on a GPU, are new processes. Raises
+    AssertionError with failing ranks' errors, TimeoutError with hanging ranks' stacks.
     """
     if device == "cpu" and world_size > 1:
         return run_ranks(world_size, _staged, device, function, args, timeout=timeout)
@@ -141,7 +141,7 @@ def run_on(
 
 
 def _staged(device: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """On a rank: call, with upstream's collectives staged."""
+    """Call on a rank with upstream's collectives staged."""
     if dist.get_world_size() > 1:
         stage(device)
     return function(*args)

@@ -1,4 +1,4 @@
-"""The example trainer as a job of several ranks, with and without the ``deepspeed`` launcher."""
+"""Run the example trainer on several ranks, with and without the ``deepspeed`` launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
 
 
 def prepare(folder: Path) -> None:
-    """A small dataset, ``data/text``."""
+    """Make a small dataset, ``data/text``."""
     (folder / "text").mkdir()
     for number in range(20):
         (folder / "text" / f"{number}.txt").write_text(f"the quick brown fox no {number}\n" * 40)
@@ -37,7 +37,7 @@ def prepare(folder: Path) -> None:
 
 
 def command_of(name: str, config: str, *arguments: str) -> list[str]:
-    """The script that trains into ``name/loss.jsonl`` by ``config.json``, and its arguments."""
+    """Return the command that trains into ``name/loss.jsonl`` by ``config.json``."""
     return [
         str(ROOT / "scripts/examples/train_gpt.py"), "--deepspeed_config", f"{config}.json",
         "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
@@ -48,7 +48,7 @@ def command_of(name: str, config: str, *arguments: str) -> list[str]:
 def start(
     folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
 ) -> subprocess.Popen[str]:
-    """Begin a training into ``name/loss.jsonl``, in a session of its own."""
+    """Start a training into ``name/loss.jsonl``, in a separate session."""
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert command is not None
     return subprocess.Popen(
@@ -67,7 +67,7 @@ def start(
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """The ranks too, which outlive the launcher."""
+    """Kill the ranks too, which outlive the launcher."""
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
@@ -75,7 +75,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 def train(
     folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
 ) -> str:
-    """Train into ``name/loss.jsonl`` on ranks that need no launcher; what was printed."""
+    """Train into ``name/loss.jsonl`` on ranks without a launcher; return the output."""
     script, *words = command_of(name, config, *arguments)
     ended = run_script(folder, script, *words, ranks=ranks, armed=module)
     assert ended.returncode == 0, ended.output
@@ -85,7 +85,7 @@ def train(
 def launch(
     folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
 ) -> str:
-    """As ``train``, under the ``deepspeed`` launcher."""
+    """Do the same with the ``deepspeed`` launcher."""
     process = start(folder, name, config, *arguments, module=module, ranks=ranks)
     try:
         printed, _ = process.communicate()
@@ -97,7 +97,7 @@ def launch(
 
 
 def train_until(folder: Path, name: str, config: str, step: int, *arguments: str) -> None:
-    """As ``train``, compressed; ranks are killed without a word once they have logged ``step``."""
+    """Train compressed; kill all ranks silently once they have logged ``step``."""
     script, *words = command_of(name, config, *arguments)
     ended = run_script(
         folder, script, *words, armed=True, until=lambda: len(losses(folder, name)) >= step
@@ -106,7 +106,7 @@ def train_until(folder: Path, name: str, config: str, step: int, *arguments: str
 
 
 def kill_after(folder: Path, name: str, step: int, process: subprocess.Popen[str]) -> None:
-    """End a training without a word once it has logged ``step``."""
+    """Kill a training silently once it has logged ``step``."""
     try:
         while len(losses(folder, name)) < step:
             assert process.poll() is None, process.communicate()[0]
@@ -116,7 +116,7 @@ def kill_after(folder: Path, name: str, step: int, process: subprocess.Popen[str
 
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Of the log; a line that is being written is left out."""
+    """Return the log's records, without a partial last line."""
     path = folder / name / "loss.jsonl"
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Jobs of the example on forked ranks: one after the other on the same ranks, and what they saw."""
+"""Run jobs of the example one after the other on forked ranks, and return their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.training.pipe_trainer import start_deepspeed
 
 
 def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
-    """What ``train`` gives for every job, patched; an error of ours as its text."""
+    """Return the result of ``train`` for every job, patched; hybridcomp's errors as text."""
     import hybridcomp
     from hybridcomp.errors import HybridcompError
     from hybridcomp.session import process
@@ -32,7 +32,7 @@ def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
 
 
 def first(outcomes: dict[str, list[Any]], name: str) -> Any:
-    """What rank 0 saw of a job that ended well; all saw the same losses."""
+    """Return rank 0's result of a successful job; all ranks have the same losses."""
     for outcome in outcomes[name]:
         assert not isinstance(outcome, str), outcome
         assert outcome.losses == outcomes[name][0].losses

@@ -1,4 +1,4 @@
-"""A model whose gradients are small integers, so that no order of summation rounds them."""
+"""A model whose gradients are small integers, so that sums are exact in any order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 MOST = 61 * 53
 
-#: by name, the parts that each micro-batch of a step uses; numbers of them that divide exactly
+#: by name, the parts that each micro-batch of a step uses; their counts divide exactly
 USED = {
     "all": ["abcde"] * 8,
     "some not in the last": ["abcde", "abcd", "ce", "ab"],
@@ -19,7 +19,7 @@ USED = {
 
 
 class Part(nn.Module):
-    """Parameters that a micro-batch uses or does not use."""
+    """Parameters that a micro-batch may use."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:
         super().__init__()

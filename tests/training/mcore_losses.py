@@ -1,7 +1,7 @@
-"""Losses of megatron-core with 8 bits on tp, pp or dp against the baseline, over several seeds.
+"""Compare megatron-core's losses with 8 bits on tp, pp or dp with the baseline, over seeds.
 
-Run by hand from the root of the repository, with megatron-core installed:
-``python -m tests.training.mcore_losses --seeds 0 1 2``. Minutes, so that no test does it.
+Run by hand from the root of the repository, with megatron-core installed: ``python -m
+tests.training.mcore_losses --seeds 0 1 2``. It takes minutes, too long for a test.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from tests.ranks import run_ranks
 from tests.training.mcore_trainer import Job, run
 
 B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
-#: job and the dimension that is compressed
+#: job and its compressed dimension
 JOBS: dict[str, tuple[Job, str]] = {
     "TP2": (Job(tp=2), "tp"),
     "PP2": (Job(pp=2), "pp"),
     "DP2": (Job(), "dp"),
 }
-#: steps at the end whose mean is the final loss
+#: final steps that the final loss averages
 LAST = 20
 
 
 def final(losses: list[float]) -> float:
-    """The mean loss of the last steps."""
+    """Return the mean loss of the last steps."""
     return mean(losses[-LAST:])
 
 
 def pair(name: str, seed: int, steps: int, lr: float) -> tuple[float, float, float]:
-    """(first loss, final loss, final loss with 8 bits) of one seed."""
+    """Return (first loss, final loss, final loss with 8 bits) of a seed."""
     job, dimension = JOBS[name]
     exact = replace(job, steps=steps, lr=lr, seed=seed)
     lossy = replace(exact, block={dimension: B8, "min_bytes": 0})

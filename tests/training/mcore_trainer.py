@@ -1,7 +1,7 @@
-"""Tiny trainings with megatron-core on several ranks, for the tests of its seams.
+"""Tiny trainings with megatron-core on several ranks, for tests of its seams.
 
-``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``): importing megatron-core
-takes longer than most of these trainings, so one launch does many of them.
+Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``) with many jobs: importing megatron-core
+takes longer than most trainings.
 """
 
 from __future__ import annotations
@@ -33,54 +33,54 @@ class Job:
     layers: int = 2
     tp: int = 1
     pp: int = 1
-    virtual: int | None = None  # stages on each pipeline rank
+    virtual: int | None = None  # stages per pipeline rank
     ep: int = 1
     cp: int = 1
     experts: int | None = None
     dispatcher: str = "alltoall"
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
-    overlap: bool = False  # of gradient reduction, parameter gather and pipeline sends
+    overlap: bool = False  # reduction, gathers and sends overlap with computation
     batch_p2p: bool = True
     bf16: bool = False
-    loss_scale: float | None = None  # of the first step: the job is in fp16
+    loss_scale: float | None = None  # initial scale: the job is in fp16
     recompute: bool = False
     average: bool = False  # average_in_collective
     optimizer: str = "adam"
-    linear: bool = False  # Adam as plain SGD, which the distributed optimizer does not take
+    linear: bool = False  # makes Adam plain SGD, which the distributed optimizer does not accept
     clip: float = 1.0
-    order: str = "tp-cp-ep-dp-pp"  # of ranks
-    tied: bool = False  # embedding and output layer have one weight
+    order: str = "tp-cp-ep-dp-pp"  # order of ranks
+    tied: bool = False  # embedding and output layer share a weight
     steps: int = 50
     micro_batches: int = 2
     lr: float = 4e-3
     seed: int = 0
-    restart: int | None = None  # before this step everything is saved, forgotten and loaded
-    folder: str = ""  # for that
-    raw: bool = False  # a lossless codec of fixed size on every dimension of the block
-    #: seconds of native and of encoded messages, as ``"when": "auto"`` finds them
+    restart: int | None = None  # save, drop and reload everything before this step
+    folder: str = ""  # the restart's checkpoint
+    raw: bool = False  # a lossless fixed-size codec on every dimension of the block
+    #: seconds of native and of encoded messages, as measured by ``"when": "auto"``
     link: tuple[float, float] | None = None
     block: dict[str, Any] | None = None
 
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """A rank's results."""
 
-    losses: list[float]  # empty but on the last stage
+    losses: list[float]  # on the last stage only
     parameters: dict[str, str]  # digest of the bytes, by name
     ledger: dict[tuple[str, str], tuple[float, float, float, float]]  # messages, native, raw, wire
     residuals: float = 0.0
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
-    """Every job in turn; an error of ours as its text."""
+    """Run every job in turn; return hybridcomp's errors as text."""
     prepare()
     return [_run(job) for job in jobs]
 
 
 def prepare() -> None:
-    """Import megatron-core, with stand-ins for what this machine lacks."""
+    """Import megatron-core, with stand-ins for packages that this machine lacks."""
     from tests.stand_ins import megatron_on_cpu
 
     shim = _device().type == "cpu"
@@ -91,7 +91,7 @@ def prepare() -> None:
     import megatron.core.optimizer  # noqa: F401
 
     if not known:
-        forget_inherited()  # its objects neither
+        forget_inherited()  # drop inherited objects as well
 
     if shim:
         megatron_on_cpu.patch()
@@ -100,7 +100,7 @@ def prepare() -> None:
 
 
 def _device() -> torch.device:
-    """Where models live: what ``DS_ACCELERATOR`` says, as for the tests of DeepSpeed."""
+    """Return the models' device: ``DS_ACCELERATOR``, as in the tests of DeepSpeed."""
     return torch.device(os.environ.get("DS_ACCELERATOR", "cpu"))
 
 
@@ -116,14 +116,14 @@ def _run(job: Job) -> Outcome | str:
 
 @contextmanager
 def armed(job: Job) -> Iterator[None]:
-    """Patches with the block of ``job``, for as long as one of its trainings lasts."""
+    """Apply the patches with the block of ``job`` during one of its trainings."""
     import hybridcomp
     from hybridcomp.session import process
 
     torch.manual_seed(1 + job.seed)
     if job.block is not None:
         hybridcomp.install()
-        # a report starts the ledger anew
+        # a report resets the ledger
         process.configure({"ledger": {"every": 1_000_000}, **job.block})
     try:
         yield
@@ -131,7 +131,7 @@ def armed(job: Job) -> Iterator[None]:
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
-        # 0.13 forgets to forget them: a middle stage would look for the group of the job before
+        # 0.13 does not reset them: a middle stage would use the previous job's group
         parallel_state._EMBEDDING_GLOBAL_RANKS = None
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
         destroy_groups()
@@ -140,15 +140,15 @@ def armed(job: Job) -> Iterator[None]:
 
 
 def destroy_groups() -> None:
-    """End every group but the world: Megatron only forgets them, and each has threads that poll."""
+    """Destroy every group but the world: Megatron only drops them, and each has polling threads."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    islands._made.clear()  # its groups are among them
+    islands._made.clear()  # whose groups are among them
 
 
 def initialize(job: Job) -> None:
-    """Make Megatron's groups."""
+    """Create Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
@@ -182,7 +182,7 @@ def _train(job: Job) -> Outcome:
 
 
 def train_step(job: Job, chunks: Sequence[Any], optimizer: Any, step: int) -> list[float]:
-    """A step on this rank's micro batches; the loss, on the last stage."""
+    """Run a step on this rank's micro-batches; return the loss, on the last stage."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for chunk in chunks:
@@ -203,7 +203,7 @@ def train_step(job: Job, chunks: Sequence[Any], optimizer: Any, step: int) -> li
 
 
 def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any], Any]:
-    """As a job that is cut off and goes on: checkpoint, new objects, checkpoint loaded."""
+    """Restart the job: save, create new objects, load."""
     import hybridcomp
     from hybridcomp.session import process
 
@@ -223,7 +223,7 @@ def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any]
 
 
 def _adjust(job: Job) -> None:
-    """Settings of a job that no block can express."""
+    """Apply settings of a job that a block cannot express."""
     from hybridcomp.config.policy import Policy
     from hybridcomp.session import process
     from tests.stand_ins.raw_codec import Raw
@@ -257,14 +257,14 @@ def _digests(chunks: Sequence[Any]) -> dict[str, str]:
 
 
 def build(job: Job) -> tuple[list[Any], Any]:
-    """The model chunks of this rank, wrapped, and their optimizer."""
+    """Build this rank's model chunks, wrapped, and their optimizer."""
     config = model_config(job)
     models = [_model(job, config, index) for index in range(job.virtual or 1)]
     return wrap(job, config, models)
 
 
 def wrap(job: Job, config: Any, models: Sequence[Any], **groups: Any) -> tuple[list[Any], Any]:
-    """``models``, wrapped, and their optimizer; ``groups``: in the place of the islands'."""
+    """Wrap ``models`` and make their optimizer; ``groups`` replaces the islands' groups."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -308,7 +308,7 @@ def wrap(job: Job, config: Any, models: Sequence[Any], **groups: Any) -> tuple[l
 
 
 def _groups(job: Job) -> dict[str, Any]:
-    """Groups of the islands of a block that has some."""
+    """Return the groups of a block's islands, if any."""
     import hybridcomp
 
     if "sync" not in (job.block or {}):
@@ -317,7 +317,7 @@ def _groups(job: Job) -> dict[str, Any]:
 
 
 def model_config(job: Job) -> Any:
-    """The TransformerConfig of a job."""
+    """Return a job's TransformerConfig."""
     from megatron.core.transformer import TransformerConfig
 
     moe: dict[str, Any] = {}
@@ -370,14 +370,14 @@ def _model(job: Job, config: Any, index: int) -> Any:
 
 
 def tensor_parallel_defaults(parameter: Tensor) -> None:
-    """What Megatron's training loop sets on every parameter."""
+    """Set the attributes that Megatron's training loop sets on every parameter."""
     from megatron.core import tensor_parallel
 
     tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
 def batches(job: Job, step: int) -> Iterator[Tensor]:
-    """Sequences that count modulo VOCAB, with some noise; another share for each data rank."""
+    """Return noisy sequences that count modulo VOCAB; a different share for each data rank."""
     from megatron.core import parallel_state
 
     data_rank = parallel_state.get_data_parallel_rank()

@@ -1,6 +1,6 @@
-"""The example's model on a mesh of 2 x 2 ranks under DeepSpeed, and whole, for tests of tp2d.
+"""Train the example's model on a mesh of 2 x 2 ranks under DeepSpeed, and whole.
 
-``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``).
+Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Job:
     norm: str = "rmsnorm"
     tied: bool = False
     block: dict[str, Any] | None = None
-    folder: str | None = None  # of a checkpoint
+    folder: str | None = None  # folder of a checkpoint
     save: int = 0  # after this step
     load: bool = False
-    plain: str | None = None  # file of the plain model's weights, written at the end
-    start_from: str | None = None  # file of the plain model's weights
+    plain: str | None = None  # output file of the plain model's weights
+    start_from: str | None = None  # input file of the plain model's weights
 
 
 @dataclass
 class Outcome:
-    """What one rank saw; ``ledger``: messages, native ones, raw and sent bytes of tp2d by kind."""
+    """A rank's results; ``ledger``: messages, native ones, raw and sent bytes of tp2d by kind."""
 
     losses: list[float] = field(default_factory=list)
     ledger: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class Outcome:
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
-    """Every job in turn; an error of ours as its text."""
+    """Run every job in turn; return hybridcomp's errors as text."""
     return in_turn(jobs, lambda job: whole(job) if job.tp2d == 1 else train(job))
 
 
 def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
-    """One micro-batch of a sequence that can be learned."""
+    """Return a micro-batch of a learnable sequence."""
     generator = torch.Generator().manual_seed(1000 * replica + step)
     start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
     ids = (start + 7 * torch.arange(LENGTH + 1)) % VOCAB
@@ -69,7 +69,7 @@ def config_of(job: Job) -> Any:
 
 
 def whole(job: Job) -> Outcome:
-    """The plain model, on the samples of as many replicas as there are meshes of four ranks."""
+    """Train the plain model on the samples of all meshes of four ranks."""
     from gpt import model
 
     config = config_of(job)
@@ -94,7 +94,7 @@ def whole(job: Job) -> Outcome:
 
 
 def train(job: Job) -> Outcome:
-    """One training on a mesh, built as scripts/examples/train_gpt.py does."""
+    """Train on a mesh, built as scripts/examples/train_gpt.py does."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
     from gpt import loop, model, two_dimensional

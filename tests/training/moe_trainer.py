@@ -1,4 +1,4 @@
-"""Tiny MoE trainings on several ranks, for the tests of the expert-parallel seam."""
+"""Tiny MoE trainings on several ranks, for tests of the expert-parallel seam."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Job:
 
 
 class Model(nn.Module):
-    """Linear, a layer of experts, linear; the targets are a linear map of the inputs."""
+    """Linear, experts, linear; the targets are a linear map of the inputs."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
         self.first = nn.Linear(WIDTH, WIDTH)
         expert = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        # random token selection off: it draws from the global generator
+        # no random token selection, which draws from the global generator
         self.experts = MoE(
             WIDTH, expert, num_experts=EXPERTS, ep_size=2, k=1, capacity_factor=1.5, use_rts=False
         )
@@ -84,7 +84,7 @@ def ds_config(job: Job) -> dict[str, Any]:
 
 
 def make_engine(job: Job) -> Any:
-    """The engine of a job; the model has the same weights on every rank, but for its experts."""
+    """Return a job's engine; all ranks have the same weights, except for experts."""
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -100,7 +100,7 @@ def make_engine(job: Job) -> Any:
 
 
 def train_step(engine: Any, job: Job, step: int) -> float:
-    """A step on this rank's inputs; returns the loss."""
+    """Run a step on this rank's inputs; return the loss."""
     import torch.distributed as dist
 
     dtype = next(engine.module.parameters()).dtype
@@ -117,7 +117,7 @@ def train_step(engine: Any, job: Job, step: int) -> float:
 
 
 def train(job: Job) -> Outcome:
-    """One training on this rank."""
+    """Train on this rank."""
     engine = make_engine(job)
     losses = [train_step(engine, job, step) for step in range(job.steps)]
     parameters = {name: digest(p) for name, p in engine.module.named_parameters()}
@@ -127,7 +127,7 @@ def train(job: Job) -> Outcome:
 
 
 def exchange_rows(block: dict[str, Any]) -> dict[str, Any]:
-    """AutoEP's all-to-all with unequal rows, as the layer applies it, forward and backward."""
+    """Run AutoEP's all-to-all with unequal rows, as the layer does, forward and backward."""
     import torch.distributed as dist
     from deepspeed.module_inject import auto_ep_layer
 

@@ -1,7 +1,7 @@
-"""Jobs of GPT-NeoX itself on gloo ranks: its own training loop, from a checkout.
+"""Run GPT-NeoX's training loop, from a checkout, on gloo ranks.
 
-``run`` is called on fresh ranks. All jobs of one launch share the groups of tensor and pipeline
-parallelism, which GPT-NeoX makes once per process.
+Call ``run`` on new ranks. All jobs of a launch share the tensor and pipeline groups, which GPT-NeoX
+creates once per process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HIDDEN = LENGTH * MICRO_BATCH * WIDTH
 
 @dataclass(frozen=True)
 class Job:
-    """What to train and how."""
+    """Settings of a training."""
 
     tp: int = 1
     pp: int = 1
@@ -34,7 +34,7 @@ class Job:
     micro_batches: int = 2
     #: the compression block; None: hybridcomp is not installed
     block: dict[str, Any] | None = None
-    #: replace every codec of the block with one that copies
+    #: replace every codec of the block with a copying one
     raw: bool = False
     #: further GPT-NeoX settings
     settings: dict[str, Any] = field(default_factory=dict)
@@ -42,20 +42,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job left on one rank."""
+    """A job's results on one rank."""
 
     losses: list[float]
     digests: dict[str, str]
     #: (dimension, direction) -> messages, native, raw bytes, wire bytes
     ledger: dict[Any, tuple[float, float, float, float]]
-    #: whether the attention mask of this stage's first layer was the causal one in every pass
+    #: whether this stage's first layer got the causal attention mask in every pass
     masks: list[bool]
-    #: marks of the tensors sent to the next stage: whether a codec may touch them
+    #: marks of the tensors sent to the next stage: whether they may be compressed
     marks: list[bool]
 
 
 def settings_of(job: Job, data: str) -> dict[str, Any]:
-    """The GPT-NeoX configuration of a job."""
+    """Return a job's GPT-NeoX configuration."""
     return {
         "data_path": data, "data_impl": "mmap", "split": "1,0,0",
         "tokenizer_type": "CharLevelTokenizer",
@@ -84,7 +84,7 @@ def settings_of(job: Job, data: str) -> dict[str, Any]:
 
 
 def write_data(folder: str) -> str:
-    """A small dataset of sequences that a model can learn; returns its prefix."""
+    """Write a small learnable dataset; return its prefix."""
     from gpt.indexed import IndexedWriter
 
     prefix = Path(folder, "counting")
@@ -151,12 +151,12 @@ def _train(training: Any, job: Job, data: str) -> Outcome:
     (engine,) = engines
     outcome = Outcome(losses, _digests(engine), _ledger(engine), masks, _marks(engine))
     engine.destroy()
-    process.configure(None)  # this engine may outlive us in a cycle, and go on lending
+    process.configure(None)  # this engine may survive in a cycle, and keep sharing its session
     return outcome
 
 
 def _adjust(engine: Any, job: Job, masks: list[bool]) -> None:
-    """Codecs that no block can express; a look at the masks that arrive."""
+    """Set codecs that a block cannot express; record received masks."""
     from hybridcomp.channels import channels_of
     from hybridcomp.config.policy import Policy
     from tests.stand_ins.raw_codec import Raw

@@ -1,4 +1,4 @@
-"""Trainings whose optimizer states are on NVMe: a model large enough for files of the swapper."""
+"""Trainings with optimizer states on NVMe: a model large enough for the swapper's files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-#: of a layer: half of it has 1 MiB of bf16, so that parameters and gradients go to files, too
+#: elements of a layer: half of it has 1 MiB of bf16, so parameters and gradients use files too
 WIDTH, LAYERS = 1024, 3
 CODEC = {"states": "expcode"}
 
 
 @dataclass(frozen=True)
 class NvmeJob:
-    """One training; ``folder``: None keeps the states on the host. ``libaio``: used if there."""
+    """One training; ``folder``: None keeps states on the host; ``libaio``: use it if installed."""
 
     folder: str | None
     steps: int = 3
+    layers: int = LAYERS
     accumulation: int = 1
     libaio: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -31,12 +32,12 @@ class NvmeJob:
 
 
 class Layers(nn.Module):
-    """Linear layers of one size behind a small one."""
+    """Equal linear layers after a small one."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = LAYERS) -> None:
         super().__init__()
         self.inner = nn.Linear(16, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
 
     def forward(self, values: Tensor) -> Tensor:
         values = self.inner(values)
@@ -71,7 +72,7 @@ def ds_config(job: NvmeJob) -> dict[str, Any]:
 
 
 def make_engine(job: NvmeJob) -> Any:
-    """An engine on this rank, patched; without libaio, which this machine may or may not have."""
+    """Return a patched engine on this rank; without libaio, which may not be installed."""
     import deepspeed
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -82,7 +83,7 @@ def make_engine(job: NvmeJob) -> Any:
         AsyncIOBuilder.is_compatible = lambda self, verbose=False: False
     hybridcomp.install()
     torch.manual_seed(0)
-    model = Layers()
+    model = Layers(job.layers)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=ds_config(job)
     )
@@ -90,7 +91,7 @@ def make_engine(job: NvmeJob) -> Any:
 
 
 def step(engine: Any, job: NvmeJob, number: int) -> None:
-    """One optimizer step."""
+    """Run an optimizer step."""
     for micro in range(job.accumulation):
         seed = (number * job.accumulation + micro) * dist.get_world_size() + dist.get_rank()
         values = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
@@ -102,7 +103,7 @@ def step(engine: Any, job: NvmeJob, number: int) -> None:
 def run(
     jobs: list[NvmeJob], between: Callable[[Any, NvmeJob, int], None] | None = None
 ) -> list[dict[str, Any]]:
-    """Digests, bytes of files by kind and the ledger of each job on this rank."""
+    """Return each job's digests, bytes of files by kind and ledger on this rank."""
     from tests.training.trainer import digests
 
     found = []
@@ -118,7 +119,7 @@ def run(
 
 
 def figures(engine: Any) -> dict[str, Any]:
-    """Ledger of the states, and bytes of the files by kind: raw and there."""
+    """Return the states' ledger, and the files' bytes by kind: raw and on disk."""
     from hybridcomp.channels import channels_of
     from hybridcomp.channels.state_files import DTYPES, SIZE, Footer
 

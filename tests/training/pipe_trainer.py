@@ -1,7 +1,7 @@
-"""Tiny pipeline trainings on several ranks, for the tests of the pipeline seams.
+"""Tiny pipeline trainings on several ranks, for tests of the pipeline seams.
 
-``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``): importing DeepSpeed takes
-longer than all of these trainings, so one launch does many of them.
+Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``) with many jobs: importing DeepSpeed
+takes longer than all trainings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Job:
     masks: bool = False
     checkpoint: bool = False
     dynamic: bool = False
-    evaluate: bool = False  # an eval_batch before the first step and after the last
+    evaluate: bool = False  # eval_batch before the first step and after the last
     nan_step: int = -1  # this step's first activation holds a NaN
     model_parallel: int = 1
     block: dict[str, Any] | None = None
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """A rank's results."""
 
     losses: list[float]
     evaluations: list[float]
@@ -55,13 +55,13 @@ class Outcome:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bytes."""
+    """Hash the bytes."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(bytes(data.tolist())).hexdigest()[:16]
 
 
 class Embed(nn.Module):
-    """Ids to hidden states; with masks, (ids, bool mask) to (hidden, additive mask, bool mask)."""
+    """Map ids to hidden states; with masks (ids, bool mask) to (hidden, additive, bool mask)."""
 
     def __init__(self, job: Job, seen: list[str]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention without heads, enough for a mask to matter."""
+    """Single-head attention, enough for a mask to matter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class Probe(nn.Module):
-    """Notes the masks that arrived on the last stage, and drops them."""
+    """Records the masks received by the last stage, and drops them."""
 
     def __init__(self, seen: list[str]) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Probe(nn.Module):
         hidden, additive, keep = inputs
         if torch.is_grad_enabled():
             self.seen.append(digest(additive) + digest(keep))
-        # an additive mask has to get a gradient, or upstream's assertion fails
+        # an additive mask needs a gradient, or upstream's assertion fails
         merged: Tensor = hidden + 0.0 * additive.masked_fill(~keep.unsqueeze(1), 0.0).sum()
         return merged
 
@@ -148,7 +148,7 @@ def _tied_head(embed: Embed, hidden: Tensor) -> Tensor:
 
 
 def build(job: Job, seen: list[str]) -> Any:
-    """The PipelineModule."""
+    """Return the PipelineModule."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -165,7 +165,7 @@ def build(job: Job, seen: list[str]) -> Any:
         topology = PipeModelDataParallelTopology(job.stages, job.model_parallel, 1)
         shape = {"topology": topology}
     if job.checkpoint and Version(version("deepspeed")) < Version("0.19.8"):
-        # its checkpoints ask for a stream, which its CPU accelerator does not have
+        # its checkpoints need a stream, which its CPU accelerator lacks
         shape["activation_checkpoint_func"] = partial(
             torch.utils.checkpoint.checkpoint, use_reentrant=True
         )
@@ -181,11 +181,11 @@ def build(job: Job, seen: list[str]) -> Any:
 
 
 def batches(job: Job, replica: int) -> Iterator[Any]:
-    """A sequence that can be learned: each token follows from the one before it."""
+    """Return learnable sequences: each token follows from the previous one."""
     step = 0
     while True:
         generator = torch.Generator().manual_seed(1000 * replica + step)
-        # with dynamic shapes every other batch is shorter
+        # with dynamic shapes every second batch is shorter
         length = LENGTH // 2 if job.dynamic and (step // job.micro_batches) % 2 else LENGTH
         start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
         ids = (start + 7 * torch.arange(length + 1)) % VOCAB
@@ -214,7 +214,7 @@ def ds_config(job: Job, data_parallel: int) -> dict[str, Any]:
 
 
 def start_deepspeed() -> None:
-    """Let DeepSpeed use the process group of ``tests.ranks``."""
+    """Make DeepSpeed use the process group of ``tests.ranks``."""
     import deepspeed
     import deepspeed.ops
     import torch.distributed as dist
@@ -240,7 +240,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
 
 
 def train(job: Job) -> Outcome:
-    """One training on this rank."""
+    """Train on this rank."""
     import deepspeed
     import torch.distributed as dist
 
@@ -265,7 +265,7 @@ def train(job: Job) -> Outcome:
 
 
 def messages(engine: Any) -> list[tuple[str, str, int, int, int]]:
-    """The ledger of this rank, without the times."""
+    """Return this rank's ledger without times."""
     from hybridcomp.channels import channels_of
 
     channels = channels_of(engine)

@@ -1,6 +1,6 @@
-"""The example in a pipeline over token slices under DeepSpeed, and whole, for tests.
+"""Train the example in a pipeline over token slices under DeepSpeed, and whole.
 
-``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``).
+Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Job:
     replicas: int = 1
     clip: float = 0.1
     block: dict[str, Any] | None = None
-    folder: str | None = None  # of a checkpoint
+    folder: str | None = None  # folder of a checkpoint
     save: int = 0  # after this step
     load: bool = False
-    more: dict[str, Any] = field(default_factory=dict)  # of the DeepSpeed file
+    more: dict[str, Any] = field(default_factory=dict)  # further keys of the DeepSpeed file
 
 
 @dataclass
 class Outcome:
-    """What one rank saw. ``ledger``: messages, native ones and sent bytes of pp by direction."""
+    """A rank's results; ``ledger``: messages, native ones and sent bytes of pp by direction."""
 
     losses: list[float] = field(default_factory=list)
     valid: float = 0.0
@@ -50,12 +50,12 @@ class Outcome:
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
-    """Every job in turn; an error of ours as its text."""
+    """Run every job in turn; return hybridcomp's errors as text."""
     return in_turn(jobs, lambda job: train(job) if job.slices else whole(job))
 
 
 def batches(job: Job, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of a step, of a sequence that can be learned."""
+    """Return a step's micro-batches of a learnable sequence."""
     for index in range(job.micro_batches):
         generator = torch.Generator().manual_seed(1000 * replica + 10 * step + index)
         start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
@@ -70,7 +70,7 @@ def config_of(tp: int = 1) -> Any:
 
 
 def whole(job: Job) -> Outcome:
-    """The plain model on the samples of all replicas."""
+    """Train the plain model on the samples of all replicas."""
     from gpt import model
 
     module, loss_of = model.GPT(config_of()), model.loss_of(config_of())
@@ -95,7 +95,7 @@ def whole(job: Job) -> Outcome:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """The DeepSpeed file."""
+    """Return the DeepSpeed file."""
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": job.micro_batches,
@@ -111,7 +111,7 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 def train(job: Job) -> Outcome:
-    """One training over two stages, built as scripts/examples/train_gpt.py does."""
+    """Train over two stages, built as scripts/examples/train_gpt.py does."""
     import deepspeed
     import train_gpt
     from gpt import layouts, token_slices

@@ -1,4 +1,4 @@
-"""Parts of split layers on several ranks, for the tests of the AutoTP and Ulysses seams."""
+"""Parts of sharded layers on several ranks, for tests of the AutoTP and Ulysses seams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.training.split_trainer import (
 
 
 def run_beside(job: Job) -> tuple[int, list[float]]:
-    """Train without a block beside a living engine with one: that engine's messages, the losses."""
+    """Train without a block beside an engine with one; return that one's messages, and losses."""
     import deepspeed
 
     import hybridcomp
@@ -61,13 +61,13 @@ def run_beside(job: Job) -> tuple[int, list[float]]:
 
 
 def run_files(job: Job, files: Sequence[dict[str, Any]]) -> list[Outcome]:
-    """Train with whole ds_configs, but for the batch size."""
+    """Train with complete ds_configs, except for the batch size."""
     sizes = {"train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 10_000}
     return run([replace(job, ds_json={**file, **sizes}) for file in files])
 
 
 def gather(job: Job) -> tuple[Tensor, list[Tensor], int]:
-    """A split weight as a checkpoint gathers it, its shards, and what ``tp`` counted of that."""
+    """Return a sharded weight as a checkpoint gathers it, its shards, and the count of ``tp``."""
     from deepspeed.module_inject.layers import GatherReplacedLayerParams
 
     import hybridcomp
@@ -90,7 +90,7 @@ def gather(job: Job) -> tuple[Tensor, list[Tensor], int]:
 
 
 def head(block: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, int]:
-    """A row-parallel head: the sum, the layer's in training and inference, messages of ``tp``."""
+    """Run a row-parallel head: sum, layer in training and inference; return messages of ``tp``."""
     from deepspeed.module_inject import layers
 
     from hybridcomp.channels import ATTRIBUTE, Channels
@@ -122,17 +122,17 @@ def head(block: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 class Stream:
-    """A CPU has no streams: everything happens at once."""
+    """CPU stream: everything happens at once."""
 
     def wait_stream(self, other: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool, dict[str, int]]:
-    """Output and gradients of overlapped Ulysses unpatched and patched, whose handle, messages."""
+    """Run overlapped Ulysses unpatched and patched; return outputs, handles, messages."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -156,7 +156,7 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
         )
         setattr(layer, ATTRIBUTE, channels)
         leaves = [part.clone().requires_grad_() for part in values]
-        # upstream's hooks sit on what came out of a projection
+        # upstream's hooks are on a projection's output
         out = layer(*(leaf * 1.0 for leaf in leaves), 0)
         (out * weights).sum().backward()
         grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -178,7 +178,7 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
 
 
 def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
-    """ALST's exchange eager and compiled: whether they agree; messages and native ones by way."""
+    """Run ALST's exchange eager and compiled; return whether they agree, and messages of each."""
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
     from hybridcomp.channels import Channels

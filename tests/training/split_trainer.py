@@ -1,7 +1,6 @@
-"""Tiny trainings whose layers or sequence are split over ranks: AutoTP and Ulysses.
+"""Tiny trainings with sharded layers or sequences: AutoTP and Ulysses.
 
-``run(jobs)`` is to be called on every rank. The model has the names of Hugging Face's Llama, and
-needs none of it.
+Call ``run(jobs)`` on every rank. The model uses Hugging Face's names of Llama, but not the package.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LINEARS: list[dict[str, Any]] = [
     {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
     {"patterns": [r".*\.([qkv]|gate|up)_proj\.weight$"], "partition_type": "column"},
 ]
-#: a head whose logits are gathered, deepspeed >= 0.19.8
+#: a head with gathered logits, deepspeed >= 0.19.8
 HEAD = {"patterns": [r".*lm_head\.weight$"], "partition_type": "column", "gather_output": True}
 
 
@@ -40,7 +39,7 @@ class Job:
     sp: int = 1
     alst: bool = False  # sequence parallel by ALST's attention
     heads: int = 4
-    head: bool = False  # the LM head is split, its logits gathered
+    head: bool = False  # shard the LM head, gather its logits
     overlap: bool = False  # tp_overlap_comm
     checkpoint: bool = False
     stage: int = 0
@@ -48,43 +47,43 @@ class Job:
     steps: int = 50
     accumulation: int = 1
     ds_json: dict[str, Any] = field(default_factory=dict)
-    #: seconds of native and of encoded messages, as ``"when": "auto"`` finds them
+    #: seconds of native and of encoded messages, as measured by ``"when": "auto"``
     link: tuple[float, float] | None = None
     block: dict[str, Any] | None = None
 
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """A rank's results."""
 
     losses: list[float]
-    digests: dict[str, str]  # of the bytes of this rank's parameters, by name
+    digests: dict[str, str]  # digests of the bytes of this rank's parameters, by name
     #: (dimension, direction) -> (messages, native messages, raw bytes, wire bytes)
     ledger: dict[tuple[str, str], tuple[int, int, int, int]]
     names: dict[str, str]  # parameter name -> name of its residuals
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention, [batch, length, heads, dim] in and out."""
+    """Return causal attention, [batch, length, heads, dim] in and out."""
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
 class Local(nn.Module):
-    """What Ulysses calls with whole sequences of some heads."""
+    """Ulysses' local attention: whole sequences of some heads."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(query, key, value).contiguous()
 
 
 def alst_core(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    """Causal attention, [batch, heads, length, dim] in, as Hugging Face calls it."""
+    """Return causal attention, [batch, heads, length, dim] in, as Hugging Face calls it."""
     found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return found.transpose(1, 2), None
 
 
 class Attention(nn.Module):
-    """Llama's names; the exchange of Ulysses around the core."""
+    """Attention with Llama's names; Ulysses' exchange surrounds its core."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(WIDTH, width, bias=False)
         self.v_proj = nn.Linear(WIDTH, width, bias=False)
         self.o_proj = nn.Linear(width, WIDTH, bias=False)
-        self.outside: list[Any] = []  # ALST's attention is no submodule
+        self.outside: list[Any] = []  # ALST's attention is not a submodule
         if job.alst:
             self.outside.append(alst_attention(job, self.dim))
         elif job.sp > 1:
@@ -120,7 +119,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Llama's names."""
+    """MLP with Llama's names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of the transformer."""
+    """A transformer layer."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A small causal language model; its loss over the tokens it is given."""
+    """A small causal language model; its loss is over the given tokens."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -172,7 +171,7 @@ class Model(nn.Module):
 
 
 def sequence_group() -> Any:
-    """The group over which a sequence is split: all ranks."""
+    """Return the sequence-parallel group: all ranks."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
@@ -181,7 +180,7 @@ def sequence_group() -> Any:
 
 
 def alst_attention(job: Job, dim: int) -> Any:
-    """ALST's attention around ours; it wants Hugging Face's version and nothing else of it."""
+    """Wrap our attention in ALST's, which only checks Hugging Face's version."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     group = sequence_group()
@@ -217,7 +216,7 @@ def ds_config(job: Job) -> dict[str, Any]:
 
 
 def batch(job: Job, step: int, micro: int) -> tuple[Tensor, Tensor]:
-    """Ids and the ids after them: a walk with a step that depends on the row."""
+    """Return ids and their successors: a walk with a step that depends on the row."""
     replica = dist.get_rank() // max(job.tp, job.sp)
     generator = torch.Generator().manual_seed(100_003 * replica + 1009 * micro + step)
     start = torch.randint(VOCAB, (BATCH, 1), generator=generator)
@@ -231,9 +230,9 @@ def batch(job: Job, step: int, micro: int) -> tuple[Tensor, Tensor]:
 
 
 def make_engine(job: Job) -> Any:
-    """An engine on this rank, patched when the job has a block.
+    """Return an engine on this rank, patched if the job has a block.
 
-    Sequence-parallel groups are ALST's, or those of a mesh that DeepSpeed makes from the ds_config.
+    Sequence-parallel groups are ALST's, or those of DeepSpeed's mesh from the ds_config.
     """
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -301,6 +300,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
     for job in jobs:
         with nullcontext() if job.link is None else clock(*job.link):
             outcomes.append(train(job))
-        gc.collect()  # engines hang in cycles, and the first living one lends its channels
+        gc.collect()  # engines are in cycles, and the first living one shares its channels
     hybridcomp.uninstall()
     return outcomes

@@ -1,7 +1,7 @@
-"""The example's model on several ranks, cut by megatron-core and DeepSpeed, for the tests of 3D.
+"""Train the example's model, sharded by megatron-core and DeepSpeed, for tests of 3D.
 
-``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``): importing DeepSpeed and
-megatron-core takes longer than all of these trainings, so one launch does many of them.
+Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``) with many jobs: importing DeepSpeed and
+megatron-core takes longer than all trainings.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Job:
     micro_batches: int = 2
     bf16: bool = False
     tied: bool = False
-    partitioned: bool = True  # pipeline sends in pieces, one for each tensor rank
-    same_data: bool = False  # for all replicas: any number of them then trains alike
-    folder: str | None = None  # of a checkpoint
+    partitioned: bool = True  # send activations in parts, one per tensor rank
+    same_data: bool = False  # on all replicas: results do not depend on their number
+    folder: str | None = None  # folder of a checkpoint
     save: int = 0  # after this step
     load: bool = False
     block: dict[str, Any] | None = None
@@ -42,19 +42,19 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """A rank's results."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)  # digest of the bytes, by name
-    whole: dict[str, str] = field(default_factory=dict)  # of parameters that no rank cuts
+    whole: dict[str, str] = field(default_factory=dict)  # unsharded parameters, as digests
     ledger: dict[tuple[str, str], tuple[int, int, int, int]] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)  # under which residuals are kept
-    step: int = 0  # as the channels count
-    lent: bool = False  # whether layers that know no engine find the engine's channels
+    names: list[str] = field(default_factory=list)  # keys of the residuals
+    step: int = 0  # counted by the channels
+    lent: bool = False  # whether layers without an engine use the engine's channels
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
-    """Every job in turn, unpatched ones with all patches reverted; an error of ours as its text."""
+    """Run every job in turn, unpatched ones with all patches reverted; return errors as text."""
     import hybridcomp
     from hybridcomp.errors import HybridcompError
     from hybridcomp.session import process
@@ -62,7 +62,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     start_deepspeed()
     import megatron.core.tensor_parallel  # noqa: F401
 
-    forget_inherited()  # megatron-core's objects neither
+    forget_inherited()  # drop inherited megatron-core objects as well
     sys.path.insert(0, str(SCRIPTS))
     outcomes: list[Outcome | str] = []
     for job in jobs:
@@ -75,14 +75,14 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
         except HybridcompError as error:
             outcomes.append(f"{type(error).__name__}: {error}")
         finally:
-            process.configure(None)  # autograd keeps engines of the last stage alive
+            process.configure(None)  # autograd keeps the last stage's engines alive
             _forget_groups()
     hybridcomp.uninstall()
     return outcomes
 
 
 def _forget_groups() -> None:
-    """End every group but the world: each has threads that poll."""
+    """Destroy every group but the world: each has polling threads."""
     from deepspeed.runtime.pipe import p2p
     from megatron.core import parallel_state
 
@@ -111,7 +111,7 @@ def ds_config(job: Job) -> dict[str, Any]:
 def batches(
     job: Job, replica: int, step: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of a step, of a sequence that can be learned."""
+    """Return a step's micro-batches of a learnable sequence."""
     for number in range(job.micro_batches):
         seed = 1000 * (0 if job.same_data else replica) + 10 * step + number
         start = torch.randint(
@@ -123,7 +123,7 @@ def batches(
 
 
 def build(job: Job) -> Any:
-    """The engine and its trainer, built as scripts/examples/train_gpt.py does."""
+    """Build engine and trainer as scripts/examples/train_gpt.py does."""
     import deepspeed
     from gpt import loop, model, tensor_parallel, weights
 
@@ -143,7 +143,7 @@ def build(job: Job) -> Any:
 
 
 def train(job: Job) -> Outcome:
-    """One training on this rank."""
+    """Train on this rank."""
     from hybridcomp.channels import NAME, channels_of
     from hybridcomp.session import process
 

@@ -28,7 +28,7 @@ if find_spec("megatron") is None or find_spec("megatron.core") is None:
 
 pytestmark = pytest.mark.slow
 
-#: at night the identity over 50 steps
+#: nightly: identity over 50 steps
 MANY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 STEPS = 50 if MANY else 6
 FEW_BITS = {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}
@@ -50,13 +50,13 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
         "pp": FEW_BITS,
     },
 }
-Results = dict[tuple[str, str], list[Outcome]]  # (job, block) -> outcome of every rank
+Results = dict[tuple[str, str], list[Outcome]]  # (job, block) -> result of every rank
 
 ACTIVATION = MICRO_BATCH * LENGTH * WIDTH  # elements
 
 
 def launch(world_size: int, jobs: dict[str, Job], keys: list[tuple[str, str]]) -> Results:
-    """Jobs with blocks, in one launch."""
+    """Run jobs with blocks in one launch."""
     plan = [replace(jobs[name], block=BLOCKS[block]) for name, block in keys]
     by_rank = run_ranks(world_size, run, plan, timeout=280)
     for rank in by_rank:
@@ -106,7 +106,7 @@ def test_identical(job: str, block: str, four: Results) -> None:
 
 
 def test_any_cut_trains_alike(four: Results) -> None:
-    """Same weights, same samples: what differs is the order of sums."""
+    """With the same weights and samples only the order of sums differs."""
     one = four["one", "native"][0].losses
     assert four["two", "native"][0].losses == pytest.approx(one, rel=1e-5)
     # two stages and one replica of the same samples
@@ -115,7 +115,7 @@ def test_any_cut_trains_alike(four: Results) -> None:
 
 @pytest.mark.parametrize(("block", "share"), [("recommended", 0.02), ("directions", 0.05)])
 def test_compressed_is_close(block: str, share: float, four: Results) -> None:
-    """Activations of 4 bits cost up to 3.6 % of a loss that falls to a third in 50 steps."""
+    """4-bit activations cost up to 3.6 % of a loss that falls to a third in 50 steps."""
     native, found = four["3d", "native"][0].losses, four["3d", block][0].losses
     assert native != found
     assert found == pytest.approx(native, rel=share)
@@ -124,7 +124,7 @@ def test_compressed_is_close(block: str, share: float, four: Results) -> None:
 
 @pytest.mark.parametrize("job", by_day(["3d", "tied bf16", "data"], ["3d", "tied bf16"]))
 def test_what_no_rank_cuts_stays_equal(job: str, four: Results) -> None:
-    """Norms: every tensor rank of a stage has its own copy and updates it alone."""
+    """Every tensor rank of a stage updates its own copy of the norms."""
     found = four[job, "recommended"]
     assert found[0].whole and found[0].whole == found[1].whole
     assert found[2].whole and found[2].whole == found[3].whole
@@ -158,13 +158,13 @@ def test_resumed_is_the_unbroken_one(four: Results) -> None:
 
 
 def blockint_nbytes(numel: int, bits: int) -> int:
-    """Bits of the values, one byte for each block of 32 and each tile of 1024."""
+    """Return the payload: the values' bits, one byte per block of 32 and per tile of 1024."""
     payload = numel * bits // 8 + -(-numel // 32) + -(-numel // 1024)
     return -(-payload // 16) * 16
 
 
 def test_bytes_are_the_closed_form(four: Results) -> None:
-    """Layers x micro-batches x message / ratio, each direction with its own codec."""
+    """Layers x micro-batches x message / ratio, with each direction's codec."""
     sets = STEPS * Job().micro_batches
     found = four["3d", "directions"]
     total = {
@@ -172,7 +172,7 @@ def test_bytes_are_the_closed_form(four: Results) -> None:
         for key in {key for outcome in found for key in outcome.ledger}
     }
     # one stage of two tensor ranks holds the embedding, the other the output; LAYERS in between;
-    # gathers of pieces: an activation where it arrives and where it came from, and its gradient
+    # gathers of parts: an activation at receiver and sender, and its gradient
     reduced = {"forward": 1 + 2 * LAYERS, "backward": 2 * LAYERS + 1}
     gathered = {"forward": 2, "backward": 1}
     piece = ACTIVATION // 2
@@ -181,12 +181,12 @@ def test_bytes_are_the_closed_form(four: Results) -> None:
         assert messages == 2 * sets * (reduced[way] + gathered[way])
         assert native == 0
         assert raw == 2 * sets * 4 * (reduced[way] * ACTIVATION + gathered[way] * piece)
-        # two ranks swap all of an activation that they reduce
+        # two ranks exchange all of an activation that they reduce
         swapped = reduced[way] * blockint_nbytes(ACTIVATION, bits)
         expected = 2 * sets * (swapped + gathered[way] * blockint_nbytes(piece, bits))
         assert wire == pytest.approx(expected, rel=0.01)
         messages, native, raw, wire = total["pp", way]
-        beside = raw - 2 * sets * 4 * piece  # descriptions of the partition, message of shapes
+        beside = raw - 2 * sets * 4 * piece  # partition metadata, shape message
         assert messages - native == 2 * sets and 0 < beside < 0.5 * raw
         assert wire - beside == pytest.approx(
             2 * sets * (blockint_nbytes(piece, bits) + 32), rel=0.01

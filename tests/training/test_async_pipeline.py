@@ -1,4 +1,4 @@
-"""Pipelines without a flush: recurrences, versions, staleness, checkpoints, data, errors."""
+"""Flushless pipelines: recurrences, versions, staleness, checkpoints, data, errors."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ RECURRENCES: dict[str, tuple[AsyncJob, simulation.Maker]] = {
         simulation.Spike,
     ),
 }
-#: of these, what four stages alone run: the same code, more to see
+#: cases for four stages: others run the same code
 ONCE = {"pipedream of 4", "newest of 2", "recomputed", "recomputed, newest", "with slack"}
 
 
 def held(job: AsyncJob, ahead: int) -> int:
-    """Versions that a stage may hold, ``ahead`` before the last one."""
+    """Return the number of versions that a stage may hold, ``ahead`` before the last one."""
     assert job.pipeline is not None
     versions = job.pipeline["versions"]
     return ahead + 1 if versions == "stash" else versions
@@ -61,7 +61,7 @@ def late(job: AsyncJob, ahead: int) -> int:
 
 @pytest.mark.parametrize("stages", by_day([2, 4], [2]))
 def test_recurrences(stages: int) -> None:
-    """Each equals its single-process simulation after 20 steps, and keeps its bounds."""
+    """Each equals its single-process simulation after 20 steps, within its bounds."""
     rows = {name: RECURRENCES[name] for name in RECURRENCES if stages == 4 or name not in ONCE}
     jobs = [job for job, _ in rows.values()]
     outcomes = run_ranks(stages, async_trainer.run, stages, jobs)
@@ -91,7 +91,7 @@ SCHEDULER = {
 
 
 def test_drains(tmp_path: Path) -> None:
-    """A run that goes on after a checkpoint equals one that begins with it; data is not lost."""
+    """A run resumed from a checkpoint equals a run that starts from it; no data is lost."""
     settings = {"versions": "stash", "correction": "look_ahead"}
     full = AsyncJob(settings, 2, steps=9, save_at=5, optimizer="adamw", config=SCHEDULER)
     evaluated = AsyncJob({"versions": 2}, 2, steps=6, evaluate_at=3)
@@ -103,7 +103,7 @@ def test_drains(tmp_path: Path) -> None:
         whole, resumed, one, other, synchronous, last = outcomes
         assert torch.equal(whole.weights[0], resumed.weights[0])
         assert whole.losses[5:] == resumed.losses
-        # until the evaluation equal; the batch after it has no late gradient
+        # equal until the evaluation; the batch after it has no late gradient
         assert one.losses[:3] == other.losses[:3]
         assert one.losses[3] != other.losses[3]
         assert one.evaluations != other.evaluations
@@ -112,7 +112,7 @@ def test_drains(tmp_path: Path) -> None:
 
 
 def test_other_engines() -> None:
-    """Mixed precision, ZeRO 1, clipping, replicas and encoded messages train as the flush does."""
+    """Mixed precision, ZeRO 1, clipping, replicas and encoded messages train as with a flush."""
     base = AsyncJob(
         {"versions": 2}, 4, steps=16, optimizer="adamw", dtype=torch.float32, rate=0.02,
         config={"gradient_clipping": 1.0},
@@ -143,7 +143,7 @@ def test_other_engines() -> None:
 
 
 def test_no_stage_waits_in_a_step() -> None:
-    """Norms, clipping and the loss are no collectives of the stages; a flush has several."""
+    """Norms, clipping and the loss use no collectives across stages; a flush has several."""
     silent = {"ledger": {"every": 10**9, "sample_every": 0}}
     clipped = {"gradient_clipping": 1.0}
     base = AsyncJob({"versions": 2}, 2, steps=3, block=silent, optimizer="adamw", config=clipped)
@@ -160,7 +160,7 @@ def test_no_stage_waits_in_a_step() -> None:
 
 
 def test_a_stage_that_fails_ends_the_others() -> None:
-    """Nobody waits for its messages for ever."""
+    """No stage waits forever for its messages."""
     job = AsyncJob({"versions": "stash"}, 2, steps=9, break_at=4)
     with RankPool(2) as pool, pytest.raises(AssertionError) as raised:
         pool.run(async_trainer.run, 2, [job], grace=60.0)
@@ -170,7 +170,7 @@ def test_a_stage_that_fails_ends_the_others() -> None:
 
 
 def test_reverted() -> None:
-    """Without the patches the schedule is DeepSpeed's, and goes on with what was read ahead."""
+    """Without the patches DeepSpeed's schedule runs, and continues with prefetched data."""
     flush = AsyncJob(None, 2, steps=6)
     before = AsyncJob({"versions": "stash", "correction": "look_ahead"}, 2, steps=6, revert_at=0)
     warm = AsyncJob({"versions": "stash", "correction": "look_ahead", "warmup": 6}, 2, steps=6)

@@ -1,4 +1,4 @@
-"""An error bound in a real training: it holds, it is on the wire, and the loss comes along."""
+"""An error bound in a real training: bounded errors, fewer bytes, the same loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def both(job: Job) -> tuple[Outcome, Outcome, dict[str, Any]]:
-    """The job without its block, with it, and the ledger's row of dp."""
+    """Run the job without and with its block; return both, and the ledger's row of dp."""
     from hybridcomp.channels import channels_of
 
     rows: list[dict[str, Any]] = []
@@ -60,5 +60,5 @@ def test_bounded_gradients_train(pool: RankPool, stage: int, dtype: str) -> None
         assert row["codec"].startswith("radix(error_bound=0.0")
         assert row["native_messages"] == 0 and row["ratio"] > 1.5
         assert row["outside_bound"] == 0
-        # of norms: most values are a few times smaller than the largest of their segment
+        # error of norms: most values are a few times smaller than their segment's largest
         assert 0 < row["error"] < 5 * BOUND

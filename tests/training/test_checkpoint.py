@@ -19,12 +19,12 @@ from tests.selection import by_day
 pytest.importorskip("deepspeed")
 
 WIDTH = 48
-#: the file with the guard that counts
+#: the file whose guard state counts
 GUARDED = "hybridcomp_residuals_rank_00000.pt"
 
 
 def make_engine(stage: int, **extra: Any) -> Any:
-    """A patched engine: 4-bit gradients with error feedback."""
+    """Return a patched engine: 4-bit gradients with error feedback."""
     import deepspeed
     import deepspeed.ops
 
@@ -53,7 +53,7 @@ def make_engine(stage: int, **extra: Any) -> Any:
 
 
 def train(engine: Any, first: int, last: int, seed: int) -> list[float]:
-    """Losses of steps ``first`` to ``last`` on this rank."""
+    """Return this rank's losses of steps ``first`` to ``last``."""
     dtype = next(engine.module.parameters()).dtype
     losses = []
     for step in range(first, last):
@@ -67,7 +67,7 @@ def train(engine: Any, first: int, last: int, seed: int) -> list[float]:
 
 
 def broken_run(folder: str, stage: int, block: dict[str, Any]) -> tuple[Any, ...]:
-    """Ten steps in one go, and ten steps with a restart after five."""
+    """Run ten steps, and ten steps with a restart after five."""
     import torch.distributed as dist
 
     from hybridcomp.channels import channels_of
@@ -89,8 +89,7 @@ def broken_run(folder: str, stage: int, block: dict[str, Any]) -> tuple[Any, ...
     return whole, train(again, 5, 10, rank), restored
 
 
-#: stage 0 gathers no parameters
-#: stage, codec of zero, bits of residuals
+#: stage 0 gathers no parameters: stage, codec of zero, bits of residuals
 RESTARTS = [
     (0, "none", 32), (1, "none", 8), (3, "blockint", 4),
     *((stage, zero, 32) for stage in (1, 2, 3) for zero in ("none", "blockint")),
@@ -110,7 +109,7 @@ def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str, bits: i
 
 
 def resumed_without(folder: str) -> list[str]:
-    """What rank 0 is told when a checkpoint with residuals meets jobs that have none."""
+    """Return rank 0's message when a checkpoint has residuals but the job has none."""
     import contextlib
     import io
 
@@ -138,7 +137,7 @@ def test_a_job_that_drops_residuals_is_told(tmp_path: Path) -> None:
 
 
 def saved_nowhere(folder: str) -> list[str]:
-    """What lies in the working directory ``folder`` after checkpoints without a folder."""
+    """Return the contents of the working directory ``folder`` after checkpoints without one."""
     os.chdir(folder)
     engine = make_engine(1)
     train(engine, 0, 1, 0)
@@ -166,7 +165,7 @@ def test_restart_of_a_low_rank_run_is_bit_identical(tmp_path: Path) -> None:
 
 
 def exact_run(folder: str) -> float:
-    """Largest difference between saved weights and fp32 master weights."""
+    """Return the largest difference between saved weights and fp32 masters."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     engine = make_engine(1, block={"zero": {"codec": "blockint", "bits": 4}})
@@ -205,13 +204,13 @@ def load_run(folder: str) -> dict[str, torch.Tensor]:
     engine.load_checkpoint(folder)
     channels = channels_of(engine)
     assert channels is not None
-    # one step with zero gradients: the residuals are taken over by the reduction
+    # one step with zero gradients: the reduction loads the residuals
     state = channels.residuals.state_dict()
     return sums(state)
 
 
 def sums(state: Any) -> dict[str, torch.Tensor]:
-    """Residual by parameter, both hops together."""
+    """Return the residual by parameter, both hops together."""
     total: dict[str, torch.Tensor] = {}
     for by_name in state.values():
         for name, parts in by_name.items():
@@ -248,7 +247,7 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
 
 
 def damage(path: Path) -> None:
-    """Rank 0: a guard of another form. Else flip a bit of a residual, or cut JSON in half."""
+    """Change the form of rank 0's guard; else flip a residual's bit, or truncate JSON."""
     if path.name == GUARDED:
         torch.save(torch.load(path) | {"guard": {"dp": {"of_later": 1}}}, path)
         return
@@ -258,14 +257,14 @@ def damage(path: Path) -> None:
     else:
         with zipfile.ZipFile(path) as archive:
             largest = max(archive.infolist(), key=lambda one: one.file_size)
-        raw[largest.header_offset + 200] ^= 1  # behind its name and what aligns it
+        raw[largest.header_offset + 200] ^= 1  # past its name and alignment
     path.write_bytes(bytes(raw))
 
 
 def refused_loads(folder: str) -> list[tuple[str, list[bool]]]:
-    """What a load of each damaged copy of a checkpoint says, and which weights it left alone.
+    """Load each damaged copy of a checkpoint; return errors, and unchanged weights.
 
-    The last copy has no damage: it has to load, and to change weights.
+    The last copy is undamaged: it must load, and change weights.
     """
     import torch.distributed as dist
 
@@ -309,7 +308,7 @@ def save_under_zero(folder: str) -> None:
 
 
 def load_under_zero(folder: str) -> tuple[list[str], int, float]:
-    """What loads raise natively and with hybridcomp; step and residuals after the second."""
+    """Return load errors natively and with hybridcomp; step and residuals after the second."""
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
     from hybridcomp.channels import channels_of
@@ -326,7 +325,7 @@ def load_under_zero(folder: str) -> tuple[list[str], int, float]:
 
 
 def test_other_ranks_under_zero_are_refused_as_upstream_refuses_them(tmp_path: Path) -> None:
-    """DeepSpeed does not split its optimizer's state anew; nothing of ours is taken over then."""
+    """DeepSpeed does not reshard its optimizer's state; hybridcomp then loads nothing."""
     run_ranks(2, save_under_zero, str(tmp_path))
     for (native, ours), step, residual in run_ranks(3, load_under_zero, str(tmp_path)):
         assert native == ours
@@ -335,7 +334,7 @@ def test_other_ranks_under_zero_are_refused_as_upstream_refuses_them(tmp_path: P
 
 
 def overflow_run() -> list[tuple[bool, float, float]]:
-    """(overflow, factor on the loss scale, residual norm) by step; the first scale is too large."""
+    """Return (overflow, change of loss scale, residual norm) by step; the first steps overflow."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
@@ -374,7 +373,7 @@ def test_residuals_follow_the_loss_scale_and_drop_on_overflow() -> None:
 
 
 def autocast_run() -> list[tuple[float, float]]:
-    """Change of the loss scale and residual norm of each step: the fourth one overflows."""
+    """Return each step's change of loss scale and residual norm: the fourth overflows."""
     import torch.distributed as dist
 
     from hybridcomp.channels import channels_of
@@ -394,7 +393,7 @@ def autocast_run() -> list[tuple[float, float]]:
 
 
 def test_residuals_drop_where_the_scaler_of_autocast_skips_a_step() -> None:
-    """At stage 0 torch's scaler skips it, and no optimizer of DeepSpeed says so."""
+    """At stage 0 torch's scaler skips the step, without DeepSpeed's optimizer knowing."""
     for history in run_ranks(2, autocast_run):
         assert [factor for factor, _ in history] == [1.0, 1.0, 1.0, 0.5, 1.0]
         assert [norm > 0 for _, norm in history] == [True, True, True, False, True]

@@ -1,4 +1,4 @@
-"""Sequences over ranks beside tensor ranks, pipeline stages, replicas and ZeRO: the same losses."""
+"""Sharded sequences with tensor ranks, pipeline stages, replicas and ZeRO: the same losses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EIGHT: dict[str, Any] = {
 
 
 def test_rings_beside_replicas_and_stages() -> None:
-    """Four ranks: two rings of two, of replicas or in two stages; layouts as a plan asks them."""
-    # pipelines last: DeepSpeed remembers the grid of a process
+    """Four ranks: two rings of two, as replicas or stages; layouts as in a plan."""
+    # pipelines last: DeepSpeed keeps a process's grid
     jobs = [Job(stage=1), Job(stage=2, block=EIGHT), Job(cp=4), Job(pp=2), Job(pp=2, block=EIGHT)]
     for replicas, encoded, one, staged, both in run_ranks(4, run, jobs, timeout=300.0):
         for native in (replicas, staged, one):

@@ -1,4 +1,4 @@
-"""``train_gpt.py --cuts`` and ``--recompute``: the same training, laid out as a plan says."""
+"""``train_gpt.py --cuts`` and ``--recompute``: the same training in a plan's layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {"vocabulary": 64, "layers": 4, "width": 32, "heads": 2}
 def pipelined(
     cuts: tuple[int, ...], recompute: tuple[tuple[int, int], ...] = ()
 ) -> tuple[list[float], list[str]]:
-    """Losses of three steps, and the layers of this stage."""
+    """Return the losses of three steps, and this stage's layers."""
     pytest.importorskip("deepspeed")
     import deepspeed
     from gpt import loop, model

@@ -1,7 +1,7 @@
 """DeepSpeed and megatron-core end to end on one GPU, the ranks sharing it over gloo.
 
-``pytest -m gpu`` runs all of it on a GPU. The rows of ``EVERYWHERE`` run on a CPU as well, so that
-what prepares the GPU's runs is not first met there.
+``pytest -m gpu`` runs everything on a GPU. The rows of ``EVERYWHERE`` also run on a CPU, which
+tests the setup before it reaches a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_zero_through_staged_tensors_on_a_cpu(stage: int) -> None:
 
 
 def check_pipeline(device: str, steps: int) -> None:
-    """Two stages, activations and gradients encoded."""
+    """Check two stages with encoded activations and gradients."""
     plain = pipe_trainer.Job(steps=steps)
     both = {"pp": "expcode", "min_bytes": 0}, {"pp": BLOCKINT, "min_bytes": 0}
     jobs = [plain, *(replace(plain, block=block) for block in both)]
@@ -77,7 +77,7 @@ def test_pipeline(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload(stage: int) -> None:
-    """One rank: real copies over the bus, the bytes fall by the codec's ratio."""
+    """One rank with real bus copies: bytes fall by the codec's ratio."""
     cases = [(1, "device"), (2, "device"), (2, "host"), (6, "device"), (6, "host")]
     check_offload("cuda", stage, 20, cases)
 
@@ -100,7 +100,7 @@ def test_offload_in_a_process_of_its_own_on_a_cpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_with_auto(stage: int) -> None:
-    """Native steps and encoded ones take turns; without loss nobody sees it."""
+    """Native and encoded steps alternate, losslessly and thus invisibly."""
     plain = offloading(stage, steps=30, accumulation=2)
     auto = with_block(plain, {"codec": "expcode", "when": "auto"})
     ((base, found),) = run_on("cuda", 1, trainer.run, [plain, auto])
@@ -108,8 +108,8 @@ def test_offload_with_auto(stage: int) -> None:
 
 
 def check_offload(device: str, stage: int, steps: int, cases: list[tuple[int, str]]) -> None:
-    """``cases``: micro-batches of a step, and where they are added up; all in one process."""
-    zero = {"offload_optimizer": {"device": "cpu"}}  # in pinned memory, where there is any
+    """``cases``: micro-batches per step, and where they are accumulated; all in one process."""
+    zero = {"offload_optimizer": {"device": "cpu"}}  # in pinned memory if available
     jobs = []
     for accumulation, sums in cases:
         plain = offloading(stage, steps=steps, accumulation=accumulation, zero=zero)
@@ -121,7 +121,7 @@ def check_offload(device: str, stage: int, steps: int, cases: list[tuple[int, st
         assert none.losses == base.losses and none.digests == base.digests
         if accumulation == 1 or device == "cpu" or sums == "device":
             assert lossless.losses == base.losses and lossless.digests == base.digests
-        else:  # the host takes the norm of a sum in another order than the device does
+        else:  # the host computes the norm in another order
             assert lossless.losses == pytest.approx(base.losses, rel=1e-3)
         assert lossy.losses[-1] == pytest.approx(base.losses[-1], rel=0.1)
         for way, least in (("forward", 1.8), ("backward", 3.5)):
@@ -133,7 +133,7 @@ def check_offload(device: str, stage: int, steps: int, cases: list[tuple[int, st
 
 @pytest.mark.gpu
 def test_megatron_tensor_parallel() -> None:
-    """TP2 of megatron-core, where it is installed."""
+    """TP2 of megatron-core, if installed."""
     pytest.importorskip("megatron.core")
     plain = mcore_trainer.Job(tp=2, steps=20)
     blocks = [{"tp": codec, "min_bytes": 0} for codec in ("none", BLOCKINT)]

@@ -1,4 +1,4 @@
-"""stepcode under ``zero`` on DeepSpeed engines: trained, skipped, saved and resumed as natively."""
+"""stepcode under ``zero`` on DeepSpeed engines: trained, skipped, saved and resumed as native."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.training.trainer import (
 STEPS = 6
 STEPCODE: dict[str, Any] = {"zero": "stepcode", "min_bytes": 0}
 ZERO1, ZERO2 = Job(1, "bf16", steps=STEPS), Job(2, "bf16", steps=STEPS)
-#: a loss scale that overflows in the first steps, and a step whose gradients are not finite
+#: a loss scale that overflows in the first steps, and a step with non-finite gradients
 OVERFLOWS = {"fp16": {"enabled": True}}
 JOBS = {
     "zero1": ZERO1,
@@ -56,7 +56,7 @@ def four() -> Iterator[RankPool]:
 
 
 def assert_as_native(pool: RankPool, job: Job, block: dict[str, Any]) -> list[Outcome]:
-    """Train unpatched and with ``block``; return the outcomes of the latter, by rank."""
+    """Train unpatched and with ``block``; return the latter's results, by rank."""
     results = pool.run(run, [job, replace(job, block=block)], timeout=280)
     for native, coded in results:
         assert repr(coded.losses) == repr(native.losses)  # NaN is not equal to itself
@@ -89,7 +89,7 @@ def test_four_ranks_train_as_natively(four: RankPool, job: Job) -> None:
 @pytest.mark.parametrize(
     ("keys", "native"),
     [
-        ({"start_step": 3}, 4),  # three before, and the first that leaves a reference
+        ({"start_step": 3}, 4),  # three before, and the first that sets a reference
         ({"min_bytes": 1 << 20}, STEPS),
         ({"zero": {"codec": "stepcode", "resync_every": 2}}, STEPS // 2),
     ],
@@ -100,7 +100,7 @@ def test_what_stays_native(two: RankPool, keys: dict[str, Any], native: int) -> 
 
 
 def resumed(job: Job, folder: str, save: bool) -> tuple[list[float], dict[str, str], int]:
-    """Losses from step 3 on of a run that saved there, or that loaded what was saved."""
+    """Return losses from step 3 on of a run that saved there, or loaded the save."""
     engine = make_engine(job)
     if save:
         for step in range(3):
@@ -113,7 +113,7 @@ def resumed(job: Job, folder: str, save: bool) -> tuple[list[float], dict[str, s
 
 
 def gathers(engine: Any) -> int:
-    """Gathers that were encoded."""
+    """Return the encoded gathers."""
     from hybridcomp.channels import channels_of
 
     channels = channels_of(engine)
@@ -125,7 +125,7 @@ def gathers(engine: Any) -> int:
 
 @pytest.mark.parametrize("job", [ZERO1, pytest.param(ZERO2, marks=pytest.mark.nightly)])
 def test_a_resumed_run_is_the_unbroken_one(two: RankPool, job: Job, tmp_path: Any) -> None:
-    """The first gather after loading is exact; nothing is written beside the checkpoint."""
+    """The first gather after loading is exact; the checkpoint has no additional files."""
     coded, native, folder = replace(job, block=STEPCODE), str(tmp_path / "n"), str(tmp_path / "c")
     unbroken = [found[:2] for found in two.run(resumed, job, native, True)]
     for save, encoded in ((True, STEPS - 1), (False, STEPS - 4)):
@@ -137,7 +137,7 @@ def test_a_resumed_run_is_the_unbroken_one(two: RankPool, job: Job, tmp_path: An
 
 
 def weights_only(job: Job, folder: str) -> tuple[dict[str, str], int]:
-    """Train on with the weights of a checkpoint of another number of ranks."""
+    """Load weights from a checkpoint of another number of ranks, and train."""
     engine = make_engine(job)
     for step in range(2):
         train_step(engine, job, step)
@@ -148,7 +148,7 @@ def weights_only(job: Job, folder: str) -> tuple[dict[str, str], int]:
 
 
 def test_weights_of_two_ranks_go_on_with_four(two: RankPool, four: RankPool, tmp_path: Any) -> None:
-    """Every rank had a reference before it loaded; none of them is used afterwards."""
+    """Every rank had a reference before the load; none of them is used afterwards."""
     folder = str(tmp_path)
     two.run(resumed, replace(ZERO1, block=STEPCODE), folder, True)
     native = four.run(weights_only, ZERO1, folder)
@@ -158,7 +158,7 @@ def test_weights_of_two_ranks_go_on_with_four(two: RankPool, four: RankPool, tmp
 
 
 def written(job: Job, how: str) -> tuple[dict[str, str], int]:
-    """Weights after a step before which somebody wrote into them on one rank or asked."""
+    """Write into or read the weights on one rank; return the weights after a step."""
     import torch
     import torch.distributed as dist
 

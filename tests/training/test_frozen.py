@@ -1,4 +1,4 @@
-"""``zero.frozen`` at ZeRO 3 and under FSDP2: adapters trained on weights that are gathered once."""
+"""``zero.frozen`` at ZeRO 3 and under FSDP2: adapters on weights that are gathered once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINES = ("zero3", "hpz", "fsdp2")
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained low-rank one beside it, as LoRA adds."""
+    """A frozen layer with a trained low-rank adapter, as in LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def pool() -> Iterator[RankPool]:
 
 
 class Zero3:
-    """A DeepSpeed engine at stage 3."""
+    """DeepSpeed engine at stage 3."""
 
     def __init__(self, block: dict[str, Any] | None, hpz: int) -> None:
         import deepspeed
@@ -91,7 +91,7 @@ class Zero3:
         return float(loss.detach())
 
     def merge(self) -> None:
-        """Add to a frozen weight what its adapter does, as peft merges under ZeRO 3."""
+        """Merge an adapter into its frozen weight, as peft does under ZeRO 3."""
         import deepspeed
 
         layer = self.model[0]
@@ -101,13 +101,13 @@ class Zero3:
                 layer.base.weight.data.add_(layer.up.weight @ layer.down.weight)
 
     def write(self) -> None:
-        """Change the share of one rank by hand."""
+        """Change a rank's shard by hand."""
         share = self.model[1].base.weight.ds_tensor
         if dist.get_rank() == 3:
             share.data[5] = 0.5
 
     def train(self) -> None:
-        """Have another engine train a weight that was frozen, too."""
+        """Make another engine train a frozen weight too."""
         self.engine.destroy()
         self.model[1].base.weight.requires_grad_(True)
         self._initialize()
@@ -142,7 +142,7 @@ class Zero3:
 
 
 class Sharded:
-    """The same under FSDP2, a group for each layer."""
+    """The same under FSDP2, with a group per layer."""
 
     def __init__(self, block: dict[str, Any] | None) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -216,7 +216,7 @@ def values_of(step: int) -> Tensor:
 def trained(
     engine: str, block: dict[str, Any] | None, way: str = ""
 ) -> tuple[list[float], list[int], int]:
-    """Losses, bytes of gathers by step, and what is kept; ``way``: a change before step 3."""
+    """Return losses, gather bytes by step, kept state; ``way``: a change before step 3."""
     job = made(engine, block)
     losses: list[float] = []
     sent: list[int] = []
@@ -234,7 +234,7 @@ def trained(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_frozen_weights_are_gathered_once(pool: RankPool, engine: str) -> None:
-    """From the second step on adapters are gathered, and bits say that nothing has changed."""
+    """From the second step on only adapters are gathered, plus bits that report no change."""
     native = pool.run(trained, engine, None)
     counted = pool.run(trained, engine, {"preset": "none"})
     exact = pool.run(trained, engine, EXACT)
@@ -250,11 +250,11 @@ def test_frozen_weights_are_gathered_once(pool: RankPool, engine: str) -> None:
 @pytest.mark.parametrize("way", by_day(["merge", "write", "thaw"], ["merge"]))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_changes_are_noticed_and_sent_anew(pool: RankPool, engine: str, way: str) -> None:
-    plain = engine.replace("hpz", "zero3")  # hpZ's own copy misses what is written by hand
+    plain = engine.replace("hpz", "zero3")  # hpZ's copy misses values written by hand
     native, exact = pool.run(trained, plain, None, way), pool.run(trained, engine, EXACT, way)
     assert [found[0] for found in exact] == [found[0] for found in native]
     for _, sent, _ in exact:
-        once = 2 * (WIDTH * WIDTH) * 3 // 4  # of one weight
+        once = 2 * (WIDTH * WIDTH) * 3 // 4  # bytes of one weight
         anew = way != "thaw"
         share = 0.6 if engine == "hpz" else 0.9  # inside a node: two thirds
         assert (sent[3] - sent[2] > share * once) == anew and sent[4] == sent[2]
@@ -262,7 +262,7 @@ def test_changes_are_noticed_and_sent_anew(pool: RankPool, engine: str, way: str
 
 @pytest.mark.parametrize("engine", by_day(["zero3", "fsdp2"], ["zero3"]))
 def test_four_bits_on_the_host(pool: RankPool, engine: str) -> None:
-    """All passes compute with what is decoded, the first forward pass too."""
+    """All passes use the decoded weights, including the first forward pass."""
     native, few = (pool.run(trained, engine, block) for block in (None, FEW))
     frozen = 3 * (WIDTH * WIDTH + WIDTH)
     for plain, kept in zip(native, few, strict=True):
@@ -286,7 +286,7 @@ def test_what_they_take_is_told_before(pool: RankPool, engine: str) -> None:
 
 
 def thawed(engine: str, block: dict[str, Any] | None, steps: int = 3) -> tuple[list[float], Any]:
-    """Losses of steps behind which a frozen weight is trained, and how far that then moved."""
+    """Train a frozen weight from some step on; return losses, and its change."""
     job = made(engine, block)
     losses = [job.step(values_of(step)) for step in range(2)]
     before = job.whole(job.model[1].base.weight)
@@ -305,7 +305,7 @@ def test_a_thawed_weight_trains(pool: RankPool, engine: str) -> None:
 def loaded(
     engine: str, block: dict[str, Any] | None, folder: str, save: bool, steps: int = 0
 ) -> list[float]:
-    """Losses behind a checkpoint of merged weights: of what saved it, or loaded it."""
+    """Return losses after a checkpoint of merged weights: of the saving run, or a loading run."""
     job = made(engine, block)
     if save:
         job.step(values_of(0))
@@ -325,7 +325,7 @@ def loaded(
 def test_loaded_frozen_weights_are_used(
     pool: RankPool, tmp_path: Any, zero: dict[str, Any]
 ) -> None:
-    """Upstream's hpZ computes with the copies of frozen weights from before a load."""
+    """Upstream's hpZ keeps using its copies of frozen weights from before a load."""
     folder, block = str(tmp_path), {"zero": zero}
     native = pool.run(loaded, "zero3", None, str(tmp_path / "native"), True)
     assert pool.run(loaded, "hpz", block, folder, True) == native

@@ -22,13 +22,13 @@ pytestmark = [
         find_spec("megatron") is None or find_spec("megatron.core") is None,
         reason="megatron-core is not installed",
     ),
-    # a fixture is more than a thousand steps of two ranks, on cores that other tests use as well
+    # a fixture takes over a thousand steps of two ranks, on cores that other tests use too
     pytest.mark.timeout(1200),
 ]
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 
-Results = dict[str, list[Any]]  # job -> outcome of every rank
+Results = dict[str, list[Any]]  # job -> result of every rank
 
 HIDDEN = LENGTH * MICRO_BATCH * WIDTH  # elements of an activation
 B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
@@ -42,7 +42,7 @@ DP = Job()
 OPTIMIZER = Job(distributed_optimizer=True)
 MOE = Job(experts=2, ep=2)
 
-#: job and the dimensions that it has
+#: job and its dimensions
 TWO: dict[str, tuple[Job, str]] = {
     "TP2": (TP, "tp"),
     "TP2 SP": (SP, "tp"),
@@ -58,22 +58,22 @@ TWO: dict[str, tuple[Job, str]] = {
     "EP2 allgather": (replace(MOE, dispatcher="allgather"), "ep dp"),
     "TP2 recompute": (replace(TP, recompute=True), "tp"),
 }
-#: by day each dimension, each schedule, and what changes which messages there are
+#: by day each dimension, each schedule, and settings that change the messages
 DAY = (
     "TP2", "TP2 SP", "PP2", "PP2 interleaved overlapped", "DP2",
     "DP2 distributed optimizer overlapped", "DP2 averaged bf16", "EP2", "EP2 allgather",
     "TP2 recompute",
 )  # fmt: skip
 OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
-#: whose gradients are summed with feedback, and at a low rank
+#: jobs with error feedback on gradients, and at a low rank
 SUMMED = ("DP2", *OPTIMIZERS)
-#: of the others, and of lossy ones: second use of a residual, a choice after what was measured
+#: steps of other and lossy jobs: second use of a residual, decision after a measurement
 SHORT = 4
-#: the ones that are held over 50 steps, by day 8; at night more, which take the same paths
+#: jobs held over 50 steps, by day 8; nightly more, which take the same paths
 LONG: tuple[str, ...] = ("TP2", "PP2")
 if NIGHTLY:
     LONG += ("TP2 SP", "PP2 interleaved", "EP2", *OPTIMIZERS, "TP2xPP2")
-#: pipelines on which the size of a message varies with its values
+#: pipelines with variable message sizes
 VARYING = ("PP2", "PP2 interleaved", "PP2 interleaved overlapped")
 #: layouts whose dimension is measured after the first step
 AUTO = {"TP2": "tp", "TP2 SP": "tp", "PP2": "pp", "PP2 interleaved overlapped": "pp"}
@@ -87,7 +87,7 @@ def block(dimensions: str, codec: Any) -> dict[str, Any]:
 
 
 def launch(world_size: int, jobs: dict[str, Job]) -> Results:
-    """All jobs in one launch."""
+    """Run all jobs in one launch."""
     by_rank = run_ranks(world_size, run, list(jobs.values()), timeout=1100)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(jobs)}
 
@@ -201,7 +201,7 @@ def same(left: list[Outcome], right: list[Outcome]) -> bool:
 
 
 def entry(results: list[Outcome], dimension: str, direction: str) -> tuple[float, ...]:
-    """messages, native, raw, wire, summed over ranks."""
+    """Return messages, native, raw and wire, summed over ranks."""
     rows = [found.ledger.get((dimension, direction), (0.0,) * 4) for found in results]
     return tuple(map(sum, zip(*rows, strict=True)))
 
@@ -223,7 +223,7 @@ def test_native_is_identical(two: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", by_day(TWO, DAY))
 def test_lossless_is_identical(two: Results, name: str) -> None:
-    """Two ranks: a sum has one order."""
+    """With two ranks the order of a sum is fixed."""
     unpatched, raw = two[f"{name}/unpatched"], two[f"{name}/raw"]
     assert same(unpatched, raw)
     for dimension in TWO[name][1].split():
@@ -243,14 +243,14 @@ def test_lossy_is_close(two: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deltas", "deltas overlapped"])
 def test_parameter_deltas(two: Results, name: str) -> None:
-    """Replicas stay equal, the first gather is exact, the others take 4.3 bits for 16."""
+    """Replicas stay equal, the first gather is exact, the others take 4.3 instead of 16 bits."""
     first, second = two[name]
     assert first.parameters == second.parameters
     unpatched = two["DP2 averaged bf16/unpatched"][-1]
     assert first.parameters != unpatched.parameters
     assert second.losses == pytest.approx(unpatched.losses[:SHORT], rel=2e-3)
     messages, native, raw, wire = entry(two[name], "zero", "forward")
-    # overlapped: once more before the first step, and once after the last
+    # overlapped: an additional gather before the first step, and after the last
     gathers = SHORT + ("overlapped" in name)
     assert native * gathers == messages > 0
     coded = raw * (gathers - 1) / gathers
@@ -280,11 +280,11 @@ def test_exact_steps_are_identical_on_four_ranks(four: Results) -> None:
 
 @pytest.mark.parametrize("name", ["TP2", "TP2 SP", "TP2 recompute"])
 def test_tensor_bytes(two: Results, name: str) -> None:
-    """layers x micro-batches x message / ratio, and nothing of it native."""
+    """layers x micro-batches x message / ratio, none of it native."""
     job = two[f"{name}/blockint"]
     passes = SHORT * 2  # steps, micro-batches
     layer_messages = 2 * TP.layers
-    # 8 bits, a scale of 16 bits for 32 values, a head; halves where there is sequence parallelism
+    # 8 bits, a scale of 16 bits for 32 values, a header; halved under sequence parallelism
     ratio = 32 / (8.5 if name == "TP2 SP" else 8.375)
     for direction in ("forward", "backward"):
         messages, native, raw, wire = (v / 2 for v in entry(job, "tp", direction))
@@ -318,7 +318,7 @@ def test_pipeline_bytes(two: Results, name: str, forward: int, backward: int) ->
 
 
 def check_varying(exact: list[Outcome], lossless: list[Outcome]) -> None:
-    """Identical, every message encoded, and the bytes are those of no other size."""
+    """Check identical results, only encoded messages, and bytes of variable size."""
     assert same(exact, lossless)
     for direction in ("forward", "backward"):
         messages, native, raw, wire = entry(lossless, "pp", direction)
@@ -433,7 +433,7 @@ def test_tensor_and_pipeline(four: Results) -> None:
 
 
 def test_scatter_gather(four: Results) -> None:
-    """Each of two tensor ranks sends half, raw too; sequence parallelism has its own halves."""
+    """Each of two tensor ranks sends half, also of raw bytes; sequence parallelism has its own."""
     reference = four["TP2xPP2/unpatched"]
     assert same(reference, four["shared/mpc"])
     messages, _, raw, wire = entry(four["shared/mpc"], "pp", "forward")
@@ -456,9 +456,9 @@ def test_scatter_gather(four: Results) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_losses_stay_together() -> None:
-    """8 bits on tp, pp or dp: the loss of the last 20 steps within 0.5%.
+    """8 bits on tp, pp or dp change the loss of the last 20 steps by at most 0.5%.
 
-    HYBRIDCOMP_NIGHTLY=1: of 300 steps, else of 60.
+    It runs 60 steps, with HYBRIDCOMP_NIGHTLY=1 300.
     """
     steps, learned = (300, 0.6) if NIGHTLY else (60, 0.95)
     jobs: dict[str, Job] = {}

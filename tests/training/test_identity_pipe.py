@@ -26,14 +26,14 @@ BLOCKS = {
 }
 COMMON = ["native", "none", "mpc", "blockint"]
 
-Results = dict[tuple[str, str], list[Outcome]]  # (job, block) -> outcome of every rank
+Results = dict[tuple[str, str], list[Outcome]]  # (job, block) -> result of every rank
 
 HIDDEN = MICRO_BATCH * LENGTH * WIDTH  # elements of an activation
-META_NBYTES = 1024  # the message of shapes
+META_NBYTES = 1024  # shape message
 
 
 def launch(world_size: int, jobs: dict[str, Job], blocks: dict[str, list[str]]) -> Results:
-    """Every job with each of its blocks, in one launch."""
+    """Run every job with each of its blocks in one launch."""
     keys = [(name, block) for name in jobs for block in blocks[name]]
     plan = [replace(jobs[name], block=BLOCKS[block]) for name, block in keys]
     by_rank = run_ranks(world_size, run, plan, timeout=280)
@@ -114,7 +114,7 @@ def test_identical(ranks: str, job: str, block: str, request: pytest.FixtureRequ
 
 
 def assert_near(native: list[float], found: list[float]) -> None:
-    """The loss falls as far, within 2 %, or within 0.02 where it hardly falls in a few steps."""
+    """Check that the loss falls equally within 2 %, or 0.02 if it hardly falls."""
     fall = native[0] - native[-1]
     assert native[0] - found[-1] == pytest.approx(fall, rel=0.02, abs=0.02)
     assert found[-1] < found[0]
@@ -166,7 +166,7 @@ def test_tied_weights_stay_equal_when_stages_reduce_apart(
     native, found = four[job, "native"], four[job, block]
     assert len({outcome.tied for outcome in found}) == 1
     assert found[0].tied != native[0].tied
-    # the ranks of one stage hold the same parameters
+    # the ranks of a stage hold the same parameters
     assert found[0].parameters == found[1].parameters
     assert found[2].parameters == found[3].parameters
     assert_near(native[0].losses, found[0].losses)
@@ -179,7 +179,7 @@ def test_nan_stays_visible(two: Results) -> None:
 
 
 def blockint_nbytes(numel: int) -> int:
-    """A header; then a byte a value, one a block of 32 and one a tile of 1024, aligned to 16."""
+    """Return header, a byte per value, per block of 32 and per tile of 1024, aligned to 16."""
     payload = numel + -(-numel // 32) + -(-numel // 1024)
     return 32 + -(-payload // 16) * 16
 
@@ -219,5 +219,5 @@ def test_native_ledger_counts_every_message(two: Results) -> None:
 
 
 def dict_of(outcome: Outcome) -> dict[str, tuple[int, int, int]]:
-    """The pipeline's row of a ledger: direction to messages, raw and wire bytes."""
+    """Return the pipeline's row of a ledger: direction to messages, raw and wire bytes."""
     return {way: (n, raw, wire) for name, way, n, raw, wire in outcome.messages if name == "pp"}

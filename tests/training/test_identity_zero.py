@@ -26,7 +26,7 @@ KINDS = {
     "bf16_optimizer": Job(1, "bf16", bf16_optimizer=True),
 }  # fmt: skip
 SHORT = 8
-#: trained for 50 steps; at night all, which take the same paths
+#: trained for 50 steps; nightly all, which take the same paths
 LONG = [kind for kind in KINDS if NIGHTLY or kind == "zero1-bf16"]
 BITS = [(kind, bits) for bits in (4, 8) for kind in KINDS]
 DAY = ("zero0-fp32", "zero1-bf16", "zero2-bf16", "zero3-bf16", "bf16_optimizer")
@@ -62,19 +62,19 @@ Train = Callable[[Job], list[Outcome]]
 
 
 def block(job: Job, dp: Any, zero: Any) -> dict[str, Any]:
-    """Stage 0 has no parameter gathers to name."""
+    """Return the block; stage 0 has no parameter gathers."""
     gathers = {"zero": zero} if job.stage else {}
     return {"dp": dp, "min_bytes": 0, **gathers}
 
 
 def outcomes(pool: RankPool, job: Job) -> list[Outcome]:
-    """Train on all ranks; the outcomes by rank."""
+    """Train on all ranks; return the results by rank."""
     return [outcome for (outcome,) in pool.run(run, [job], timeout=280)]
 
 
 @pytest.fixture(scope="module")
 def train() -> Iterator[Train]:
-    """``outcomes`` on two ranks, each job only once."""
+    """Return ``outcomes`` on two ranks, training each job only once."""
     known: dict[str, list[Outcome]] = {}
     with RankPool(2) as pool:
 
@@ -95,7 +95,7 @@ def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("kind", by_day(KINDS, DAY))
 def test_none_is_bit_identical(train: Train, kind: str) -> None:
-    """Patched with ``none`` everywhere: all steps equal the unpatched run bit for bit."""
+    """With ``none`` everywhere every step equals the unpatched run bit for bit."""
     job = KINDS[kind]
     base, none = train(job), train(replace(job, block=block(job, "none", "none")))
     assert_same(base, none)
@@ -109,9 +109,9 @@ def test_none_is_bit_identical(train: Train, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", by_day(KINDS, DAY))
 def test_lossless_is_bit_identical(train: Train, kind: str) -> None:
-    """The same through the compressed path: owners, offsets, divisors and dtypes are right.
+    """The same on the compressed path: owners, offsets, divisors and dtypes are right.
 
-    Sums of two operands do not depend on their order, so this needs two ranks.
+    It uses two ranks, as sums of two operands do not depend on their order.
     """
     job = KINDS[kind]
     lossless = train(replace(job, block=block(job, "mpc", "mpc")))
@@ -150,7 +150,7 @@ def test_lossy_trains_as_well(train: Train, kind: str, bits: int) -> None:
     lossy = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
     assert final_loss(lossy) == pytest.approx(final_loss(train(job)), rel=0.03)
     first, second = lossy
-    assert first.digests == second.digests  # replicas did not drift
+    assert first.digests == second.digests  # equal replicas
     assert first.losses != train(job)[0].losses  # it was compressed
     assert (first.residual > 0) == (bits == 4)
 
@@ -172,7 +172,7 @@ def test_bytes_of_four_bits_against_native_bf16(train: Train, kind: str, least: 
 
 @pytest.mark.parametrize("stage", by_day(range(4), (3,)))
 def test_fp16_skips_the_same_steps(train: Train, stage: int) -> None:
-    """Skipped: the first steps, whose loss scale is too large, and one with a NaN on one rank.
+    """Skips the first steps, with a too large loss scale, and one with a NaN on one rank.
 
     Stage 0 of DeepSpeed 0.19 does not scale the loss in ``engine.backward``.
     """
@@ -193,7 +193,7 @@ def test_start_step_is_native_before_and_compressed_after(train: Train, stage: i
     job = Job(stage, steps=SHORT)
     late = {**block(job, {"codec": "blockint", "bits": 2}, "none"), "start_step": 4}
     base, coded = train(job)[0], train(replace(job, block=late))[0]
-    assert coded.losses[:5] == base.losses[:5]  # the fifth loss comes before the fifth reduction
+    assert coded.losses[:5] == base.losses[:5]  # the fifth loss precedes the fifth reduction
     assert coded.losses[5:] != base.losses[5:]
     messages, native, *_ = coded.ledger["dp"]
     assert native == messages // 2

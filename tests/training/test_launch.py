@@ -77,7 +77,7 @@ def write(folder: Path, config: dict[str, Any]) -> None:
 
 
 def forked(folder: Path, config: dict[str, Any], *arguments: str, armed: bool = True) -> Ended:
-    """The ranks as a launcher would start them, without one."""
+    """Start the ranks without a launcher."""
     write(folder, config)
     words = ("--deepspeed_config", "ds_config.json", *arguments)
     return run_script(folder, "train.py", *words, armed=armed)
@@ -86,7 +86,7 @@ def forked(folder: Path, config: dict[str, Any], *arguments: str, armed: bool = 
 def launch(
     folder: Path, config: dict[str, Any], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """The ranks under the ``deepspeed`` launcher."""
+    """Start the ranks with the ``deepspeed`` launcher."""
     write(folder, config)
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert command is not None
@@ -121,7 +121,7 @@ def test_unmodified_script_trains_compressed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_block_without_hybridcomp_is_upstream(tmp_path: Path) -> None:
-    """Without our module the block is ignored by DeepSpeed, and the script trains."""
+    """DeepSpeed ignores the block, and the script trains."""
     result = forked(tmp_path, CONFIG, armed=False)
     assert result.returncode == 0, result.output
     assert {"FINISHED 0", "FINISHED 1"} <= {line[:10] for line in result.output.splitlines()}

@@ -29,7 +29,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def train() -> Iterator[Train]:
-    """``train(job, rank)`` on two ranks; without a rank nothing is compressed."""
+    """Return ``train(job, rank)`` on two ranks; without a rank nothing is compressed."""
     with RankPool(2) as pool:
 
         def once(job: Job, rank: int | None = None, **more: Any) -> list[Outcome]:
@@ -46,7 +46,7 @@ def test_trains_and_saves_bytes(train: Train, kind: str) -> None:
     base, coded = train(job), train(job, 4)
     assert final_loss(coded) == pytest.approx(final_loss(base), rel=0.25)
     assert coded[0].losses != base[0].losses
-    assert coded[0].digests == coded[1].digests  # replicas did not drift
+    assert coded[0].digests == coded[1].digests  # equal replicas
     assert all(outcome.residual > 0 for outcome in coded)
     for outcome in coded:
         messages, native, raw, wire = outcome.ledger["dp"]
@@ -55,7 +55,7 @@ def test_trains_and_saves_bytes(train: Train, kind: str) -> None:
 
 @pytest.mark.parametrize("stage", by_day([0, 1, 2], [2]))
 def test_what_is_not_worth_factors_is_exact(train: Train, stage: int) -> None:
-    """With a rank that saves nothing every sum is native's: ranges and divisors are right."""
+    """At a rank that saves nothing every sum equals native's: ranges and divisors are right."""
     job = Job(stage, steps=SHORT)
     base, exact = train(job), train(job, 50)
     assert exact[0].losses == base[0].losses

@@ -1,4 +1,4 @@
-"""megatron-core goes on where it was cut off: residuals and step travel beside its checkpoints."""
+"""megatron-core resumes where it stopped: residuals and step are saved with its checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = {"dp": FEEDBACK, "min_bytes": 0, "start_step": 2}
 
 
 def train(jobs: list[Job]) -> tuple[list[Outcome | str], str]:
-    """The outcomes, and what was said."""
+    """Return the results and the messages."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         found = run(jobs)

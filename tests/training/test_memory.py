@@ -1,4 +1,4 @@
-"""The memory that a job is told before its first step is what its tensors take after the third."""
+"""A job's predicted memory before the first step equals its tensors after the third."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.training import trainer
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
 EIGHT = {"codec": "blockint", "bits": 8}
-#: bytes that are told and allocated: residuals, references of deltas, state and messages of islands
+#: bytes predicted and allocated: residuals, delta references, islands' state and messages
 Figures = tuple[tuple[int, int], ...]
 
 
@@ -38,7 +38,7 @@ JOBS = {
     "zero2-8": trainer.Job(2, block=block(8, delta=True)),
     "zero3-8": trainer.Job(3, block=block(8)),
     "bf16-optimizer": trainer.Job(1, "bf16", bf16_optimizer=True, block=block(16, delta=True)),
-    # last: DeepSpeed keeps the groups of islands for engines that come after
+    # last: DeepSpeed keeps the islands' groups for later engines
     "islands": trainer.Job(1, block={"sync": {"islands": 1, "every": 2}, **QUIET}),
     "islands, late": trainer.Job(
         1,
@@ -63,7 +63,7 @@ TORCH = {
 
 
 def figures(session: Any, buffers: list[Any]) -> Figures:
-    """What ``session`` has told and what is there, in bytes."""
+    """Return predicted and actual bytes of ``session``."""
     items = {item.name: item.nbytes for item in session.memory}
     told = sum(n for name, n in items.items() if name.startswith("residuals"))
     held = [found.own.nbytes for one in buffers if (found := reference_of(one)) is not None]

@@ -1,4 +1,4 @@
-"""Memory that jobs of pipeline and tensor parallelism are told before their first step."""
+"""Predicted memory of pipeline and tensor parallel jobs before their first step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ EIGHT = {"codec": "blockint", "bits": 8}
 FEEDBACK: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
 QUIET: dict[str, Any] = {"min_bytes": 0, "on_unsupported": "native"}
 WHOLE = {"dp": FEEDBACK, "zero": {**EIGHT, "delta": True}, "pp": EIGHT, **QUIET}
-#: activations of a micro-batch, which both trainers have
+#: activations of a micro-batch, in both trainers
 ACTIVATION = pipe.MICRO_BATCH * pipe.LENGTH * pipe.WIDTH
-#: name of an item -> bytes that are told and that are held
+#: name of an item -> bytes predicted and held
 Figures = dict[str, tuple[int, int]]
 
 PIPES = {
@@ -37,7 +37,7 @@ PIPES = {
 
 
 def figures(session: Any, held: Held, references: int, activations: Any) -> Figures:
-    """What is told with messages of ``activations`` beside the session's own, and what is held."""
+    """Return predicted and held bytes with messages of ``activations`` and the session's."""
     state = session.channels
     told = {item.name: item.nbytes for item in taken(state.config, state.messages | activations)}
     residuals = told.get("residuals", 0) + told.get("residuals of sums", 0)
@@ -123,7 +123,7 @@ def of_megatron(names: tuple[str, ...]) -> dict[str, Figures]:
 
 
 def check(ranks: list[dict[str, Figures]], without: set[str]) -> None:
-    """Told and held differ by at most 3 %, and jobs beside ``without`` keep something."""
+    """Predicted and held bytes differ by at most 3 %, and jobs besides ``without`` keep some."""
     for rank in ranks:
         for job, found in rank.items():
             for name, (told, held) in found.items():
@@ -132,7 +132,7 @@ def check(ranks: list[dict[str, Figures]], without: set[str]) -> None:
             assert bool(found["residuals"][1] or found["references"][1]) == (job not in without)
 
 
-#: names of jobs of a launch, the first by day
+#: names of a launch's jobs, the first by day
 OF_PIPES = {
     "by day": ("activations and gradients", "tied"),
     "all else": ("feedback", "feedback and deltas", "deltas"),

@@ -1,4 +1,4 @@
-"""The example on a mesh of 2 x 2 ranks under DeepSpeed: as the whole model, compressed, resumed."""
+"""The example on a 2 x 2 mesh under DeepSpeed: as the whole model, compressed, resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EIGHT: dict[str, Any] = {"tp2d": {"codec": "blockint", "bits": 8}, **QUIET}
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Every job, by name: what each of four ranks saw."""
+    """Return each job's results on four ranks, by name."""
     folder = tmp_path_factory.mktemp("mesh")
     plain, meshed = str(folder / "plain.pt"), str(folder / "meshed.pt")
     jobs = {
@@ -65,7 +65,7 @@ def test_eight_bits_train_and_are_counted(outcomes: dict[str, list[Any]]) -> Non
         for kind, (messages, native, raw, sent) in outcome.ledger.items():
             assert 0 < native < messages, kind  # statistics and vectors stay exact
             assert sent < 0.5 * raw, kind
-    for rank, outcome in enumerate(outcomes["eight"]):  # ranks hold different parts
+    for rank, outcome in enumerate(outcomes["eight"]):  # ranks hold different shards
         assert all(name.endswith(f"#tp{rank}") for name in outcome.names) is bool(rank)
 
 

@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(folder: Path, trains: bool) -> None:
-    """Record steps of a module in one mode, with a validation in eval mode behind each."""
+    """Record steps of a module in one mode, each followed by a validation in eval mode."""
     job = trainer.Job(stage=1, block={"zero": "none"})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HYBRIDCOMP_RECORD", str(folder / f"{trains}.jsonl"))
@@ -87,7 +87,7 @@ def recorded_in_both_modes(folder: Path) -> None:
 
 
 def test_a_run_in_eval_mode_is_recorded_alike(tmp_path: Path) -> None:
-    """Every step with its loss, and fingerprints of what it trained on, not of validations."""
+    """Every step has its loss and a fingerprint of its training data, without validations."""
     run_ranks(2, recorded_in_both_modes, tmp_path)
     trained, evaluated = (
         [json.loads(line) for line in (tmp_path / f"{trains}.jsonl").read_text().splitlines()]
@@ -132,13 +132,13 @@ def test_wandb(folder: Path) -> None:
 
 
 def mean_losses(folder: Path) -> list[float]:
-    """Of the two ranks."""
+    """Return the mean losses of both ranks."""
     ranks = [json.loads((folder / f"losses{rank}.json").read_text()) for rank in (0, 1)]
     return [(one + two) / 2 for one, two in zip(*ranks, strict=True)]
 
 
 def test_recorded(folder: Path) -> None:
-    """HYBRIDCOMP_RECORD: what ``hybridcomp compare --launch`` reads."""
+    """HYBRIDCOMP_RECORD writes the log for ``hybridcomp compare --launch``."""
     pytest.importorskip("wandb")
     found = json_lines.read_training(folder / "recorded.jsonl", "none.jsonl")
     assert found.losses == pytest.approx(mean_losses(folder))
@@ -158,7 +158,7 @@ def test_jsonl(folder: Path) -> None:
 
 
 def silenced(folder: str) -> None:
-    """As Accelerate writes DeepSpeed's file, which keeps the ledger's own interval."""
+    """Train with DeepSpeed's file as Accelerate writes it, which keeps the ledger's interval."""
     block = {"zero": "bf16", "ledger": {"jsonl": f"{folder}/ledger.jsonl", "every": 3}}
     engine = make_engine(1, block=block, steps_per_print=float("inf"))
     train(engine, 0, 6, dist.get_rank())
@@ -190,7 +190,7 @@ def test_how_often_the_ledger_reports(
 
 
 def _without_a_key(folder: str) -> list[str]:
-    """What rank 0 prints of a job whose W&B has no key."""
+    """Return rank 0's output of a job whose W&B has no key."""
     import os
 
     for name in ("WANDB_MODE", "WANDB_API_KEY"):

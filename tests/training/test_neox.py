@@ -1,7 +1,7 @@
-"""GPT-NeoX's own training loop: identical with native and lossless codecs, close with lossy ones.
+"""GPT-NeoX's training loop: identical with native and lossless codecs, close with lossy ones.
 
-Needs a checkout, named by GPT_NEOX_HOME, and an environment in which it can be imported; upstream
-compiles its dataset helpers into the checkout when it trains.
+Needs a checkout, GPT_NEOX_HOME, and an environment that can import it; upstream compiles its
+dataset helpers into the checkout when training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS = {"TP2": (Job(tp=2), "tp"), "PP2": (Job(pp=2), "pp"), "TP2xPP2": (Job(2
 RECOMPUTE = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
 STEPS = 50
 
-Results = dict[str, list[Outcome]]  # job -> outcome of every rank
+Results = dict[str, list[Outcome]]  # job -> result of every rank
 
 
 def block(dimensions: str, codec: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def block(dimensions: str, codec: Any) -> dict[str, Any]:
 
 
 def launch(folder: Path, jobs: dict[str, Job]) -> Results:
-    """All jobs, which share a layout, in one launch."""
+    """Run all jobs of one layout in one launch."""
     write_data(str(folder))
     first = next(iter(jobs.values()))
     by_rank = run_ranks(
@@ -137,10 +137,10 @@ def test_masks_and_metadata_are_not_marked_as_values(results: Results, layout: s
 
 
 def test_tensor_parallel_bytes_are_those_of_the_formula(results: Results, layout: str) -> None:
-    """4 all-reduces a layer, one of the embedding and one of the logits' input.
+    """4 all-reduces per layer, one for the embedding and one for the logits' input.
 
-    With a pipeline a gather wherever an activation or its gradient arrives in parts, and one more
-    of the activation where it was sent.
+    A pipeline adds a gather wherever an activation or its gradient arrives in parts, and another of
+    the activation at its sender.
     """
     job, dimensions = LAYOUTS[layout]
     if "tp" not in dimensions:
@@ -167,7 +167,7 @@ def test_pipeline_bytes_are_those_of_the_formula(results: Results, layout: str) 
     if "pp" not in dimensions:
         pytest.skip("no pipeline")
     passes = job.steps * job.micro_batches
-    part = HIDDEN // job.tp  # DeepSpeed sends 1/tp of an activation from every rank
+    part = HIDDEN // job.tp  # each rank sends 1/tp of an activation
     wire = make_codec("blockint", bits=8).wire_nbytes(part, torch.float32) + HEADER_NBYTES
     mask = passes * LENGTH * LENGTH * 2  # native, as half; the first dimension is 1
     for rank, outcome in enumerate(results["blockint"]):
@@ -175,7 +175,7 @@ def test_pipeline_bytes_are_those_of_the_formula(results: Results, layout: str) 
         messages, native, raw, sent = outcome.ledger["pp", way]
         compressed = messages - native
         assert compressed == passes
-        rest = raw - passes * part * 4  # what went native, in both sums
+        rest = raw - passes * part * 4  # native bytes, in both sums
         assert rest >= (mask if way == "forward" else 0)
         assert sent - rest == pytest.approx(passes * wire, rel=0.01)
 
@@ -184,7 +184,7 @@ def test_recomputation_repeats_the_forward_collectives(results: Results, layout:
     if layout != "TP2":
         pytest.skip("run with TP2")
     assert same(results["recompute raw"], results["recompute short"])
-    # autograd adds up in another order then; other activations would show in the fourth digit
+    # autograd then adds in another order; other activations would differ in the fourth digit
     for with_it, without in (("recompute short", "short"), ("recompute blockint", "blockint")):
         without_it = results[without][0].losses
         assert results[with_it][0].losses == pytest.approx(without_it, rel=1e-6)

@@ -1,4 +1,4 @@
-"""GPT-NeoX by its own launcher, from a checkout: script, configurations, W&B and TensorBoard."""
+"""GPT-NeoX by its launcher, from a checkout: script, configurations, W&B and TensorBoard."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run by ``deepy.py`` of the CPU configuration left."""
+    """Return the output of a ``deepy.py`` run with the CPU configuration."""
     found = tmp_path_factory.mktemp("launch")
     tiny = (CONFIGS / "tiny_cpu.yml").read_text()
     assert '"data/text_train"' in tiny
@@ -88,7 +88,7 @@ def test_figures_are_in_the_wandb_run_of_neox(folder: Path) -> None:
 
 def test_figures_are_in_tensorboard(folder: Path) -> None:
     pytest.importorskip("tensorboard")
-    module = "tensorboard.backend.event_processing.event_accumulator"  # has no types
+    module = "tensorboard.backend.event_processing.event_accumulator"  # untyped
     EventAccumulator = importlib.import_module(module).EventAccumulator
 
     (events,) = {file.parent for file in (folder / "tb").rglob("events.*")}
@@ -99,7 +99,7 @@ def test_figures_are_in_tensorboard(folder: Path) -> None:
 
 
 def parse(home: str, file: str, ranks: int) -> dict[str, Any]:
-    """The DeepSpeed configuration that GPT-NeoX makes of a file."""
+    """Return GPT-NeoX's DeepSpeed configuration for a file."""
     sys.path.insert(0, home)
     from megatron.neox_arguments import NeoXArgs
 

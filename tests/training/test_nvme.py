@@ -1,4 +1,4 @@
-"""Optimizer states on NVMe in encoded files: the same training, told damage, resumed exactly."""
+"""Optimizer states on NVMe in encoded files: identical training, damage, exact resumption."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def pool() -> Iterator[RankPool]:
 
 
 def parameters_on(folder: str) -> dict[str, Any]:
-    """Keys of ZeRO that keep parameters in files; DeepSpeed prefetches some of them twice."""
+    """Return ZeRO keys that keep parameters in files; DeepSpeed prefetches some of them twice."""
     told = {"device": "nvme", "nvme_path": folder, "buffer_count": 12, "buffer_size": 700_000}
     return {"offload_param": {**told, "max_in_cpu": 0}, "stage3_prefetch_bucket_size": 0}
 
 
 def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
-    """Bit for bit, in every way that DeepSpeed reads and writes; and how many bytes that takes."""
+    """Results are equal bit for bit for every way in which DeepSpeed reads and writes files."""
     host = NvmeJob(None, accumulation=2)
     folders = [str(tmp_path / name) for name in ("plain", "piped", "parameters")]
     jobs = [
@@ -53,13 +53,13 @@ def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
             files = {kind: size / raw for kind, (raw, size) in other["files"].items()}
             assert files["gradient"] < 0.37 and files["exp_avg"] < 0.86
             assert files["exp_avg_sq"] < 0.86
-            # parameters on a disk are not there to encode masters beside
+            # masters cannot be encoded relative to parameters on disk
             assert files["master"] < (0.86 if place == 2 else 0.51)
             states = [other["files"][kind] for kind in ("master", "exp_avg", "exp_avg_sq")]
             if place < 2:
                 assert sum(size for _, size in states) < 0.74 * sum(raw for raw, _ in states)
-            messages, raw, wire = other["ledger"]
-            assert messages > 40 and 0.6 < wire / raw < 0.75
+            messages, raw, wire = other["ledger"]  # with gradients
+            assert messages > 40 and 0.6 < wire / raw < (0.75 if place == 2 else 0.65)
 
 
 def has_libaio() -> bool:
@@ -70,7 +70,7 @@ def has_libaio() -> bool:
 
 @pytest.mark.nightly
 def test_trains_through_libaio(tmp_path: Path) -> None:
-    """DeepSpeed's own handle moves the files; compiling it takes minutes."""
+    """DeepSpeed's handle moves the files; compiling it takes minutes."""
     with RankPool(1) as one:
         if one.run(has_libaio, timeout=60) != [True]:
             pytest.skip("needs libaio-dev")
@@ -82,7 +82,7 @@ def test_trains_through_libaio(tmp_path: Path) -> None:
 
 
 def saved(job: NvmeJob, checkpoint: str) -> list[dict[str, str]]:
-    """Digests of a run at its second step, which is saved, of its fourth, and of that again."""
+    """Return digests at the second, saved step, at the fourth, and at that of a resumed run."""
     from tests.training.trainer import digests
 
     engine = make_engine(job)
@@ -99,16 +99,16 @@ def saved(job: NvmeJob, checkpoint: str) -> list[dict[str, str]]:
 
 
 def train(engine: Any, job: NvmeJob, first: int) -> None:
-    """Two steps."""
+    """Run two steps."""
     for number in (first, first + 1):
         step(engine, job, number)
 
 
 @pytest.mark.parametrize("optimizer", by_day([{}, PIPELINED], [PIPELINED]), ids=str)
 def test_resumes_exactly(tmp_path: Path, optimizer: dict[str, Any]) -> None:
-    """In the same engine, and in another job that has its files elsewhere."""
+    """In the same engine, and in another job with other file locations."""
     job, folder = NvmeJob(str(tmp_path / "one"), optimizer=optimizer), tmp_path / "saved"
-    with RankPool(2) as ones:  # numbers of parameters, and so names of files, begin at 0
+    with RankPool(2) as ones:  # parameter numbers, and so file names, begin at 0
         first = ones.run(saved, job, str(folder), timeout=280)
     assert all(straight == again for _, straight, again in first)
     note = json.loads((folder / "two" / "hybridcomp_checkpoint.json").read_text())
@@ -120,7 +120,7 @@ def test_resumes_exactly(tmp_path: Path, optimizer: dict[str, Any]) -> None:
 
 
 def loaded(job: NvmeJob, checkpoint: str) -> list[dict[str, str]] | str:
-    """Digests after loading and two steps later, or the error."""
+    """Return digests after loading and two steps later, or the error."""
     from tests.training.trainer import digests
 
     engine = make_engine(job)
@@ -142,7 +142,7 @@ def test_checkpoints_that_cannot_be_read_and_plain_ones(
     job, folder = NvmeJob(str(tmp_path / "one")), tmp_path / "saved"
     with RankPool(2) as others:
         first = others.run(saved, job, str(folder), timeout=280)
-        for error in others.run(loaded, job, str(folder), timeout=280):  # counts on in a process
+        for error in others.run(loaded, job, str(folder), timeout=280):  # numbering continues
             assert "its sub-groups are {" in error and "first engine of its process" in error
     path = next((folder / "two" / "offloaded_tensors" / "rank01").glob("exp_avg-*"))
     data = path.read_bytes()
@@ -162,7 +162,7 @@ def test_checkpoints_that_cannot_be_read_and_plain_ones(
     assert not note["files"] and "hybridcomp states" not in note["README"]
     with RankPool(2) as others:
         found = others.run(loaded, job, str(folder), timeout=280)
-    # what is in files; moments and sub-groups in memory begin anew, as for DeepSpeed alone
+    # files are restored; moments and sub-groups in memory restart, as in DeepSpeed
     for (two, _), (before, _, _) in zip(found, first, strict=True):
         weights = [name for name in two if name.startswith("layers") and name.endswith("weight")]
         assert len(weights) == 3 and all(two[name] == before[name] for name in weights)
@@ -171,7 +171,7 @@ def test_checkpoints_that_cannot_be_read_and_plain_ones(
 
 
 def refused(folder: str) -> str:
-    """The error of a job whose states are DeepSpeed's own, for which no libaio is needed here."""
+    """Return the error of a job with DeepSpeed's states, which need no libaio here."""
     from hybridcomp.patches.ds import saved_states
 
     try:
@@ -182,7 +182,7 @@ def refused(folder: str) -> str:
 
 
 def damaged(job: NvmeJob, pattern: str, rank: int) -> str:
-    """The error after a file of ``rank`` was damaged behind a step, and whether a weight moved."""
+    """Damage a file of ``rank`` after a step; return the error, and whether a weight changed."""
     import torch.distributed as dist
 
     engine = make_engine(job)
@@ -221,7 +221,7 @@ def test_damage_on_one_rank_is_an_error_on_all(pool: RankPool, tmp_path: Path, n
 
 
 def too_large(job: NvmeJob) -> str:
-    """The error of a start on a disk that has 1 MB."""
+    """Return the error of a start on a disk with 1 MB."""
     import os
 
     real, found = os.statvfs, ""
@@ -244,7 +244,7 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(
 
 
 def small(job: NvmeJob) -> list[str]:
-    """Files of a training whose sub-groups are shorter than a block of the drive."""
+    """Return files of a training whose sub-groups are shorter than a disk block."""
     engine = make_engine(job)
     step(engine, job, 0)
     engine.destroy()

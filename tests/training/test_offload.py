@@ -1,4 +1,4 @@
-"""ZeRO-Offload: copies between device and host, encoded. On a CPU both are the same memory."""
+"""ZeRO-Offload with encoded copies between device and host, which share memory on a CPU."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.training.trainer import Job, Outcome, Tiny, final_loss, make_engine, 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 FORWARD, BACKWARD = "offload.forward", "offload.backward"
 BLOCKINT = {"codec": "blockint", "bits": 8}
-#: bits of a value, with scales and padding, in the largest messages here
+#: bits per value in the largest messages, including scales and padding
 BITS = 8.6
 
 
 def offloading(stage: int, dtype: str = "bf16", **more: Any) -> Job:
-    """A job whose optimizer lives on the host; torch's Adam runs there as well as DeepSpeed's."""
+    """Return a job with a host optimizer: torch's Adam or DeepSpeed's."""
     zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}, **more.pop("zero", {})}
     ds_json = {"zero_force_ds_cpu_optimizer": False, **more.pop("ds_json", {})}
     return Job(stage, dtype, zero=zero, ds_json=ds_json, **more)
@@ -44,9 +44,9 @@ def with_block(job: Job, offload: Any, **more: Any) -> Job:
 KINDS = {f"zero{stage}-{dtype}": offloading(stage, dtype)
          for stage in (1, 2, 3) for dtype in ("fp32", "bf16")}  # fmt: skip
 SHORT = 8
-#: steps where each has several micro-batches or all have the same bits
+#: steps of tests with several micro-batches each, or of bit-identity
 FEW = 3
-#: trained for 50 steps; by hand the others too, which take the same paths
+#: trained for 50 steps; the others by hand, as they take the same paths
 LONG = [kind for kind in KINDS if NIGHTLY or kind == "zero2-fp32"]
 KINDS = {name: job if name in LONG else replace(job, steps=SHORT) for name, job in KINDS.items()}
 VARIANTS = {
@@ -71,7 +71,7 @@ DAY = [
     ("overlap-zero2", "device"), ("sub_groups-zero3", "device"), ("fp16-zero2", "device"),
 ]  # fmt: skip
 
-#: bytes of a gradient's value that a plan counts natively, by ZeRO stage, of 1 to 3 micro-batches
+#: native bytes per gradient value in a plan, by ZeRO stage, of 1 to 3 micro-batches
 PLANNED = {1: (4.0, 4.0, 4.0), 2: (4.0, 13.04, 19.07), 3: (8.0, 12.0, 16.0)}
 
 Train = Callable[[Job], list[Outcome]]
@@ -85,7 +85,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def train(pool: RankPool) -> Train:
-    """The outcomes of a job on two ranks, each job only once."""
+    """Return a job's results on two ranks, training each job only once."""
     known: dict[str, list[Outcome]] = {}
 
     def once(job: Job) -> list[Outcome]:
@@ -105,7 +105,7 @@ def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("kind", by_day(KINDS, ["zero2-fp32", "zero3-bf16"]))
 def test_none_and_lossless_are_bit_identical(train: Train, kind: str) -> None:
-    """All steps equal the unpatched run bit for bit."""
+    """Every step equals the unpatched run bit for bit."""
     job = KINDS[kind]
     base, none = train(job), train(with_block(job, "none"))
     lossless = train(with_block(job, "expcode"))
@@ -125,11 +125,11 @@ def test_none_and_lossless_are_bit_identical(train: Train, kind: str) -> None:
     "stage, accumulation", by_day([*product((1, 2, 3), (1, 3)), (2, 2)], [(1, 3), (2, 2), (3, 1)])
 )
 def test_bytes_are_those_that_a_plan_counts(train: Train, stage: int, accumulation: int) -> None:
-    """Natively, and encoded with sums on the device, where each gradient crosses once a step."""
+    """Natively, and encoded with device sums, where each gradient crosses once a step."""
     job = offloading(stage, accumulation=accumulation, steps=2)
     sizes = tuple(float(one.numel()) for one in Tiny().parameters())
     values, whole = sum(sizes), whole_of([(sizes, 2)]) if stage == 2 else Whole()
-    # upstream keeps sums of whole parameters, and the largest is on the cut between two ranks
+    # upstream sums whole parameters, and the largest is split between two ranks
     planned = sum(gradient_nbytes(stage, 2, accumulation, whole.mean))
     assert planned == pytest.approx(PLANNED[stage][accumulation - 1], abs=0.01)
     for block in ("none", {**BLOCKINT, "sums": "device"}):
@@ -146,7 +146,7 @@ def test_bytes_are_those_that_a_plan_counts(train: Train, stage: int, accumulati
 
 @pytest.mark.parametrize(("variant", "sums"), by_day(CASES, DAY))
 def test_lossless_variants(train: Train, variant: str, sums: str) -> None:
-    """Micro-batches that device or host add up, other layouts and dtypes: the same bits."""
+    """Micro-batches accumulated on device or host, other layouts and dtypes: the same bits."""
     job = replace(VARIANTS[variant], steps=FEW)
     if job.accumulation == 1 and sums == "host":
         pytest.skip("nothing to add up")
@@ -160,7 +160,7 @@ def test_lossless_variants(train: Train, variant: str, sums: str) -> None:
 
 
 def half_on_device(jobs: list[Job]) -> list[Outcome]:
-    """Outcomes of jobs whose first sub-groups step on what upstream takes for a device, cpu:0."""
+    """Return results of jobs whose first sub-groups step on a fake device, cpu:0."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
 
@@ -200,15 +200,15 @@ def test_lossy_trains_as_well(train: Train, kind: str) -> None:
     lossy = train(with_block(job, BLOCKINT))
     assert final_loss(lossy) == pytest.approx(final_loss(train(job)), rel=0.03)
     first, second = lossy
-    assert first.digests == second.digests  # replicas did not drift
+    assert first.digests == second.digests  # equal replicas
     assert first.losses != train(job)[0].losses
 
 
 @pytest.mark.parametrize("stage", by_day([2, 3], [3]))
 def test_sums_cross_once_or_packed(train: Train, stage: int) -> None:
-    """Six micro-batches, more than are added up in one pass: both places train as well.
+    """Six micro-batches, more than fit one pass: device and host both train well.
 
-    Stage 1 has nothing to choose from: it reduces once a step.
+    Stage 1 has no choice: it reduces once a step.
     """
     job = offloading(stage, accumulation=6, steps=FEW)
     base = train(job)
@@ -227,7 +227,7 @@ def test_sums_cross_once_or_packed(train: Train, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", by_day([2, 3], [2]))
 def test_small_gradients_stay_with_the_others(train: Train, stage: int) -> None:
-    """Without a codec they are added up on the device all the same, bit for bit."""
+    """Even without a codec they are accumulated on the device, bit for bit."""
     job = offloading(stage, accumulation=3, steps=FEW)
     base = train(job)
     exact = train(with_block(job, {"codec": "mpc", "sums": "device"}, min_bytes=1000))
@@ -256,7 +256,7 @@ def test_a_nan_in_one_micro_batch_stays_visible(train: Train, stage: int, sums: 
 def test_auto_is_exact_and_says_what_it_found(
     pool: RankPool, train: Train, stage: int, tmp_path: Path
 ) -> None:
-    """All kinds of steps in turns, the verdict, and a run that continues before and after it."""
+    """All variants in turns, the decision, and a run resumed before and after it."""
     job = offloading(stage, accumulation=2)
     steps = 2 + 2 * 3 * 4 + 4
     exact = with_block(job, {"codec": "mpc", "when": "auto"})
@@ -267,11 +267,11 @@ def test_auto_is_exact_and_says_what_it_found(
         for outcome in pool.run(broken_auto, lossy, str(tmp_path / str(at)), at, timeout=280):
             whole, resumed, kept = outcome
             assert kept == (at > 26)
-            assert resumed == whole  # in turns as without the break, or by the verdict
+            assert resumed == whole  # in turns as in the unbroken run, or by the decision
 
 
 class _Late(torch.nn.Module):
-    """Two matrices, of which a step may leave the second without a gradient."""
+    """Two matrices; a step may give the second no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class _Late(torch.nn.Module):
 
 
 def overflows_without_gradients() -> list[tuple[bool, int | None]]:
-    """(overflow, first step that is measured) of each step; rank 1 has no gradient before one."""
+    """Return (overflow, first measured step) of each step; rank 1 has no gradient before one."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
@@ -320,12 +320,12 @@ def overflows_without_gradients() -> list[tuple[bool, int | None]]:
 
 
 def test_ranks_measure_the_same_steps_where_one_has_no_gradient(pool: RankPool) -> None:
-    """Skipped steps send no parameter back, and rank 1 has nothing to copy in the first two."""
+    """Skipped steps return no parameter, and rank 1 copies nothing in the first two."""
     assert pool.run(overflows_without_gradients) == [[(True, 0)] * 4] * 2
 
 
 def broken_auto(job: Job, folder: str, at: int) -> tuple[list[float], list[float], bool]:
-    """Losses after ``at`` steps without and with a restart; whether a verdict was kept."""
+    """Return losses after ``at`` steps without and with a restart, and if the decision was kept."""
     from hybridcomp.channels import channels_of
 
     engine = make_engine(job)
@@ -346,7 +346,7 @@ def broken_auto(job: Job, folder: str, at: int) -> tuple[list[float], list[float
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_fall_by_the_ratio_of_the_codec(train: Train, stage: int) -> None:
-    """Native: parameters in bf16, gradients in fp32; stage 3 sends them in bf16 and back before."""
+    """Native: parameters in bf16, gradients in fp32; stage 3 uses bf16 and reads them back."""
     job = KINDS[f"zero{stage}-bf16"]
     gradient_bits = 32 if stage < 3 else 64
     for outcome in train(with_block(job, BLOCKINT)):
@@ -354,7 +354,7 @@ def test_bytes_fall_by_the_ratio_of_the_codec(train: Train, stage: int) -> None:
         assert raw / wire >= 16 / BITS
         messages, native, raw, wire = outcome.ledger[BACKWARD]
         assert native == 0
-        # every message ends with padding to 16 bytes and headers, at most 32 bytes
+        # every message has up to 32 bytes of headers and padding to 16 bytes
         assert wire <= raw * BITS / gradient_bits + 32 * messages
 
 
@@ -389,7 +389,7 @@ def test_start_step_and_small_messages_stay_native(train: Train, stage: int) -> 
     job = replace(KINDS[f"zero{stage}-bf16"], steps=SHORT)
     late = train(with_block(job, {"codec": "blockint", "bits": 2}, start_step=4))[0]
     base = train(job)[0]
-    assert late.losses[:5] == base.losses[:5]  # the fifth loss comes before the fifth step
+    assert late.losses[:5] == base.losses[:5]  # the fifth loss precedes the fifth step
     assert late.losses[5:] != base.losses[5:]
     for way in (FORWARD, BACKWARD):
         messages, native, *_ = late.ledger[way]
@@ -403,7 +403,7 @@ def test_start_step_and_small_messages_stay_native(train: Train, stage: int) -> 
     ("stage", "accumulation"), by_day(list(product((1, 2, 3), (1, 2))), [(2, 2)])
 )
 def test_fp16_skips_the_same_steps(train: Train, stage: int, accumulation: int) -> None:
-    """The first steps, whose loss scale is too large, and one with a NaN on one rank."""
+    """The first steps, with a too large loss scale, and one with a NaN on one rank."""
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
     job = offloading(stage, "fp16", steps=20, nan_step=15, accumulation=accumulation,
                      ds_json={"fp16": fp16})  # fmt: skip
@@ -418,7 +418,7 @@ def alone(jobs: list[Job]) -> list[Outcome]:
 
 
 def test_one_rank_is_enough() -> None:
-    """Nothing goes to other ranks; the copies are encoded all the same."""
+    """There are no messages; the copies are still encoded."""
     jobs = [replace(KINDS[f"zero{stage}-bf16"], steps=SHORT) for stage in (2, 3)]
     with RankPool(1) as single:
         (base,) = single.run(alone, jobs, timeout=280)
@@ -431,7 +431,7 @@ def test_one_rank_is_enough() -> None:
 
 
 def whole_gradients(job: Job, names: list[str]) -> tuple[dict[str, Any], int]:
-    """Whole gradients before the first step, as DeepSpeed's own reader gives them."""
+    """Return whole gradients before the first step, by DeepSpeed's reader."""
     from deepspeed.utils import safe_get_full_grad
 
     engine = make_engine(job)
@@ -454,7 +454,7 @@ def test_gradients_can_be_read_before_the_step(pool: RankPool, stage: int) -> No
 
 
 def broken_run(job: Job, folder: str) -> tuple[list[float], list[float], float, float]:
-    """Losses after five steps without and with a restart; how far saved weights are off."""
+    """Return losses after five steps without and with a restart; and the saved weights' error."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     engine = make_engine(job)
@@ -483,11 +483,11 @@ def broken_run(job: Job, folder: str) -> tuple[list[float], list[float], float, 
     return whole, resumed, off, used
 
 
-#: what is encoded beside the copies
+#: other encoded messages
 BESIDE: dict[str, dict[str, Any]] = {
     "alone": {},
     "zero": {"zero": "blockint"},
-    "delta": {"zero": {"codec": "blockint", "bits": 4, "delta": True}},  # not at stage 3
+    "delta": {"zero": {"codec": "blockint", "bits": 4, "delta": True}},  # refused at stage 3
 }
 SAVED = [case for case in product((1, 2, 3), BESIDE) if case != (3, "delta")]
 
@@ -496,12 +496,12 @@ SAVED = [case for case in product((1, 2, 3), BESIDE) if case != (3, "delta")]
 def test_checkpoints_are_exact_and_resume(
     pool: RankPool, tmp_path: Path, stage: int, beside: str
 ) -> None:
-    """Saved are the masters' values; a resumed run goes on bit for bit."""
+    """Checkpoints hold the masters' values; a resumed run is bit-identical."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
     job = offloading(stage, zero=zero)
     block = with_block(job, {"codec": "blockint", "bits": 4}, **BESIDE[beside])
     for whole, resumed, off, used in pool.run(broken_run, block, str(tmp_path), timeout=280):
         assert resumed == whole
         assert off == 0.0
-        assert used > 0.0 or stage == 3  # training computes with decoded weights
+        assert used > 0.0 or stage == 3  # training uses decoded weights
         assert all(map(math.isfinite, whole))

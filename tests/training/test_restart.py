@@ -1,6 +1,6 @@
-"""A run within an error bound that is killed: it goes on as if nothing had happened.
+"""A run with an error bound is killed and resumes as if uninterrupted.
 
-HYBRIDCOMP_NIGHTLY=1: 300 steps, and the spread of three seeds beside the other number of ranks.
+HYBRIDCOMP_NIGHTLY=1: 300 steps, and three seeds' spread as the tolerance for other ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 STEPS = 300 if NIGHTLY else 8
 SAVED = STEPS // 2
-BATCH = 8  # samples of a step, over all ranks
+BATCH = 8  # samples per step, over all ranks
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, configurations for two and four ranks, and the unbroken run."""
+    """Create data, configurations for two and four ranks, and the unbroken run."""
     folder = tmp_path_factory.mktemp("restart")
     prepare(folder)
     for ranks in (2, 4):
@@ -50,21 +50,21 @@ def config(micro_batch: int) -> dict[str, Any]:
         **CONFIG,
         "train_micro_batch_size_per_gpu": micro_batch,
         "scheduler": {"type": "WarmupDecayLR", "params": schedule},
-        "zero_optimization": {"stage": 0},  # upstream restores the others on as many ranks only
+        "zero_optimization": {"stage": 0},  # upstream resumes other stages only on as many ranks
         "compression": {"dp": {"error_bound": 0.02, "error_feedback": True}, "min_bytes": 0},
     }
 
 
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> Path:
-    """The log of a run that was killed after its checkpoint.
+    """Return the log of a run killed after its checkpoint.
 
-    It would go on for long: how late the kill comes on a busy machine nobody knows. What it saved
-    after the first checkpoint is left out.
+    The run is long, since the kill may come late on a busy machine. Saves after the first
+    checkpoint are ignored.
     """
     save = ("--save=checkpoint", f"--save-every={SAVED}")
     words = "killed", "ranks2", f"--steps={100 * STEPS}", *save
-    if NIGHTLY:  # the launcher with them
+    if NIGHTLY:  # including the launcher
         kill_after(folder, "killed", SAVED + 1, start(folder, *words, module=True))
     else:
         train_until(folder, *words[:2], SAVED + 1, *words[2:])
@@ -103,6 +103,6 @@ def test_another_number_of_ranks_stays_in_the_spread_of_seeds(folder: Path, kill
 
 
 def last(found: list[float]) -> float:
-    """Mean of the last tenth."""
+    """Return the mean of the last tenth."""
     tail = found[-(len(found) // 10) :]
     return sum(tail) / len(tail)

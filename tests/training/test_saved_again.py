@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed that a job with another block saved again under the same tag."""
+"""DeepSpeed checkpoints that a job with another block saved again under the same tag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weights_of(engine: Any) -> list[torch.Tensor]:
 
 
 def saved_without_hybridcomp(folder: str) -> tuple[float, int, bool, str]:
-    """Residual norm, step and equal weights of a job that loads what a plain one saved last."""
+    """Load a checkpoint last saved by a plain job; return residual norm, step, equal weights."""
     import contextlib
     import io
 
@@ -55,7 +55,7 @@ def test_what_an_older_save_left_is_not_taken_over(tmp_path: Path) -> None:
 
 
 def saved_without_feedback(folder: str) -> str:
-    """The error of a job whose state is of another step than the residuals beside it."""
+    """Return the error of a job whose state and residuals are from different steps."""
     engine = make_engine(1)
     train(engine, 0, 2, 0)
     engine.save_checkpoint(folder, tag="kept")

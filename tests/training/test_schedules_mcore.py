@@ -1,4 +1,4 @@
-"""Two levels, the guard and a ramp on the real megatron-core, where it is installed."""
+"""Two levels, the guard and a ramp on real megatron-core, if installed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if find_spec("megatron") is None or find_spec("megatron.core") is None:
     pytest.skip("needs megatron-core", allow_module_level=True)
 
 DP = {"codec": "blockint", "bits": 4, "error_feedback": True}
-WRONG = {"codec": "zfp", "rate": 3}  # relative error 1.6 on noise, over the limit of the guard
+WRONG = {"codec": "zfp", "rate": 3}  # relative error 1.6 on noise, over the guard's limit
 EVERY = {"min_bytes": 0, "ledger": {"sample_every": 2}}
 
 
 def outcomes(ranks: int, jobs: list[Job]) -> list[list[Outcome]]:
-    """By job, then by rank."""
+    """Return results by job, then by rank."""
     found: list[list[Any]] = run_ranks(ranks, run, jobs, timeout=240)
     for rank in found:
         assert not [outcome for outcome in rank if isinstance(outcome, str)], rank
@@ -44,7 +44,7 @@ def test_two_levels(distributed: bool) -> None:
 
 
 def test_guard_and_ramp() -> None:
-    """One rank's step is another's: nothing hangs, and what fell back is native from then on."""
+    """All ranks change at the same step: nothing hangs, and a fallback stays native."""
     ramp = {"dp": {**DP, "ramp": {"from": 8, "steps": 6}}, "min_bytes": 0}
     found = outcomes(
         2,

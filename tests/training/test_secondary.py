@@ -1,4 +1,4 @@
-"""``zero.secondary`` on DeepSpeed engines: trained, saved, resumed and changed as natively."""
+"""``zero.secondary`` on DeepSpeed engines: trained, saved, resumed and changed as native."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.training.trainer import (
 STEPS, NUMEL, SIZE = 6, 3000, "zero_hpz_partition_size"
 EXACT: dict[str, Any] = {"zero": {"secondary": "exact"}, "min_bytes": 0}
 BITS: dict[str, Any] = {"zero": {"secondary": {"bits": 8}}, "min_bytes": 0}
-#: nothing is persistent, and parameters are gathered twice a step, as in a large model
+#: no persistent parameters, and two gathers a step, as in a large model
 TWICE = {
     "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
     "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0,
@@ -65,7 +65,7 @@ def four() -> Iterator[RankPool]:
 
 
 def fresh(job: Job, **more: Any) -> Any:
-    """An engine; DeepSpeed makes the groups of hpZ once a process."""
+    """Return an engine; DeepSpeed creates hpZ's groups once per process."""
     from deepspeed.utils import groups
 
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
@@ -91,7 +91,7 @@ def test_trains_as_natively(four: RankPool, name: str) -> None:
         assert (coded.digests, coded.skipped) == (native.digests, native.skipped)
         assert any(coded.skipped) == (name == "overflows")
     sent = sum(coded.between["zero"][1] for _, coded in results)
-    values = 5400 * (job.steps - sum(results[0][1].skipped))  # of matrices
+    values = 5400 * (job.steps - sum(results[0][1].skipped))  # values of matrices
     assert 0 < 8 * sent / values < (6 if name == "small learning rate" else 20)
 
 
@@ -104,7 +104,7 @@ def test_many_steps_with_encoded_gradients(four: RankPool, steps: int) -> None:
 
 
 def between(engine: Any) -> int:
-    """Bytes that this rank sent to other nodes so far, for parameters."""
+    """Return this rank's parameter bytes to other nodes so far."""
     from hybridcomp.channels import channels_of
 
     channels = channels_of(engine)
@@ -112,7 +112,7 @@ def between(engine: Any) -> int:
 
 
 def copies(engine: Any) -> int:
-    """Bytes of the secondary copies that this rank holds, DeepSpeed's and ours."""
+    """Return the bytes of secondary shards on this rank, DeepSpeed's and ours."""
     total = 0
     for param in engine.module.parameters():
         ours = getattr(getattr(param, "_hybridcomp_secondary", None), "held", None)
@@ -121,7 +121,7 @@ def copies(engine: Any) -> int:
 
 
 def evaluated(job: Job) -> list[Any]:
-    """Losses of evaluations and steps, what crosses in each, and the memory of copies after it."""
+    """Return losses of evaluations and steps, bytes between nodes, copies' memory after each."""
     engine = fresh(job)
     found: list[Any] = []
     for step in range(3):
@@ -147,13 +147,13 @@ def test_evaluation_renews_what_the_next_step_uses(four: RankPool) -> None:
             for step, (losses, _, evaluation, trained, _, _) in enumerate(some):
                 assert losses[0] == losses[1] and trained == 0
                 assert (evaluation > 0) == (step > 0), "only what a step changed crosses"
-        held = plain[0][4]  # of hpZ in a step; between steps it has dropped its own
+        held = plain[0][4]  # hpZ's bytes during a step; it drops its copy between steps
         assert {kept for found in coded for kept in found[4:]} == {held}
-        assert max(kept for found in eight for kept in found[4:]) < 0.65 * held  # tiny shares: 0.5
+        assert max(kept for found in eight for kept in found[4:]) < 0.65 * held  # tiny shards: 0.5
 
 
 def changed(job: Job, way: str) -> tuple[list[float], dict[str, str], list[int]]:
-    """Losses, digests and bytes between nodes of steps around a change from outside of training."""
+    """Return losses, digests and bytes between nodes around a change from outside of training."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -200,7 +200,7 @@ def test_what_changes_parameters_is_followed(four: RankPool, way: str) -> None:
 
 
 def resumed(job: Job, folder: str, save: bool) -> tuple[list[float], dict[str, str]]:
-    """Losses from step 3 on of a run that saved there, or that loaded what was saved."""
+    """Return losses from step 3 on of a run that saved there, or loaded the save."""
     engine = fresh(job)
     if save:
         for step in range(3):
@@ -273,14 +273,14 @@ def odd(job: Job) -> tuple[list[float], dict[str, str], int]:
     "job", by_day([HPZ, PREFETCHED], [PREFETCHED]), ids=["twice", "prefetched"]
 )
 def test_small_external_leaf_and_recomputed_parameters(four: RankPool, job: Job) -> None:
-    """DeepSpeed #8210 and #5652: slices without a value, and padding behind others."""
+    """DeepSpeed #8210 and #5652: empty slices, and padding after others."""
     native, exact = (four.run(odd, replace(job, block=block)) for block in (None, EXACT))
     assert [found[:2] for found in exact] == [found[:2] for found in native]
     assert all(found[2] > 0 for found in exact)
 
 
 def by_launcher(job: Job, nodes: list[int]) -> Any:
-    """Train where only the launcher tells the nodes; the size that DeepSpeed got, and digests."""
+    """Train with nodes known only from the launcher; return DeepSpeed's size, and digests."""
     from hybridcomp.errors import ConfigError
 
     os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
@@ -332,7 +332,7 @@ def test_models_built_under_zero_init(four: RankPool) -> None:
 
 
 def test_copies_before_the_first_step_are_upstreams(four: RankPool) -> None:
-    """Before ``start_step`` upstream gathers; its copies are the first that steps are from."""
+    """Before ``start_step`` upstream gathers; its copies are the first references."""
     exact = replace(HPZ, block={**EXACT, "start_step": 3})
     bits = replace(HPZ, block={**BITS, "start_step": 3})
     for native, coded, eight in four.run(run, [HPZ, exact, bits]):
@@ -343,7 +343,7 @@ def test_copies_before_the_first_step_are_upstreams(four: RankPool) -> None:
 
 
 def renewed(fails: str) -> tuple[bool, str, bool]:
-    """Whether a failure left rank 1's copy alone, what is sent next, and whether it is right."""
+    """Return whether a failure kept rank 1's copy, the next message, and whether it is right."""
     from hybridcomp.channels import Channels
     from hybridcomp.channels.node_copies import CopyGroups, renew, state_of
     from hybridcomp.config import CompressionConfig
@@ -372,5 +372,5 @@ def renewed(fails: str) -> tuple[bool, str, bool]:
 
 @pytest.mark.parametrize(("fails", "sent"), [("before", "steps"), ("after", "whole")])
 def test_a_rank_that_fails_in_a_renewal(four: RankPool, fails: str, sent: str) -> None:
-    """One that fails before it sends tries again; where one lost what came, all is sent whole."""
+    """A failure before the send retries; after a lost receive everything is sent in full."""
     assert four.run(renewed, fails) == [(True, sent, True)] * 4

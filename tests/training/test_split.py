@@ -28,7 +28,7 @@ from tests.training.split_trainer import BATCH, LAYERS, LENGTH, VOCAB, WIDTH, Jo
 LATER = Version(version("deepspeed")) >= Version("0.19.8")
 SHORT = 6
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-#: of 50 steps; by day the first one
+#: over 50 steps; by day the first one
 LONG = {"tp": Job(tp=2), "cp": Job(sp=2), "cp-alst": Job(sp=2, alst=True)}
 if not NIGHTLY:
     LONG |= {name: replace(LONG[name], steps=SHORT) for name in ("cp", "cp-alst")}
@@ -43,7 +43,7 @@ VARIANTS = {
     "cp-checkpoint": Job(sp=2, checkpoint=True),
     "cp-alst-checkpoint": Job(sp=2, alst=True, checkpoint=True),
 }
-if LATER:  # 0.19.0 gathers no logits, refuses ZeRO 3 with AutoTP, and remembers uneven heads
+if LATER:  # 0.19.0 gathers no logits, rejects ZeRO 3 with AutoTP, and keeps uneven heads
     VARIANTS["tp-head"] = Job(tp=2, head=True)
     VARIANTS["tp-zero3"] = Job(tp=2, stage=3)
     VARIANTS["cp-heads"] = Job(sp=2, heads=3)
@@ -88,7 +88,7 @@ def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("name", LONG)
 def test_none_is_bit_identical(train: Train, name: str) -> None:
-    """Patched with ``none``: all steps equal the unpatched run bit for bit."""
+    """With ``none`` every step equals the unpatched run bit for bit."""
     job = LONG[name]
     base, none = train(job), train(replace(job, block=block(job, "none")))
     assert_same(base, none)
@@ -121,7 +121,7 @@ def test_lossless_variants(train: Train, name: str) -> None:
     "name", by_day(["tp-checkpoint", "tp-overlap", "tp-accumulation"], ["tp-accumulation"])
 )
 def test_a_measured_dimension_is_native_for_a_step_or_for_good(train: Train, name: str) -> None:
-    """Recomputation, overlap and accumulation see one choice for all of a step."""
+    """Recomputation, overlap and accumulation use the same choice within a step."""
     job = VARIANTS[name]
     auto = replace(job, block=block(job, {**BLOCKINT, "when": "auto"}))
     fast, slow = train(replace(auto, link=(0.01, 0.02))), train(replace(auto, link=(0.09, 0.01)))
@@ -150,7 +150,7 @@ def test_eight_bits_train_as_well(train: Train, name: str) -> None:
         assert theirs.losses != mine.losses
         tails = (sum(outcome.losses[-10:]) for outcome in (mine, theirs))
         assert next(tails) == pytest.approx(next(tails), rel=0.005)
-    if job.tp > 1:  # every rank of a tensor-parallel group sees the same sums
+    if job.tp > 1:  # every rank of a tensor-parallel group gets the same sums
         assert lossy[0].losses == lossy[1].losses
         assert lossy[0].digests["norm.weight"] == lossy[1].digests["norm.weight"]
 
@@ -161,7 +161,7 @@ def wire_nbytes(numel: int) -> int:
 
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_bytes_equal_the_closed_form(train: Train, name: str) -> None:
-    """Bytes are layers x messages x message / ratio, of which cp sends half."""
+    """Layers x messages x message / ratio, of which cp sends half."""
     job = LONG[name]
     message = BATCH * LENGTH * WIDTH // job.sp
     # AutoTP: two sums forward, one for each of q, k, v, gate and up backward, of whole values
@@ -178,7 +178,7 @@ def test_bytes_equal_the_closed_form(train: Train, name: str) -> None:
 
 
 def test_recomputation_takes_the_forward_codec(train: Train) -> None:
-    """It runs in the backward pass, and its layers have to see the same values again."""
+    """It runs in the backward pass, and its layers must get the same values again."""
     for name in ("tp", "cp", "cp-alst"):
         job = replace(LONG[name], steps=SHORT)
         ways = {"forward": BLOCKINT, "backward": "none"}
@@ -190,7 +190,7 @@ def test_recomputation_takes_the_forward_codec(train: Train) -> None:
             assert forward[1] == 0 and forward[3] < 0.3 * forward[2]
             assert backward[0] == backward[1] and backward[2] == backward[3]
         most = again[0].ledger[dimension(job), "forward"][0]
-        # upstream's all-reduce of the recomputed last layers is done, though nothing reads it
+        # upstream runs the recomputed last layers' all-reduce, although nothing reads it
         assert most == 2 * plain[0].ledger[dimension(job), "forward"][0]
         reverse = {"forward": "none", "backward": BLOCKINT}
         (found, _) = train(replace(job, block=block(job, reverse)))
@@ -217,7 +217,7 @@ def test_small_messages_stay_native(train: Train) -> None:
 
 
 def test_residual_names(train: Train) -> None:
-    """Tensor-parallel ranks hold other parameters under the same names; sequence ranks do not."""
+    """Tensor-parallel ranks hold different parameters under the same names; sequence ranks not."""
     job = VARIANTS["tp-zero1"]
     first, second = train(replace(job, block=block(job, "mpc")))
     assert not set(first.names.values()) & set(second.names.values())
@@ -233,7 +233,7 @@ def test_residual_names(train: Train) -> None:
     ids=["autotp", "ulysses"],
 )
 def test_committed_configurations_train(recipe: str, job: Job) -> None:
-    """The files, on ranks of their own: a mesh of DeepSpeed stays for the process."""
+    """Each file uses new ranks: DeepSpeed's mesh stays for the process."""
     found = {
         kind: json.loads((CONFIGS / f"ds_{recipe}_{kind}.json").read_text())
         for kind in ("baseline", "recommended")
@@ -283,7 +283,7 @@ def test_tensor_and_data_parallel(stage: int) -> None:
             assert messages > 0 and native == 0
     coded = [found[2] for found in ranks]
     for half in (0, 1):
-        assert coded[half].digests == coded[half + 2].digests  # replicas did not drift
+        assert coded[half].digests == coded[half + 2].digests  # equal replicas
         assert coded[half].names == coded[half + 2].names
     assert not set(coded[0].names.values()) & set(coded[1].names.values())
     assert coded[0].digests["norm.weight"] == coded[1].digests["norm.weight"]

@@ -1,4 +1,4 @@
-"""The example in a pipeline over token slices under DeepSpeed: as the whole model, compressed."""
+"""The example in a pipeline over token slices under DeepSpeed: like the whole model, compressed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EIGHT: dict[str, Any] = {"pp": {"codec": "blockint", "bits": 8}, **QUIET}
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Every job, by name: what each of two ranks saw."""
+    """Return each job's results on two ranks, by name."""
     folder = str(tmp_path_factory.mktemp("slices") / "checkpoint")
     jobs = {
         "whole": Job(slices=""),
@@ -42,7 +42,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 def test_trains_as_unsliced_and_as_the_whole_model(outcomes: dict[str, list[Any]]) -> None:
-    """Clipping acts in every step, so the norm is that of all stages."""
+    """Every step clips, so the norm covers all stages."""
     whole = first(outcomes, "whole")
     assert whole.losses[-1] < whole.losses[0]
     for name in ("unsliced", "sliced", "every token", "auto"):
@@ -99,7 +99,7 @@ def test_replicas_of_a_sliced_pipeline() -> None:
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_tensor_ranks_of_a_sliced_pipeline() -> None:
-    """Two stages of two tensor ranks lose what the unsliced pipeline loses."""
+    """Two stages of two tensor ranks have the unsliced pipeline's losses."""
     for plain, cut in run_ranks(4, run, [Job(slices=""), Job(tp=2, stage=1)], timeout=300.0):
         assert cut.losses == pytest.approx(plain.losses, rel=1e-5)
 

@@ -1,6 +1,6 @@
-"""The ledger's bytes, and those of README's table, against what the sockets of the ranks sent.
+"""The ledger's bytes, and README's table, against bytes sent by the ranks' sockets.
 
-Linux counts for each connection what its other end has received: payloads without headers.
+Linux counts for each connection the bytes acknowledged by its peer: payloads without headers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ JOBS: dict[str, int | str] = {
     "ddp": "ddp", "fsdp2": "fsdp2", "hpz": 3,
 }  # fmt: skip
 PAIRS = [job for job in JOBS if job != "hpz"]
-#: the same over two nodes of two ranks, which keep secondary copies
+#: the same over two nodes of two ranks, with secondary shards
 COPIES: dict[str, Any] = {**BLOCKS["recommended"], "hierarchy": 2, "zero": {"secondary": "exact"}}
-#: where struct tcp_info of Linux has tcpi_bytes_acked
+#: offset of tcpi_bytes_acked in Linux's struct tcp_info
 BYTES_ACKED = 120
 
 
 def sent_nbytes() -> int:
-    """Bytes that the other ends of this process's TCP connections have received."""
+    """Return the bytes that peers of this process's TCP connections have received."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def model_of() -> torch.nn.Sequential:
 
 
 def train(job: str, block: dict[str, Any]) -> dict[str, float]:
-    """This rank's bytes over STEPS steps: of its sockets, and of the ledger."""
+    """Return this rank's bytes over STEPS steps: by its sockets, and by the ledger."""
     step, ledger = (zero if job.startswith("zero") else torchs)(job, block)
     start = 0
     for number in range(WARMUP + STEPS):
@@ -75,7 +75,7 @@ def train(job: str, block: dict[str, Any]) -> dict[str, float]:
 
 
 def zero(job: str, block: dict[str, Any]) -> Any:
-    """A step of a DeepSpeed engine, and its ledger."""
+    """Return a step function of a DeepSpeed engine, and its ledger."""
     import deepspeed
     import deepspeed.ops
 
@@ -113,7 +113,7 @@ def zero(job: str, block: dict[str, Any]) -> Any:
 
 
 def torchs(job: str, block: dict[str, Any]) -> Any:
-    """A step under one of torch's engines, and its ledger."""
+    """Return a step function under one of torch's engines, and its ledger."""
     from gpt.torch_engines import replicated
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -145,7 +145,7 @@ def torchs(job: str, block: dict[str, Any]) -> Any:
 
 
 def train_each(jobs: list[str], gloos_own: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """All jobs with every block: most of a launch is imports."""
+    """Train all jobs with every block: imports dominate a launch."""
     if not gloos_own:
         ring.install()
     blocks = {"native": BLOCKS["native"]} if gloos_own else BLOCKS
@@ -161,7 +161,7 @@ def train_each(jobs: list[str], gloos_own: bool) -> dict[str, dict[str, dict[str
 
 
 def summed(ranks: list[Any], job: str, name: str) -> dict[str, float]:
-    """The figures of all ranks together."""
+    """Return the sum over all ranks."""
     return {key: sum(rank[job][name][key] for rank in ranks) for key in ("sockets", "raw", "wire")}
 
 
@@ -172,7 +172,7 @@ def measured() -> list[Any]:
 
 @pytest.mark.parametrize("job", PAIRS)
 def test_the_ledger_tells_what_the_sockets_sent(measured: list[Any], job: str) -> None:
-    """Within 1 %; native's bytes, those that were sent, and their factor are the table's."""
+    """Within 1 %; native bytes, sent bytes, and their ratio equal the table's."""
     native, ours = (summed(measured, job, name) for name in BLOCKS)
     for found in (native, ours):
         assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
@@ -194,7 +194,7 @@ def test_the_ledger_of_a_mesh_tells_what_the_sockets_sent() -> None:
 
 @pytest.mark.parametrize("job", by_day(["hpz", "fsdp2"], ["hpz"]))
 def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(job: str) -> None:
-    """Steps, copies inside the nodes and digests; natively every gather crosses, or every other."""
+    """Deltas, copies inside nodes and digests; natively every gather, or every second, crosses."""
     ranks = run_ranks(4, train_each, [job], False)
     native, ours = summed(ranks, job, "native"), summed(ranks, job, "copies")
     for found in (native, ours):
@@ -203,7 +203,7 @@ def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(job: str) ->
 
 
 def test_gloos_own_reduce_scatter_sends_twice_a_rings() -> None:
-    """So benches over gloo put a ring in its place; the ledger tells a ring's bytes."""
+    """Benchmarks over gloo therefore replace it by a ring; the ledger counts a ring's bytes."""
     ranks = run_ranks(2, train_each, ["fsdp2"], True)
     found = summed(ranks, "fsdp2", "native")
     scattered = 2 * STEPS * 4 * NUMEL / 2

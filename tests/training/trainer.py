@@ -1,7 +1,7 @@
-"""Tiny data-parallel trainings, for the tests of the ZeRO seams.
+"""Tiny data-parallel trainings, for tests of the ZeRO seams.
 
-``run(jobs)`` is to be called on every rank: importing DeepSpeed takes longer than all of these
-trainings, so one launch does many of them.
+Call ``run(jobs)`` on every rank with many jobs: importing DeepSpeed takes longer than all
+trainings.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 WIDTH, HIDDEN = 24, 53
-#: smaller than the largest parameter, so that there are several buckets, and one parameter alone
+#: smaller than the largest parameter, which gives several buckets, one with a single parameter
 BUCKET = 2000
-#: DeepSpeed 0.19.0 gathers several whole parameters at once and waits for the last only, which on
-#: gloo leaves uninitialized memory in the others: then no more than one may be persistent
+#: DeepSpeed 0.19.0 gathers several whole parameters at once and waits only for the last, which on
+#: gloo leaves uninitialized memory in the others: at most one may be persistent
 WAITS_FOR_ALL = Version(version("deepspeed")) >= Version("0.19.8")
 
 
@@ -36,29 +36,29 @@ class Job:
     accumulation: int = 1
     steps: int = 50
     lr: float = 1e-2
-    nan_step: int = -1  # this step's first input of the last rank is not a number
-    zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
-    ds_json: dict[str, Any] = field(default_factory=dict)  # further keys of the ds_config
+    nan_step: int = -1  # this step's first input of the last rank is NaN
+    zero: dict[str, Any] = field(default_factory=dict)  # more keys of zero_optimization
+    ds_json: dict[str, Any] = field(default_factory=dict)  # more keys of the ds_config
     block: dict[str, Any] | None = None
 
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """A rank's results."""
 
     losses: list[float]
-    digests: dict[str, str]  # of the bytes of the exact parameters, by name
-    skipped: list[bool]  # by step: the optimizer step was skipped
+    digests: dict[str, str]  # digests of the bytes of the exact parameters, by name
+    skipped: list[bool]  # by step: whether the optimizer step was skipped
     #: dimension, with its direction where it has two -> (messages, native messages, raw bytes, wire
     #: bytes)
     ledger: dict[str, tuple[int, int, int, int]]
     residual: float  # norm of the error-feedback residuals
-    #: dimension -> bytes between nodes: what native would have sent, what was sent
+    #: dimension -> bytes between nodes: native, sent
     between: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Tiny(nn.Module):
-    """Odd sizes, a norm, biases, a parameter of one element and one larger than a bucket."""
+    """Odd sizes, a norm, biases, a one-element parameter and one larger than a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Tiny(nn.Module):
 
 
 def batch(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs and targets: a rotation of the inputs, bent a little."""
+    """Return inputs and targets: a slightly nonlinear rotation of the inputs."""
     generator = torch.Generator().manual_seed(100_003 * rank + step)
     values = torch.randn(8, WIDTH, generator=generator)
     return values.to(dtype), torch.sin(values.roll(1, dims=1)).to(dtype)
 
 
 def ds_config(job: Job) -> dict[str, Any]:
-    """The ds_config of a job."""
+    """Return a job's ds_config."""
     zero = {
         "stage": job.stage,
         "reduce_bucket_size": BUCKET,
@@ -113,7 +113,7 @@ def ds_config(job: Job) -> dict[str, Any]:
 def make_engine(
     job: Job, model: nn.Module | None = None, groups: Sequence[dict[str, Any]] | None = None
 ) -> Any:
-    """An engine on this rank, patched when the job has a block; ``groups`` of parameters."""
+    """Return an engine on this rank, patched if the job has a block; ``groups`` of parameters."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
@@ -137,7 +137,7 @@ def make_engine(
 
 
 def train_step(engine: Any, job: Job, step: int) -> float:
-    """All micro-batches of one optimizer step; the mean loss of this rank."""
+    """Run all micro-batches of an optimizer step; return this rank's mean loss."""
     rank = dist.get_rank()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
     total = 0.0
@@ -185,7 +185,7 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
 
 
 def parameters(engine: Any) -> dict[str, Tensor]:
-    """Copies of the whole parameters, by name; at stage 3 gathered exactly."""
+    """Return copies of the whole parameters, by name; at stage 3 gathered exactly."""
     from deepspeed import zero
 
     partitioned = hasattr(engine.optimizer, "fp16_groups")
@@ -197,22 +197,22 @@ def parameters(engine: Any) -> dict[str, Tensor]:
 
 
 def digests(engine: Any) -> dict[str, str]:
-    """Of the bytes of the parameters."""
+    """Hash the parameters' bytes."""
     return {name: digest(values) for name, values in parameters(engine).items()}
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bytes."""
+    """Hash the bytes."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(bytes(data.tolist())).hexdigest()[:16]
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
-    """The outcomes of all jobs on this rank."""
+    """Return all jobs' results on this rank."""
     return [train(job) for job in jobs]
 
 
 def final_loss(outcomes: Sequence[Outcome]) -> float:
-    """Mean over the ranks and the last ten steps."""
+    """Return the mean over ranks and the last ten steps."""
     tails = [outcome.losses[-10:] for outcome in outcomes]
     return math.fsum(map(math.fsum, tails)) / sum(map(len, tails))

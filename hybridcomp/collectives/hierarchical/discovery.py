@@ -1,9 +1,9 @@
-"""Find the node of every rank, and the switches and sites that hold the nodes.
+"""Find the node of every rank, and the switches and sites that contain the nodes.
 
 DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torchrun ``GROUP_RANK``
-(torch.distributed.elastic): the number of the node. Unless all ranks have one of these, ranks with
-the same host name and boot id share a node, as in NCCL (its ``getHostHash``). Switches above nodes
-are read from Slurm's ``SLURM_TOPOLOGY_ADDR`` (its topology/tree), such as ``s0.s3.node7``.
+(torch.distributed.elastic): the node's number. Unless all ranks have one of these, ranks with the
+same host name and boot id share a node, as in NCCL (its ``getHostHash``). Switches above nodes come
+from Slurm's ``SLURM_TOPOLOGY_ADDR`` (its topology/tree), such as ``s0.s3.node7``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PlacedRanks:
 
     Attributes:
         units: for each level, the innermost first, the unit number of every global rank.
-        source: where the nodes are known from, for messages.
+        source: origin of the mapping, for messages.
     """
 
     units: list[list[int]]

@@ -27,7 +27,7 @@ from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.errors import CodecError
 
-#: this many 16-bit values take PAYLOAD_ALIGN bytes; in memory they equal a payload of their cast
+#: number of 16-bit values in PAYLOAD_ALIGN bytes; in memory they equal a payload of their cast
 #: codec
 CAST_STEP = PAYLOAD_ALIGN // 2
 #: elements of a slice; two fp32 tensors of this length, half a MB, fit in a core's cache

@@ -231,9 +231,10 @@ class Pending(Generic[T]):
                 callback()
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Keep and return what ``wait()`` raises from now on: PeerError where a rank is missing.
+        """Keep and return the error that ``wait()`` raises from now on: PeerError if a rank is
+        missing.
 
-        Nobody is looked for where a rank has told of its failure (``together``): that is raised.
+        If a rank has reported its failure (``together``), that is raised without searching.
         """
         told = any(one.told_before(error) for one in gates.here.operations)
         self._error = (None if told else peer_liveness.lost(error, self._meter.where)) or error

@@ -4,7 +4,7 @@ While the profiler records, a channel's messages open these spans (``record_func
 which locate kernels, events and waits in the trace:
 
     hybridcomp::send dp forward 1048576 bfloat16 blockint(bits=4)   a message, until it is posted
-    hybridcomp::message 7 dp at step 3      the number that the message has in the marks below
+    hybridcomp::message 7 dp at step 3      number of the message in the marks below
     hybridcomp::codec 7                     the host encodes, sums or decodes, or launches that
     hybridcomp::post 7 262144               bytes for other ranks go to torch.distributed
     hybridcomp::wait 7                      the host, or on a GPU its current stream, waits for them

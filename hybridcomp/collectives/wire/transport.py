@@ -41,7 +41,7 @@ GATHER, SCATTER = (
 )
 #: tag of messages between pairs, so that none is matched with a message of the training program
 TAG = int.from_bytes(b"hc", "big")
-#: most abandoned works; beyond it the oldest is waited for
+#: maximum abandoned works; the oldest is waited for beyond that
 MOST_FORGOTTEN = 64
 
 

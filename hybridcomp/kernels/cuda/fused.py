@@ -37,7 +37,7 @@ def blockint_image(setting: int, dtype: int, kept: int = 32) -> tuple[str, ...]:
 
 
 class FusedBlockInt:
-    """``codecs.base.Fused`` of blockint: three launches for an all_reduce, two for its half."""
+    """blockint's ``CollectiveKernel``: three launches for an all_reduce, two for its half."""
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher = launcher

@@ -17,7 +17,7 @@ PLAN_WORDS = 1540
 #: 32-bit words of scratch memory of a tile besides its values (ROOM_HEAD, ROOM_SLACK in
 #: stepcode_encode.h)
 LEAST_ROOM = 34 + 128
-#: most thread blocks that count samples: of one piece, and of many pieces together
+#: maximum thread blocks that count samples: of one piece, and of many pieces together
 BLOCKS, ALL_BLOCKS = 256, 4096
 RUN = 512
 

@@ -21,7 +21,7 @@ ROW_WORDS = 6
 
 
 class EachBlockInt:
-    """``codecs.base.Each`` of blockint: one launch for up to ROWS tensors."""
+    """blockint's ``MultiTensorKernel``: one launch for up to ROWS tensors."""
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher = launcher

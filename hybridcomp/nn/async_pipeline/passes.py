@@ -38,7 +38,7 @@ class PassOrder:
         return 1 if self.versions == 2 else -(-self.ahead // self.micro_batches)
 
     def begin(self, newest: int) -> None:
-        """Begin with an empty stage whose weights are version ``newest``."""
+        """Start with an empty stage whose weights are version ``newest``."""
         self.forwarded = self.backwarded = 0
         self._base = newest
         self._under_way.clear()

@@ -89,7 +89,7 @@ class SlicePipeline:
 
         Args:
             stage: this rank's layers; attention layers take keys and values from ``KVCache``.
-            slices: tokens of each slice, in order (``plan.algorithms.slices.Slices.lengths``).
+            slices: tokens of each slice, in order (``nn.slices.lengths.Slices``).
             width: width of the hidden states (B, T, width) between stages.
             loss: maps logits and labels of a slice to the mean loss over counted tokens; called on
                 the last stage.

@@ -11,9 +11,10 @@ import torch
 from hybridcomp.nn.tables.slots import RowTable
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.session.followers import FiguresFollower
 
 
-class TableFigures:
+class TableFigures(FiguresFollower):
     """Follower of a session: hits, asked rows, rows copied in and out, over the ranks of tables."""
 
     name = "embed"
@@ -22,18 +23,6 @@ class TableFigures:
         self._told: weakref.WeakKeyDictionary[RowTable, torch.Tensor]
         self._told = weakref.WeakKeyDictionary()
         self.tables: weakref.WeakSet[RowTable] = weakref.WeakSet()
-
-    def before_step(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def after_skip(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def row(self) -> Mapping[str, float] | None:
         """Return the figures since the last call; a collective over the ranks of each table."""

@@ -117,10 +117,6 @@ class RowSlots:
         self._ahead.append(made)
         return made
 
-    def forget(self) -> None:
-        """Drop all that is read ahead."""
-        self._ahead.clear()
-
     def keep(self, rows: Tensor) -> None:
         """Protect ``rows`` from eviction until ``release``: their optimizer step is pending."""
         self._kept.append(rows)
@@ -162,7 +158,7 @@ class RowSlots:
 
     def reload(self) -> None:
         """Drop all rows without writing them back: the host's rows were replaced."""
-        self.forget()
+        self._ahead.clear()
         self.release()
         self._slot_of.fill_(-1)
         self._row_in.fill_(-1)

@@ -56,8 +56,8 @@ class Mesh:
 
         Args:
             q: ranks on a side of a mesh.
-            channels: returns the channels of the messages, None for native ones; by default those
-                of this process: of a DeepSpeed engine, or of ``hybridcomp.install``.
+            channels: returns the channels of the messages, None for native ones; by default this
+                process's, from a DeepSpeed engine or from ``hybridcomp.install``.
 
         Raises ConfigError if ``q * q`` does not divide the number of ranks.
         """

@@ -172,6 +172,8 @@ def _add_pays(parser: argparse.ArgumentParser) -> None:
     add("--compute", type=float, metavar="S", help="seconds of a step without communication")
     add("--link", type=float, metavar="Gb/s", help="of a rank")
     add("--micro-batches", type=int, metavar="N", help="of a step (of the file, else 1)")
+    add("--frozen", type=float, default=0.0, metavar="SHARE",
+        help="of the parameters that do not train, such as 0.99 under LoRA (0)")  # fmt: skip
     parser.set_defaults(run=_pays)
 
 

@@ -48,7 +48,7 @@ class JobSize:
     """Figures of a job that its configuration lacks.
 
     Attributes:
-        parameters: of the whole model.
+        parameters: number of the whole model's parameters.
         world_size: ranks of the job.
         replicas: ranks that hold the same part of the model before ZeRO shards it; None: the world
             divided by the tensor and pipeline ranks in the file.
@@ -169,10 +169,7 @@ def _on_device(items: list[MemoryItem]) -> int:
 
 
 def split_of(file: JobFile, job: JobSize) -> int:
-    """Return the tensor times pipeline ranks: as given, else those in the file.
-
-    Raises ConfigError if they do not fit.
-    """
+    """Return tensor times pipeline ranks, of options or file. Raises ConfigError on a misfit."""
     if job.replicas:
         return job.world_size // job.replicas
     split = job.tensor_ranks or _tensor_ranks(file)

@@ -27,6 +27,7 @@ from hybridcomp.tools.plan.pays import (
     codecs_of,
     cost,
     documented,
+    kept_codec,
     measured,
     step_cost,
 )
@@ -46,19 +47,20 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     config, file = _block(options.block)
     job, micro_batches = _job(options, file)
-    codecs = codecs_of(config)
-    device = _device(options, codecs.values(), job.dtype)
+    codecs, kept = codecs_of(config), config.zero.keeps_frozen if options.frozen else None
+    opened = [] if kept is None else [kept_codec(kept)]
+    device = _device(options, [*codecs.values(), *opened], job.dtype)
     if config.sync.acts and options.link is not None:
         met = filter(None, [config.sync.codec_of("forward")])
         print(meeting_line(config, job, _device(options, met, torch.float32), options))
-    if not codecs:
+    if not codecs and not (opened and options.link is not None):
         else_ = " else" if config.sync.acts else ""
         print(f"{options.block}: nothing{else_} that goes from rank to rank is compressed")
         return 0
     there = BETWEEN_RANKS if file is None else file.dimensions(config)
     if file is not None and BLOCK not in file.settings:
         print(f'{options.block} has no block; with "{BLOCK}": {json.dumps(SUGGESTED)}:')
-    for line in table(config, job, device, there):
+    for line in table(config, job, device, there) if codecs else ():
         print(line)
     left_out = dict.fromkeys(name for name, _ in codecs if name not in there)
     if left_out:
@@ -68,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         sent = JobTraffic(job.stage) if file is None or file.whose == "block" else file.traffic()
         sent = replace(
             sent, stage=job.stage, dtype=job.dtype, summed=job.sent_as("dp"),
-            micro_batches=micro_batches,
+            micro_batches=micro_batches, frozen=options.frozen,
         )  # fmt: skip
         for line in bits_between.lines(config, sent):
             print(line)
@@ -89,6 +91,9 @@ def _check(options: argparse.Namespace) -> None:
             why = "one rank sends nothing; " if found == 1 and least == 2 else ""
             todo = f"{why}expected a whole number from {least} to {MOST_RANKS}"
             raise ConfigError(f"--{name.replace('_', '-')}", found, todo)
+    if not 0 <= options.frozen < 1:
+        todo = "expected a share from 0 to below 1, such as 0.99"
+        raise ConfigError("--frozen", options.frozen, todo)
     lacking = [f"--{name}" for name, found in figures.items() if found is None]
     if 0 < len(lacking) < len(figures):
         todo = "a step is estimated from --parameters, --compute and --link together; give all"
@@ -195,7 +200,9 @@ def step_line(
     micro_batches: int,
 ) -> str:  # fmt: skip
     """Return the estimate of a step with compressed gradients and parameters."""
-    found = step_cost(config, options.parameters, job, device, micro_batches)
+    found = step_cost(
+        config, options.parameters, job, device, micro_batches, options.frozen
+    )  # fmt: skip
     faster = found.speed_up(1e9 * options.link, options.compute)
     return (
         f"A step of {options.compute:g} s of compute sends {found.native_nbytes / 1e6:.5g} MB of "

@@ -131,7 +131,7 @@ def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
 
 
 def _facts(found: JobFile, told: Mapping[str, bool | None]) -> dict[str, Any]:
-    """Return facts of the model: those in ``told``, and for a GPT-NeoX file also what it says."""
+    """Return facts of the model: those of the options, and those in a GPT-NeoX file."""
     written = {name: value for name, value in told.items() if value is not None}
     if found.whose != "neox":
         return written

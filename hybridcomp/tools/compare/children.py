@@ -17,7 +17,7 @@ from hybridcomp.tools.progress import LINE_S
 
 #: seconds that a launcher and its ranks get to end: torch's gives its ranks 30
 FAREWELL_S = 40.0
-#: seconds for a launcher and its ranks to exit; torch's launcher gives its ranks 30
+#: seconds between two looks at whether a child has ended
 LOOK_S = 0.05
 
 
@@ -31,15 +31,15 @@ def run_logged(
 ) -> int:
     """Run ``command`` as a new process group, and return its exit status.
 
-    Where this process gets SIGINT or SIGTERM meanwhile, the group gets SIGTERM, then SIGKILL.
+    If this process gets SIGINT or SIGTERM meanwhile, the group gets SIGTERM, then SIGKILL.
 
     Args:
         command: words.
         output: file for its stdout and stderr; overwritten.
-        environment: its variables, beside those of this process.
+        environment: variables added to those of this process.
         farewell: most seconds between the two signals.
-        look: called every ``every`` seconds; where it raises, the group is ended.
-        every: None: ``LINE_S``.
+        look: called every ``every`` seconds; if it raises, the group is ended.
+        every: seconds between two calls of ``look``; None: ``LINE_S``.
     """
     with output.open("w") as log, _sigterm_raises():
         process = subprocess.Popen(

@@ -14,10 +14,10 @@ from hybridcomp.tools.compare.runs import Curve, Errors, Rows
 def ledger_of(
     records: Iterable[Mapping[str, Any]], codecs: Mapping[str, str], prefix: str = PREFIX
 ) -> Rows:
-    """Return totals over all reports; the error is the root mean square of theirs.
+    """Return totals over all reports; errors by their root mean square.
 
-    ``records``: names and values, each a row of the log; ``codecs``: by dimension and direction
-    ("dp/forward"), as far as they are known; ``prefix``: of the names of the ledger's figures.
+    ``records``: rows of the log, names and values. ``codecs``: the known ones, by dimension and
+    direction ("dp/forward"). ``prefix``: begins the names of the ledger's figures.
     """
     sums: dict[tuple[str, str], dict[str, list[float]]] = {}
     for values in records:
@@ -51,7 +51,7 @@ def wire_of(values: Mapping[str, Any], prefix: str = PREFIX) -> float:
 
 
 def errors_of(records: Iterable[tuple[float, Mapping[str, Any]]], prefix: str = PREFIX) -> Errors:
-    """Return the sampled errors of each dimension; ``records``: a step, and names and values."""
+    """Return the sampled errors of each dimension; ``records``: steps with names and values."""
     found: Errors = {}
     for step, values in records:
         for name, value in values.items():
@@ -67,9 +67,9 @@ def named(dimension: str, way: str) -> str:
 
 
 def sent_until(reports: Iterable[tuple[float, float]], at: Curve) -> Curve | None:
-    """Return the MB sent until each place of ``at``; None if nothing was reported.
+    """Return the MB sent up to each step in ``at``; None if nothing was reported.
 
-    ``reports``: a place and the MB since the report before; between two they were sent evenly.
+    ``reports``: a step, and the MB since the previous report, which are spread evenly in between.
     """
     found = sorted(reports)
     if not sum(sent for _, sent in found):

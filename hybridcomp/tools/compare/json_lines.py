@@ -1,7 +1,7 @@
 """Read trainings from JSON lines: a log with header, steps and summary, and hybridcomp's ledger.
 
 The log is what ``train_gpt.py --log`` and ``HYBRIDCOMP_RECORD`` write: ``{"run": {..}}``,
-then a record with ``step``, ``loss`` and more (``session/metric_names.py``) for each step, then
+then a record with ``step``, ``loss`` and more (``metric_names.py``) for each step, then
 ``{"summary": true, ..}``. Between them may stand records of evaluations, as loops with a callback
 of Hugging Face's Trainer write them.
 """
@@ -113,10 +113,10 @@ def read_ledger(path: Path) -> Rows:
 
 
 def figures_beside(path: Path, steps: Curve) -> dict[str, Any]:
-    """Return the fields of a training that the ledger at ``path`` has. Raises CompareError.
+    """Return those fields of a training that the ledger at ``path`` has. Raises CompareError.
 
-    ``sent`` is what all ranks had sent until each of ``steps``, in MB: after the last report that
-    which the summary has besides.
+    ``sent``: MB sent by all ranks up to each of ``steps``. The summary's surplus over the reports
+    counts at the last step.
     """
     rows, errors = read_ledger(path), Errors()
     reports: list[tuple[float, float]] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.foreign import parsed_json
+from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.tools.compare.children import run_logged
 from hybridcomp.tools.compare.json_lines import LOG
 from hybridcomp.tools.compare.runs import CompareError
@@ -25,8 +25,12 @@ CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
 #: flag of Hugging Face's Trainer, followed by a file; DeepSpeed's own flag has no value
 TRAINER_FLAG = "--deepspeed"
 MODULE = "hybridcomp.run"
-#: lines of a failed training's output that are shown
-TAIL = 20
+#: lines of a failed training's output that are shown, and most characters of its first error
+TAIL, MOST_WORDS = 20, 300
+#: the last line of a traceback, behind the rank that torch puts in front; a line of ours
+ERROR = re.compile(
+    r"(\[(default)?\d*\]:?\s?)?(\[rank\d+\]: )?([\w.]*(Error|Exception)|hybridcomp): ."
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,10 @@ class LaunchedTraining:
 
         status = run_logged(self.command, output, self.environment, look=look, every=every)
         if status:
-            tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL:])
-            raise CompareError(f"{tail}\n{self.name}: status {status}; all of it is in {output}")
+            said = output.read_text(errors="replace").splitlines()
+            tail = "\n".join(said[-TAIL:])
+            why = f"status {status}{_why(said)}"
+            raise CompareError(f"{tail}\n{self.name}: {why}; all of it is in {output}")
         done.write_text(json.dumps(self.settings))
         return time.monotonic() - start
 
@@ -72,6 +78,12 @@ class LaunchedTraining:
             return bool(parsed_json(done.read_text(encoding="utf-8")) == self.settings)
         except (FileNotFoundError, ValueError):
             return False
+
+
+def _why(said: Sequence[str]) -> str:
+    """Return ": " and the first error in a training's output, with its rank where one is named."""
+    words = (line.strip() for line in said)
+    return next((f": {one_line(line, MOST_WORDS)}" for line in words if ERROR.match(line)), "")
 
 
 def free_port() -> int:

@@ -22,7 +22,7 @@ EXPECTED = (
     f"hybridcomp.run), W&B's offline-run-* or the Trainer's {trainer_state.FILE}, or the folder of "
     "one"
 )
-#: exceptions of reading a file that looks like a log and is none
+#: exceptions raised on reading a file that only looks like a log
 DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 
 
@@ -76,7 +76,7 @@ def _split_paths(paths: str) -> list[Path]:
 
 
 def _in_fewest_names(parts: list[str]) -> list[Path] | None:
-    """Join ``parts`` to the fewest names that match files, and return the matches.
+    """Join ``parts`` into as few names as possible, each matching files, and return the matches.
 
     "4 bits, rotated" is then one run, beside a run "4 bits". None where some part matches nothing.
     """
@@ -167,7 +167,10 @@ def check_comparable(baseline: Run, run: Run) -> list[str]:
 
 
 def pair(baseline: Run, run: Run) -> list[int]:
-    """Return the baseline's index for each training, by seed or place. Raises CompareError."""
+    """Return the baseline's index for each training. Raises CompareError.
+
+    Pairs have the same seed, or without seeds the same place.
+    """
     if None in run.seeds or None in baseline.seeds:
         if len(run.seeds) != len(baseline.seeds):
             raise CompareError(

@@ -28,11 +28,11 @@ POINTS = 400
 class Aligned:
     """Runs on one axis."""
 
-    unit: str  # of the axis: "tokens" or "steps"
+    unit: str  # unit of the axis: "tokens" or "steps"
     axis: Curve  # (points,)
-    losses: list[Curve]  # of each run: (seeds, points)
-    seconds: list[Curve] | None  # of each run: (seeds, points); None where one is unknown
-    sent: list[Curve | None]  # MB of each run: (seeds, points); None without its ledger
+    losses: list[Curve]  # losses of each run: (seeds, points)
+    seconds: list[Curve] | None  # seconds of each run: (seeds, points); None if unknown
+    sent: list[Curve | None]  # MB sent by each run: (seeds, points); None without its ledger
     notes: list[str]
 
 
@@ -48,11 +48,11 @@ class Comparison:
     valid_loss: float | None
     valid_gap: float | None
     seconds: float | None  # training seconds until the end of the axis
-    #: the gap to the baseline after the time that the faster of the two took, None without clocks
+    #: gap to the baseline at the time at which the faster of the two ended; None without clocks
     clock_gap: float | None
     clock_gap_interval: float | None
     clock_gaps: list[float] | None  # gap of each seed
-    #: the gap to the baseline after the bytes that the thriftier of the two sent, None without both
+    #: gap to the baseline at the bytes that the thriftier of the two sent; None if unknown
     byte_gap: float | None
     byte_gap_interval: float | None
     byte_gaps: list[float] | None  # gap of each seed
@@ -213,9 +213,9 @@ def gaps_along(
 ) -> Curve | None:
     """Return the gaps in percent at equal wall clock or bytes, one for each seed: (seeds,).
 
-    Losses are taken where the run of a pair that spends less reaches the end of the axis; both are
-    means of the ``last`` points before that. ``spent``: what the run and the baseline have spent
-    until each point, (seeds, points); None where that is not known.
+    Of each pair, losses are taken where the run that spends less ends, as means of the ``last``
+    points before. ``spent``: seconds or bytes of the run and the baseline up to each point, (seeds,
+    points); None if unknown.
     """
     if spent is None or spent[0] is None or spent[1] is None:
         return None

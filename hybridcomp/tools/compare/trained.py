@@ -31,7 +31,7 @@ class Trainable(Protocol):
 
 
 class TrainingProgress:
-    """Shows how far the trainings of a command are; all take equally many steps."""
+    """Shows the progress of a command's trainings, which all take equally many steps."""
 
     def __init__(self, progress: ProgressDisplay) -> None:
         self._progress = progress

@@ -76,7 +76,7 @@ def read_training(*folders: Path) -> LoggedTraining:
         )
     numbers = next(iter(rows.values()))
     counted = _series(history, TRAINER_STEP)
-    # of a repeated step the last record counts
+    # if a step was logged twice, the last record counts
     last = {counted.get(row, row): row for row in sorted(numbers)}
     at = [last[step] for step in sorted(last)]
     losses = np.array([numbers[step] for step in at], dtype=np.float64)
@@ -175,9 +175,9 @@ def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[st
 
 
 def _settings(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the DeepSpeed settings: of hybridcomp's header, else of the Trainer's config.
+    """Return the DeepSpeed settings: from hybridcomp's header, else from the Trainer's config.
 
-    Of other engines the block alone, where the job has one.
+    Other engines have only the block, if any.
     """
     found = header.get("deepspeed", config.get("deepspeed"))
     if isinstance(found, Mapping):

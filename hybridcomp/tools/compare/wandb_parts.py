@@ -1,7 +1,7 @@
 """Join the folders of a W&B run that was resumed without a network: each start leaves one.
 
-All of them have the run's id. W&B cannot know offline how far the run had come, so a resumed part
-counts its seconds, and where it numbers rows itself also these, from 0 again.
+All of them have the run's id. Offline, W&B does not know the run's progress, so a resumed part
+counts seconds from 0 again, and also rows unless the trainer numbers them.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ MESSAGES: tuple[tuple[Name, Operation], ...] = (
     ("tp", "all_reduce"), ("tp", "all_gather"), ("tp", "reduce_scatter"), ("pp", "send"),
     ("ep", "all_to_all"), ("cp", "send"),
 )  # fmt: skip
-#: values of the two messages: as many as activations of a small model have, and of a large one
+#: values of the two messages, like the activations of a small and of a large model
 NUMELS = {"cpu": (1 << 15, 1 << 20), "cuda": (1 << 15, 1 << 22)}
-#: the longer message is left out if all of its turns may take this many times the allowance
+#: leave out the longer message if all its turns may take this many times the allowance
 PATIENCE = 6.0
 #: name of the run by torch.distributed, without a channel
 DIRECT = ""
@@ -165,8 +165,8 @@ def in_turns(
 ) -> dict[str, Estimate]:
     """Time every run in turns, round by round; a collective over the job.
 
-    ``runs``: of this rank, by name; empty where it only waits for others. Returns the slowest
-    rank's seconds of one call, by name.
+    ``runs``: this rank's, by name; empty if it only waits for others. Returns the slowest rank's
+    seconds per call, by name.
     """
     slowest, mean = dict.fromkeys(names, 0.0), 0.0
     for _ in range(2):

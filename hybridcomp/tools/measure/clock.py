@@ -47,6 +47,10 @@ class CallClock(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Leave no thread behind; a call that still runs is not waited for."""
+        ...
+
 
 class HostCallClock:
     """Clock of a CPU: calls return when done; products run in this thread, calls in another."""
@@ -73,6 +77,9 @@ class HostCallClock:
             done += 1
         elapsed = time.perf_counter() - begin
         return future.result(), min(1.0, done * product_s / elapsed)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
 
 
 class DeviceCallClock:
@@ -116,6 +123,9 @@ class DeviceCallClock:
         overlap = min(seconds, busy)
         left = 1 - (busy - count * product_s) / overlap if overlap else 1.0
         return seconds, min(1.0, max(0.0, left))
+
+    def close(self) -> None:
+        """Do nothing: it has no thread."""
 
 
 def _event() -> Any:

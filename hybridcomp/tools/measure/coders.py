@@ -5,9 +5,11 @@ The host of a GPU codes as well where the optimizer is in its memory (``host_row
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from itertools import product as every
+from pathlib import Path
 
 import torch
 
@@ -27,8 +29,10 @@ from hybridcomp.tools.plan.machines.rows import Beside, Coding, Copy, Direction
 #: values of one call; the first gives the constant seconds of a call
 NUMELS = {"cpu": (1 << 12, 1 << 18, 1 << 21), "cuda": (1 << 12, 1 << 20, 1 << 24)}
 COPIES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 26)}
+#: bytes of files on a drive
+FILES = (1 << 20, 1 << 26)
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
-#: of the hosts of GPUs: values of one call, and their dtypes: fp32 are master weights
+#: on hosts of GPUs: values of a call, and their dtypes (fp32 for master weights)
 HOST_NUMELS, HOST_DTYPES = (1 << 16, 1 << 22), ("fp32", "bf16")
 #: rows and columns of the matrix product that runs concurrently with a codec
 SIDE = {"cpu": 192, "cuda": 2048}
@@ -163,6 +167,40 @@ def copy_rows(team: Team, clock: CallClock, part: MeasuredPart) -> list[Copy]:
         rows.append(Copy("to_host", nbytes, summary(out)))
         rows.append(Copy("to_device", nbytes, summary(back)))
     return rows
+
+
+def drive_rows(team: Team, part: MeasuredPart, folder: Path) -> list[Copy]:
+    """Time files in ``folder``, past the page cache, of all ranks at once.
+
+    Raises HybridcompError.
+    """
+    rows, clock, path = [], HostCallClock(), folder / f".hybridcomp-{team.rank}-{os.getpid()}"
+    try:
+        for nbytes, allowance in zip(FILES, part.allowances(len(FILES)), strict=True):
+            data = torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().data
+            wrote = samples(clock, lambda one=data: _write(path, one), allowance / 2)  # type: ignore[misc]
+            read = samples(clock, lambda one=data: _read(path, one), allowance / 2)  # type: ignore[misc]
+            rows.append(Copy("to_drive", nbytes, summary(wrote)))
+            rows.append(Copy("from_drive", nbytes, summary(read)))
+    except OSError as error:
+        # of this rank alone: others wait for its figures
+        why = f"no room for a file of {FILES[-1] >> 20} MiB there ({error.strerror or error})"
+        raise HybridcompError(f"--drive: {folder}: {why}; name another folder") from None
+    finally:
+        path.unlink(missing_ok=True)
+    return rows
+
+
+def _write(path: Path, data: memoryview) -> None:
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
+        os.fdatasync(file.fileno())
+
+
+def _read(path: Path, data: memoryview) -> None:
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.readinto(data)
 
 
 def merged(figures: Sequence[Estimate]) -> Estimate:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,14 +15,16 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.job.together import ending
+from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.session import closing
+from hybridcomp.tools.measure import remembered
 from hybridcomp.tools.measure.block import BlockSize
 from hybridcomp.tools.measure.options import HOW, add_arguments
 from hybridcomp.tools.measure.report import lines
 from hybridcomp.tools.measure.run import measure
 from hybridcomp.tools.plan.machines import cluster_file
+from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.missing import missing
 
 #: exit status where nothing was measured
@@ -56,20 +59,29 @@ def run(options: argparse.Namespace) -> int:
         hierarchy = _hierarchy(options)
         with ending("hybridcomp measure"):
             cluster = measure(
-                device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
-            )
-        if dist.get_rank() == 0:
-            try:
-                cluster_file.write(cluster, options.out)
-            except OSError as error:
-                raise ConfigError("--out", str(options.out), f"cannot write it: {error}") from error
-            say(*lines(cluster), *(f"it says {line}" for line in missing(cluster)),
-                f"wrote {options.out}")  # fmt: skip
+                device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks,
+                drive=options.drive,
+            )  # fmt: skip
+            kept = remembered.keep(cluster, device)
+        with together("hybridcomp measure"):
+            if dist.get_rank() == 0:
+                _write(cluster, options.out, kept)
     finally:
         closing.forget()
         if mine:
             dist.destroy_process_group()
     return 0
+
+
+def _write(cluster: Cluster, out: Path, kept: str) -> None:
+    """Write the file and print what it has and lacks, and ``kept``. Raises ConfigError."""
+    told = [*lines(cluster), *(f"it says {line}" for line in missing(cluster)), f"wrote {out}"]
+    told += [kept] if kept else []
+    try:
+        cluster_file.write(cluster, out)
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"cannot write it: {error}") from error
+    say(*told)
 
 
 def _looked_at(options: argparse.Namespace) -> list[BlockSize]:

@@ -36,5 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes-per-site", metavar="N",
         help="consecutive nodes that share a switch or a site, whose uplinks are timed then; "
         "auto: as Slurm tells")  # fmt: skip
+    add("--drive", type=Path, metavar="FOLDER",
+        help="of each node's drive, to time its files, for plans with states on NVMe")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # set by DeepSpeed's launcher

@@ -30,6 +30,7 @@ def lines(cluster: Cluster) -> Iterator[str]:
     yield from _ranks(cluster)
     yield from _links(cluster)
     yield from _uplinks(cluster)
+    yield from _drives(cluster)
     yield from _codecs(cluster)
     yield from _channels(cluster)
 
@@ -53,6 +54,19 @@ def _uplinks(cluster: Cluster) -> Iterator[str]:
         yield (
             f"uplink of a site of {cluster.nodes_per_site} nodes: {rate:,.3g} MB/s, with "
             f"{row.nbytes / 1e6:,.3g} MB of all its ranks at once"
+        )
+
+
+def _drives(cluster: Cluster) -> Iterator[str]:
+    """Yield the speed of a rank's files, by the largest that was timed."""
+    if cluster.drives:
+        most = max(row.nbytes for row in cluster.drives)
+        there, back = (
+            most / cluster.copy(way, most).value / 1e6 for way in ("to_drive", "from_drive")
+        )
+        yield (
+            f"drive: a rank's files of {most / 1e6:,.3g} MB, all ranks at once: written at "
+            f"{there:,.3g} MB/s, read at {back:,.3g} MB/s"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +19,13 @@ from hybridcomp.log import say
 from hybridcomp.tools.measure.block import BlockSize
 from hybridcomp.tools.measure.channels import channel_rows
 from hybridcomp.tools.measure.clock import CallClock, clock_for, on_device
-from hybridcomp.tools.measure.coders import coding_rows, copy_rows, host_rows, merged
+from hybridcomp.tools.measure.coders import (
+    coding_rows,
+    copy_rows,
+    drive_rows,
+    host_rows,
+    merged,
+)
 from hybridcomp.tools.measure.kernels import kernel_rows, trained_size
 from hybridcomp.tools.measure.links import link_rows, uplink_rows
 from hybridcomp.tools.measure.machine import made, memory_nbytes
@@ -36,8 +44,8 @@ from hybridcomp.tools.plan.machines.rows import Coding, Copy, Kernel, Rank
 
 #: fraction of the time at which each part ends
 UNTIL = {
-    "kernels": 0.12, "codecs": 0.24, "hosts": 0.26, "copies": 0.27, "messages": 0.34,
-    "channels": 0.42, "links": 0.64, "uplinks": 0.68, "trainings": 1.0,
+    "kernels": 0.12, "codecs": 0.24, "hosts": 0.26, "copies": 0.27, "drives": 0.29,
+    "messages": 0.34, "channels": 0.42, "links": 0.64, "uplinks": 0.68, "trainings": 1.0,
 }  # fmt: skip
 #: least bytes of a block's value: its weight and its gradient, in fp32
 BLOCK_NBYTES = 8.0
@@ -51,40 +59,55 @@ def measure(
     hierarchy: Hierarchy = "auto",
     dtype: str = "bf16",
     blocks: Sequence[BlockSize] = (),
+    drive: Path | None = None,
 ) -> Cluster:
     """Measure the cluster that this job runs on; a collective over the job, the same on all ranks.
 
     Args:
-        device: of this rank.
+        device: this rank's.
         seconds: that it may take, roughly.
         hierarchy: as in the block: how ranks are assigned to nodes, and nodes to sites.
-        dtype: of the values of messages.
+        dtype: dtype of messages.
         blocks: transformer blocks to time, those of the model to train; none: default ones.
+        drive: folder of each node's drive, to time files there.
     """
     with on_device(device):
         team = Team(device, discover(hierarchy))
         _check_room(team, blocks)
-        clock, budget = clock_for(device), TimeBudget(seconds, team)
-        kernels = kernel_rows(
-            team, clock, budget.part(UNTIL["kernels"], "what each rank computes"), blocks
-        )
-        codecs = coding_rows(
-            team, clock, budget.part(UNTIL["codecs"], "codecs, alone and beside matrix products")
-        )
-        hosts: list[Coding] = []
-        if team.device.type == "cuda":  # a CPU is its own host
-            hosts = host_rows(team, budget.part(UNTIL["hosts"], "codecs of the hosts"))
-        copies = copy_rows(
-            team, clock, budget.part(UNTIL["copies"], "copies between device and host")
-        )
-        cluster = _gathered(team, kernels, codecs, copies)
-        cluster = replace(cluster, host_codecs=tuple(_all_ranks(team, hosts)))
-        if team.world_size > 1:
-            cluster = _linked(team, clock, budget, cluster, dtype)
-        cluster = _trained(team, clock, budget, cluster, blocks)
-        spent = budget.spent()
-        say(f"{spent:5.1f} s: done")
-        return replace(cluster, made=made(team, spent, dtype))
+        budget = TimeBudget(seconds, team)
+        with contextlib.closing(clock_for(device)) as clock:
+            return _measured(team, clock, budget, dtype, blocks, drive)
+
+
+def _measured(
+    team: Team, clock: CallClock, budget: TimeBudget, dtype: str, blocks: Sequence[BlockSize],
+    drive: Path | None,
+) -> Cluster:  # fmt: skip
+    """Measure part after part and return the cluster; a collective over the job."""
+    kernels = kernel_rows(
+        team, clock, budget.part(UNTIL["kernels"], "what each rank computes"), blocks
+    )
+    codecs = coding_rows(
+        team, clock, budget.part(UNTIL["codecs"], "codecs, alone and beside matrix products")
+    )
+    hosts: list[Coding] = []
+    if team.device.type == "cuda":  # a CPU is its own host
+        hosts = host_rows(team, budget.part(UNTIL["hosts"], "codecs of the hosts"))
+    copies = copy_rows(team, clock, budget.part(UNTIL["copies"], "copies between device and host"))
+    cluster = _gathered(team, kernels, codecs, copies)
+    part = budget.part(UNTIL["drives"], "files on the drive") if drive else None
+    files = drive_rows(team, part, drive) if drive and part else []
+    cluster = replace(
+        cluster, host_codecs=tuple(_all_ranks(team, hosts)),
+        drives=tuple(_all_ranks(team, files)),
+        host_nbytes=memory_nbytes(torch.device("cpu"), 1),
+    )  # fmt: skip
+    if team.world_size > 1:
+        cluster = _linked(team, clock, budget, cluster, dtype)
+    cluster = _trained(team, clock, budget, cluster, blocks)
+    spent = budget.spent()
+    say(f"{spent:5.1f} s: done")
+    return replace(cluster, made=made(team, spent, dtype))
 
 
 def _check_room(team: Team, blocks: Sequence[BlockSize]) -> None:
@@ -168,7 +191,7 @@ def _gathered(
     )
 
 
-def _all_ranks(team: Team, own: Sequence[Coding]) -> list[Coding]:
+def _all_ranks(team: Team, own: Sequence[Row]) -> list[Row]:
     """Gather and merge the rows of all ranks; a collective over the job."""
     return _merged(row for rows in team.gather(tuple(own)) for row in rows)
 

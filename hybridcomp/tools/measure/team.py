@@ -93,9 +93,9 @@ def sites_of(nodes: Nodes) -> tuple[int, ...]:
 
 
 def uplink_shape(sites: Sequence[int]) -> GroupShape:
-    """Return the pairs of ranks at equal places of neighbouring sites, on two sites each.
+    """Return pairs of ranks on neighbouring sites, each with the same index in its site.
 
-    ``sites``: of every rank.
+    ``sites``: the site of every rank.
     """
     return GroupShape(2, 2, tuple(_pairs(sites, across=True)))
 
@@ -105,9 +105,9 @@ def shapes_of(
 ) -> list[GroupShape]:
     """Return the shapes that tensor, pipeline and data parallelism of these ranks can have.
 
-    ``nodes``, ``sites``: of every rank; with sites, both ranks of a pair are in one site. Pairs
-    inside a node and between nodes come first, then the whole job, then groups whose size divides
-    it, of neighbours and of ranks far apart, up to ``most`` beside the pairs.
+    ``nodes``, ``sites``: node and site of every rank; with sites, both ranks of a pair are in one
+    site. Pairs inside a node and between nodes come first, then the whole job, then groups whose
+    size divides it, of neighbours and of ranks far apart, up to ``most`` beside the pairs.
     """
     world = len(nodes)
     found: dict[tuple[int, int], GroupShape] = {}

@@ -32,7 +32,7 @@ from hybridcomp.tools.plan.machines.rows import Kernel, TrainedSmall
 
 ENGINE = "deepspeed"
 ZERO_STAGES = (0, 1, 2)
-#: blocks of the native models: two numbers of them show which seconds grow with the parameters
+#: blocks of the native models; the difference shows which seconds grow with the parameters
 FEW, MANY = 1, 3
 #: blocks of compression: a codec alone, and the preset with error feedback, which costs most
 EIGHT = {"codec": "blockint", "bits": 8}
@@ -40,7 +40,7 @@ STYLES: tuple[Mapping[str, Any], ...] = (
     {"dp": EIGHT, "zero": EIGHT},
     {"preset": "recommended", "when": "always", "dp": {"error_feedback": True}},
 )
-#: micro-batches of a step: the first, with no gradients to add to, one like all others, the last
+#: micro-batches of a step: the first has no gradients to add to, the last ends the step
 MICRO_BATCHES = 3
 #: steps of every training: warm-up steps do not count, rounds end when the time is over; a step
 #: over slow links that takes longer than LONG_S is run LEAST_LONG times at least
@@ -120,7 +120,7 @@ def training_rows(
 def _installed() -> Iterator[None]:
     """Install hybridcomp's patches while trainings run, and raise log levels to WARNING.
 
-    What torch says of deprecated functions that DeepSpeed calls is left out: every rank prints it.
+    It hides torch's warnings about deprecated functions in DeepSpeed, which every rank would print.
     """
     loggers = [logging.getLogger(name) for name in ("DeepSpeed", "hybridcomp")]
     levels = [logger.level for logger in loggers]

@@ -1,4 +1,4 @@
-"""Draw what crosses which link: two nodes with their ranks, and the MB of a step on each link."""
+"""Draw the traffic of each link: two nodes with their ranks, and the MB of a step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def draw(
 ) -> str:
     """Return the picture as SVG, which follows the light or dark colours of its reader.
 
-    ``nodes``, ``per_node``: of the job, the ranks of a node; None where nobody knows. Raises
-    HybridcompError where Jinja is not installed.
+    ``nodes``: nodes of the job; ``per_node``: ranks of a node; None: unknown. Raises
+    HybridcompError if Jinja is not installed.
     """
     longest = max((max(link.native, link.block) for link in links), default=0.0) or 1.0
     rows = [

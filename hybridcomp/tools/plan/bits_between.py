@@ -109,8 +109,9 @@ class JobTraffic:
         return self._total(sums, moved)
 
     def over(self, layout: Layout) -> JobTraffic:
-        """Return this job with the secondary copies of ``layout``."""
-        job = replace(self, in_node=layout.accumulate == "node")
+        """Return this job with the copies and sums of ``layout``."""
+        kept = layout.frozen != "gathered"
+        job = replace(self, in_node=layout.accumulate == "node", frozen_kept=kept)
         return replace(job, copy=layout.copy) if layout.hpz > 1 else job
 
     def lighter(self, encodes: bool = True) -> Iterator[tuple[str, JobTraffic]]:
@@ -168,7 +169,9 @@ def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:
         return None
     dtype = DTYPES[plan.dtype]
     summed = torch.float32 if plan.engine == "megatron" else dtype
-    job = JobTraffic(layout.zero_stage, dtype, summed, layout.accumulation)
+    job = JobTraffic(
+        layout.zero_stage, dtype, summed, layout.accumulation, frozen=plan.frozen
+    )  # fmt: skip
     gradients, parameters = (plan.choices[name, "forward"].codec for name in ("dp", "zero"))
     return job, job.over(layout).encoded(gradients, parameters)
 

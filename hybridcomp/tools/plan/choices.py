@@ -177,6 +177,10 @@ class Choices:
                 found[name] = chosen[0].written
             else:
                 found[name] = dict(zip(ways, (one.written for one in chosen), strict=True))
+            apart = {way: self[name, way].written for way in ROWS[name].apart
+                     if not self[name, way].native}  # fmt: skip
+            if apart:  # alone they leave the others native
+                found[name] = {**({} if set(chosen) == {NATIVE} else found[name]), **apart}
         if not found:
             return {"preset": "none"}
         if isinstance(hierarchy, tuple):

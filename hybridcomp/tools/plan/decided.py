@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout, Sums
+from hybridcomp.tools.plan.layout import ContextWay, Copy, Frozen, Layout, Sums
 
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
            "accumulation", "mesh", "hpz")  # fmt: skip
 SWITCHES = ("sequence", "offload")
-#: follow from the cuts of a model that is no chain, and from ``ratio``
-DERIVED = {"nodes", "sub_group"}
+#: follow from the cuts of a model that is no chain, from ``ratio``, and from the hosts' memory
+DERIVED = {"nodes", "sub_group", "drive"}
+_KINDS: dict[str, Any] = {"copy": Copy, "frozen": Frozen, "accumulate": Sums}
 
 
 def check(name: str, value: Any) -> None:
@@ -39,8 +40,8 @@ def _unfit(name: str, value: Any) -> str:
     if name == "context_way":
         ways = get_args(ContextWay)
         return "" if value in ways else " or ".join(f'"{way}"' for way in ways)
-    if name in ("copy", "accumulate"):
-        kinds = get_args(Copy if name == "copy" else Sums)
+    if name in _KINDS:
+        kinds = get_args(_KINDS[name])
         return "" if value in kinds else " or ".join(f'"{kind}"' for kind in kinds)
     if name == "ratio":
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

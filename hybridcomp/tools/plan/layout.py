@@ -23,10 +23,12 @@ ContextWay = Literal["ulysses", "ring"]
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
-LATER = ("mesh", "slices", "hpz", "copy", "accumulate", "ratio", "sub_group",
+LATER = ("mesh", "slices", "hpz", "copy", "frozen", "accumulate", "ratio", "sub_group", "drive",
          "knobs")  # fmt: skip
 #: a node's secondary copy: DeepSpeed's, dropped after each step, or one that steps are sent against
 Copy = Literal["native", "exact", "bits8"]
+#: where frozen weights are between their uses at ZeRO 3: sharded, or encoded on every rank
+Frozen = Literal["gathered", "device"]
 #: where the gradients of micro-batches are summed at ZeRO 2 and 3 (``dp.accumulate``)
 Sums = Literal["native", "node"]
 
@@ -53,9 +55,12 @@ class Layout:
         numbers, ranks of a node and nodes of a site: three levels.
     hpz: ranks of a node over which its secondary copy is cut (``zero_hpz_partition_size``, ZeRO 3);
         1: no copy. copy: what it is (``"zero": {"secondary": ..}``).
+    frozen: ``"device"``: weights that do not train are gathered in the first step alone and kept
+        encoded (``"zero": {"frozen": ..}``, ZeRO 3 without a copy).
     accumulate: ``"node"``: micro-batches are summed inside nodes and cross them once a step.
     ratio: of the optimizer's sub-groups on the host those that step there (ZeRO 3, ``offload``).
     sub_group: values of each on a rank (``sub_group_size``); 0: DeepSpeed's default.
+    drive: share of the optimizer's states in files, the others in host memory (``ratio`` 1).
     knobs: ZeRO 3's prefetch_bucket_size, max_live_parameters and max_reuse_distance; empty:
         DeepSpeed's defaults.
     """
@@ -80,9 +85,11 @@ class Layout:
     slices: tuple[int, ...] = ()
     hpz: int = 1
     copy: Copy = "native"
+    frozen: Frozen = "gathered"
     accumulate: Sums = "native"
     ratio: float = 1.0
     sub_group: int = 0
+    drive: float = 0.0
     knobs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -105,6 +112,12 @@ class Layout:
                 f"layout: hpz {self.hpz} at ZeRO {self.zero_stage}; expected ZeRO 3, and a divisor "
                 f"of the {self.size('replicas')} replicas"
             )
+        sharded = self.zero_stage == 3 and self.hpz == 1
+        if self.frozen not in get_args(Frozen) or (self.frozen == "device" and not sharded):
+            raise HybridcompError(
+                f"layout: frozen {self.frozen!r} at ZeRO {self.zero_stage}; expected gathered, or "
+                "device with ZeRO 3 and no secondary copy"
+            )
         several = self.zero_stage >= 2 and self.accumulation > 1
         if self.accumulate not in get_args(Sums) or (self.accumulate == "node" and not several):
             raise HybridcompError(
@@ -118,6 +131,11 @@ class Layout:
             raise HybridcompError(
                 f"layout: ratio {self.ratio} at ZeRO {self.zero_stage}; expected 0 to 1, and below "
                 "1 at ZeRO 3 with offload only"
+            )
+        if self.drive and not (self.offload and self.zero_stage == self.ratio * 3 == 3):
+            raise HybridcompError(
+                f"layout: drive {self.drive} at ZeRO {self.zero_stage}; expected 0, or ZeRO 3 with "
+                "offload and ratio 1"
             )
         if self.knobs and (len(self.knobs) != 3 or self.zero_stage != 3 or self.hpz > 1):
             raise HybridcompError(
@@ -270,9 +288,11 @@ class Layout:
             f"dp{self.data}" if self.data > 1 else "",
             f"zero{self.zero_stage}" if self.zero_stage else "",
             f"hpz{self.hpz}{f'-{self.copy}' * (self.copy != 'native')}" if self.hpz > 1 else "",
+            "frozen once" if self.frozen == "device" else "",
             f"mb{self.micro_batch}x{self.accumulation}{'-node' * (self.accumulate == 'node')}",
             f"recompute {len(self.recomputed)}" if self.recompute else "",
             f"offload{f' {self.ratio:.3g}' * (self.ratio < 1)}" if self.offload else "",
+            f"nvme {self.drive:.3g}" if self.drive else "",
             f"levels {'x'.join(map(str, self.hierarchy))}"
             if isinstance(self.hierarchy, tuple) else "",
         ]  # fmt: skip

@@ -28,6 +28,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.stepcode import cpu_instructions
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.parameter import FrozenConfig
 from hybridcomp.config.rank_messages import EXACT_BITS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
@@ -239,17 +240,22 @@ def step_cost(
     job: MessageGroup,
     device: Coder,
     micro_batches: int = 1,
+    frozen: float = 0.0,
 ) -> Cost:
     """Return the cost of all messages of ``dp`` and ``zero`` in a step, in DeepSpeed's buckets.
 
     ZeRO 2 and 3 reduce in every micro-batch, ZeRO 3 gathers before each forward and each backward
     pass. Micro-batches that are summed in a node cross once, and so do parameters of which it keeps
-    a copy; what stays inside nodes is not counted. A native dimension costs its bytes.
+    a copy; what stays inside nodes is not counted. A native dimension costs its bytes. The share
+    ``frozen`` of the parameters does not train, and is gathered at ZeRO 3 alone.
     """
+    whole, parameters = parameters, (1 - frozen) * parameters
     times: dict[Dimension, int] = {"dp": micro_batches if job.stage >= 2 else 1}
     if job.stage:
         times["zero"] = 2 * micro_batches if job.stage == 3 else 1
     codecs, total = config.codecs(), Cost(0.0, 0.0, 0.0)
+    if frozen and job.stage == 3:
+        total = _frozen_cost(config, times["zero"], frozen * whole, job, device)
     for name, count in times.items():
         codec, buckets = codecs[name, "forward"], max(1, math.ceil(parameters / 5e8))
         native = native_cost(name, count * parameters, job)
@@ -264,6 +270,33 @@ def step_cost(
         sent = cost(name, codec, count * parameters, job, device, count * buckets, sent_bits)
         total += replace(sent, native_nbytes=native.native_nbytes)
     return total
+
+
+def _frozen_cost(
+    config: CompressionConfig, gathers: int, numel: float, job: MessageGroup, device: Coder
+) -> Cost:
+    """Return the cost of gathers of ``numel`` frozen parameters in a step after the first.
+
+    Ranks that keep them decode them before each use. Copies of nodes hold them.
+    """
+    native, codec = native_cost("zero", gathers * numel, job), config.codecs()["zero", "forward"]
+    kept = config.zero.keeps_frozen
+    if kept is not None:
+        opened = kept_codec(kept)
+        passes = gathers * numel * job.sent_as("zero").itemsize
+        return replace(native, wire_nbytes=0.0, coding_s=CODING * passes / device.speed(opened))
+    if copy_of(config) is not None:
+        return replace(native, wire_nbytes=0.0)
+    if codec is None or "zero" in config.policy().low_rank:
+        return native
+    buckets = gathers * max(1, math.ceil(numel / 5e8))
+    sent = cost("zero", codec, gathers * numel, job, device, buckets)
+    return replace(sent, native_nbytes=native.native_nbytes)
+
+
+def kept_codec(kept: FrozenConfig) -> Codec:
+    """Return the codec of frozen weights that ranks keep."""
+    return make_codec("expcode") if kept.bits is None else make_codec("blockint", bits=kept.bits)
 
 
 def copy_of(config: CompressionConfig) -> Literal["exact", "bits8"] | None:

@@ -19,8 +19,8 @@ from hybridcomp.tools.plan.layout import Layout
 
 #: kinds of a rank's memory
 MEMORY_KINDS = (
-    "weights", "gradients", "optimizer", "gathered", "copy", "sums", "activations", "residuals",
-    "references", "payloads", "keys", "host",
+    "weights", "gradients", "optimizer", "gathered", "frozen", "copy", "sums", "activations",
+    "residuals", "references", "payloads", "keys", "host",
 )  # fmt: skip
 
 
@@ -109,7 +109,8 @@ class Plan:
     ``"deepspeed"``, ``"megatron"`` or ``"neox"``. blocks: the first of the model's layers that is a
     block, and the one behind the last; None where nobody says.
     machines: node and device of every rank that was measured, a node below 0 where nobody
-    knows it; empty for a cluster described by hand.
+    knows it; empty for a cluster described by hand. frozen: share of the parameters that do not
+    train.
     """
 
     layout: Layout
@@ -123,6 +124,7 @@ class Plan:
     engine: str
     blocks: tuple[int, int] | None = None
     machines: tuple[tuple[int, str], ...] = ()
+    frozen: float = 0.0
 
     @property
     def repeated(self) -> range:
@@ -144,6 +146,9 @@ class Plan:
         if self.layout.copy != "native":
             found.pop("preset", None)
             found["zero"] = {"secondary": "exact" if self.layout.copy == "exact" else {"bits": 8}}
+        if self.layout.frozen != "gathered":
+            found.pop("preset", None)
+            found["zero"] = {**found.get("zero", {}), "frozen": self.layout.frozen}
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -152,6 +157,7 @@ class Plan:
             FORMAT: VERSION,
             **{name: getattr(self, name) for name in _NAMES},
             **({} if self.blocks is None else {"blocks": list(self.blocks)}),
+            **({"frozen": self.frozen} if self.frozen else {}),
             "layout": self.layout.to_json(),
             "machines": [list(one) for one in self.machines],
             "block": self.block,
@@ -183,6 +189,7 @@ class Plan:
                 **{name: data[name] for name in _NAMES},
                 blocks=tuple(data["blocks"]) if "blocks" in data else None,
                 machines=tuple((node, device) for node, device in data.get("machines", ())),
+                frozen=_share(data.get("frozen", 0.0)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             said = one_line(f"{type(error).__name__}: {error}")
@@ -215,6 +222,14 @@ def _check(name: str, annotation: str, value: Any) -> None:
         number = isinstance(one, int | float) and not isinstance(one, bool)
         if not (number and abs(one) <= sys.float_info.max):
             raise TypeError(f"{name}: expected a number, found {show(one)}")
+
+
+def _share(value: Any) -> float:
+    """Return a written share of parameters. Raises TypeError or ValueError for anything else."""
+    _check("frozen", "float", value)
+    if not 0 <= value < 1:
+        raise ValueError(f"frozen: expected a share from 0 to below 1, found {show(value)}")
+    return float(value)
 
 
 _NAMES = ("model", "cluster", "budget", "length", "dtype", "engine")

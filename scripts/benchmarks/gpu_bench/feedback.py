@@ -88,7 +88,7 @@ def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
     left = 2 * residual.nbytes
     add_left = partial(add, residual)
     yield Work(SUBJECT, f"sum stretches {named(bits)}", moved + left, add_left, wide, note)
-    if isinstance(residual, Tensor):  # those without a residual, or with fp32, once
+    if isinstance(residual, Tensor):  # cases without a residual, or with fp32, run once
         yield Work(SUBJECT, "sum stretches", moved, add, wide, note)
         if values.dtype == torch.float32:
             held = partial(planned.encode, table, None, mine, residual)

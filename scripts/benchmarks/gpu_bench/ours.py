@@ -137,8 +137,8 @@ def residual_of(bits: int, numel: int, device: torch.device) -> Tensor | Quantiz
 class AllReduce:
     """The three launches of an all_reduce of ``values`` over RANKS ranks, without sending.
 
-    This rank's payloads stand in for received ones of the same size. ``bits``: of an error-feedback
-    residual per value, 32 for fp32, 0 for no feedback.
+    This rank's payloads stand in for received ones of the same size. ``bits``: bits of a residual
+    value, 32 for fp32, 0 without error feedback.
     """
 
     def __init__(

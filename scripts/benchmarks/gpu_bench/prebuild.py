@@ -23,7 +23,7 @@ from hybridcomp.kernels.cuda.launcher import Words
 from hybridcomp.kernels.cuda.pieces import IMAGE
 
 Image = tuple[str, tuple[str, ...]]
-NUMEL = 1 << 15  # of the messages that discover the launches
+NUMEL = 1 << 15  # length of the messages that discover the launches
 
 
 class Recorder:

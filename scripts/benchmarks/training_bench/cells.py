@@ -130,7 +130,7 @@ class Arm:
     bf16: bool = True
     block: tuple[tuple[str, Any], ...] | None = None  # items of a "compression" block
     zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
-    peer: str | None = None  # of scripts/benchmarks/peers
+    peer: str | None = None  # a module of scripts/benchmarks/peers
     rate: float | None = None  # learning rate, None: the file's
 
     @property

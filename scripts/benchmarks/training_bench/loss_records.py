@@ -36,7 +36,7 @@ def file_of(out: Path, case: Case) -> Path:
 def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, float]) -> Record:
     """Pack log, ledger and settings of a training whose files are below ``logs``.
 
-    ``seconds``: of start, steps and evaluations. Returns the written record. Raises ValueError
+    ``seconds``: time of start, steps and evaluations. Returns the written record. Raises ValueError
     unless the log is that of one whole training.
     """
     folder = case.folder(logs)

@@ -13,7 +13,7 @@ from benchmarks.waits_bench.traces import CALLS, DeviceSpan, HostSpan, RankTrace
 from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 COMPUTATION, CODEC, WIRE, COPIES, HOST = "computation", "codec", "wire", "copies", "host"
-#: of the picture, from the top; the host lane is encoding, posting and waiting
+#: lanes of the picture, from the top; the host lane shows encoding, posting and waiting
 LANES = (COMPUTATION, CODEC, WIRE, COPIES, HOST)
 #: kernels of hybridcomp/kernels/cuda/*.cu
 OURS = re.compile(

@@ -182,7 +182,7 @@ def test_damage_is_told_without_waiting_and_without_a_report(
     channels.close_step(False, torch.device("cpu"))
     with kernels_replaced(KERNELS):
         codec.decode(broken, torch.empty_like(values))
-    channels.close_step(False, torch.device("cpu"))  # of the state before: nothing was damaged
+    channels.close_step(False, torch.device("cpu"))  # headers before that were not damaged
     with pytest.raises(CodecError, match="go on from the last checkpoint"):
         channels.close_step(False, torch.device("cpu"))
     for _ in range(3):  # reported once

@@ -57,10 +57,10 @@ def build(block: dict[str, Any] | None, **settings: Any) -> Any:
     return engine
 
 
-def trained(block: dict[str, Any] | None, **settings: Any) -> tuple[str, Any]:
-    """Return the weights' digest after five steps, and the ledger's rows."""
+def trained(block: dict[str, Any] | None, steps: int = 5, **settings: Any) -> tuple[str, Any]:
+    """Return the weights' digest after some steps, and the ledger's rows."""
     engine = build(block, **settings)
-    for step in range(5):
+    for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ids = torch.rand(300, generator=generator).pow(3).mul(ROWS).long()
         if step == 1 and dist.get_rank() == 1:
@@ -88,19 +88,20 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_a_lossless_codec_changes_no_bit(pool: RankPool, settings: dict[str, Any]) -> None:
+    steps = 5 if settings else 50
     native = pool.run(trained, None)
     for embed in ("expcode", "none"):
-        found = pool.run(_with, {"embed": embed, "dp": "none"}, settings)
-        wanted = pool.run(_with, None, settings)
+        found = pool.run(_with, {"embed": embed, "dp": "none"}, steps, settings)
+        wanted = pool.run(_with, None, steps, settings)
         assert [one[0] for one in found] == [one[0] for one in wanted]
         if embed == "expcode":
             for _, (messages, raw, wire) in found:
-                assert messages == 5 and 0 < wire < raw
+                assert messages == steps and 0 < wire < raw
     assert native[0][0] == native[1][0]
 
 
-def _with(block: dict[str, Any] | None, settings: dict[str, Any]) -> tuple[str, Any]:
-    return trained(block, **settings)
+def _with(block: dict[str, Any] | None, steps: int, settings: dict[str, Any]) -> tuple[str, Any]:
+    return trained(block, steps, **settings)
 
 
 def test_lossy_sums_leave_four_replicas_equal() -> None:

@@ -52,5 +52,5 @@ def test_a_stage(gpu: Gpu, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> N
         state.close_step(False, DEVICE)
     assert not gpu.waits and not gpu.unmet
     work = " ".join(chain(gpu))
-    # of each micro-batch two are encoded and two decoded
+    # each micro-batch encodes two and decodes two
     assert work.count("blockint_encode") == work.count("blockint_decode") == 4

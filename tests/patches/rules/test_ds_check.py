@@ -391,9 +391,11 @@ def test_gradients_are_encoded_beside_parameters_on_the_host() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("error_feedback", True), ("delta", True), ("rank", 2)])
-def test_offload_keeps_nothing_on_the_device(key: str, value: object) -> None:
+@pytest.mark.parametrize("dimension", ["offload", "embed"])
+def test_copies_and_rows_keep_nothing(dimension: str, key: str, value: object) -> None:
+    """Residuals of rows would take the whole table again, on every sender."""
     with pytest.raises(ConfigError, match=rf"only [\w, ]+ can have {key}; remove it here"):
-        block(offload={"codec": "blockint", key: value})
+        block(**{dimension: {"codec": "blockint", key: value}})
 
 
 def test_presets_leave_the_host_alone() -> None:

@@ -37,7 +37,7 @@ def keys() -> Iterator[tuple[str, ...]]:
     for name, model in SECTIONS.items():
         yield (name,)
         for field, info in model.model_fields.items():
-            if field == "mics_shard_size":  # of releases older than any tested
+            if field == "mics_shard_size":  # only in releases older than any tested
                 continue
             choices = getattr(info.validation_alias, "choices", [field])
             yield from ((name, spelling) for spelling in choices)
@@ -162,7 +162,7 @@ def test_a_running_job_takes_what_its_engine_has_parsed() -> None:
     assert (job.stage, job.dtype, job.zero("reduce_scatter")) == (2, "bf16", False)
     assert found["compression"] == {"dp": "blockint"}
     assert found["train_micro_batch_size_per_gpu"] == 4
-    read = by_deepspeed.of_file(written) or {}  # not for a single rank: the file does not say
+    read = by_deepspeed.of_file(written) or {}  # the file has no number of ranks
     assert DeepSpeedJob(read).get("train_micro_batch_size_per_gpu") is None
     with pytest.raises(ConfigError, match='"zero_optimization.reduce_scatter": false'):
         check(block(dp="blockint"), found)

@@ -116,7 +116,7 @@ def test_no_flipped_bit_is_taken(on_ranks: RunRanks) -> None:
 
 
 def of_another_version() -> tuple[str, float, float]:
-    """Return the error if rank 0's guard has another version; norms around an older entry."""
+    """Load another version's guard, then an older entry; return the error and both norms."""
     guarded = {**BLOCK, "dp": {**BLOCK["dp"], "guard": {"error": 0.9}}}
     model = DistributedDataParallel(nn.Linear(40, 30))
     attached = hybridcomp.attach(model, guarded)

@@ -84,7 +84,7 @@ def destroyed() -> list[int]:
 
 
 def test_destroyed_groups_are_let_go() -> None:
-    assert run_ranks(2, destroyed) == [[2, 2, 2, 2]] * 2  # the model's, and the newest
+    assert run_ranks(2, destroyed) == [[2, 2, 2, 2]] * 2  # groups: the model's, and the newest one
 
 
 def continued(job: Job) -> dict[str, Any]:

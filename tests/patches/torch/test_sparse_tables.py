@@ -223,15 +223,17 @@ def _refused() -> list[str]:
             hybridcomp.attach(model, {**block, **QUIET})
         except ConfigError as error:
             said.append(str(error))
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    try:
-        hybridcomp.attach(model, {"embed": B8, **QUIET})
-    except ConfigError as error:
-        said.append(str(error))
+    for last in ({"embed": B8}, {"memory": {"policy": "planned", "device_gb": 1}}):
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        try:
+            hybridcomp.attach(model, {**last, **QUIET})
+        except ConfigError as error:
+            said.append(str(error))
     return said
 
 
 def test_what_cannot_act_is_refused(on_ranks: RunRanks) -> None:
-    for first, _, last in on_ranks(2, _refused):
+    for first, _, last, memory in on_ranks(2, _refused):
         assert "compression.dp" in first and "name embed" in first
         assert "compression.embed" in last and "a job without tables" in last
+        assert memory.startswith("compression.memory.policy: found 'planned'; only DeepSpeed")

@@ -32,7 +32,7 @@ class Job:
     block: dict[str, Any] | None = None
     steps: int = 50
     micro_batches: int = 1
-    replicas: int = 1  # of an HSDP mesh
+    replicas: int = 1  # replicas of an HSDP mesh
     reshard: bool | int | None = None
     bf16: bool = False
     reduce_dtype: str | None = None

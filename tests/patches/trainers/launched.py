@@ -1,4 +1,4 @@
-"""The commands of the pages about trainers, started as they stand there."""
+"""Run the commands of the trainers' pages literally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.docs.pages import commands
 from tests.paths import ROOT, SCRIPTS
 
 EXAMPLES = SCRIPTS / "examples"
-#: what a script needs besides torch
+#: packages that a script needs besides torch
 NEEDS = {
     "train_trainer.py": ("transformers", "accelerate"),
     "train_distributed_config.py": ("transformers.distributed", "accelerate"),
@@ -28,19 +28,19 @@ NEEDS = {
 
 
 def page_commands() -> list[str]:
-    """Every command of a page that starts one of the examples, once."""
+    """Return every command of a page that starts an example, once."""
     started = (line for _, line in commands() if "scripts/examples/train_" in line)
     return list(dict.fromkeys(line for line in started if script_of(line) in NEEDS))
 
 
 def script_of(command: str) -> str:
-    """The name of the script that a command starts."""
+    """Return the name of a command's script."""
     (name,) = re.findall(r"scripts/examples/(train_\w+\.py)", command)
     return str(name)
 
 
 def needs(command: str) -> None:
-    """Skip where what a command starts is not installed."""
+    """Skip if a command's packages are not installed."""
     for package in NEEDS[script_of(command)]:
         pytest.importorskip(package, reason=f"{package} is not installed")
     if "deepspeed" in command:
@@ -48,7 +48,7 @@ def needs(command: str) -> None:
 
 
 def launch(folder: Path, command: str, **variables: str) -> str:
-    """What ``command`` printed, started in ``folder``, where the repository's scripts lie too."""
+    """Run ``command`` in ``folder``, which also has the repository's scripts; return its output."""
     if not (folder / "scripts").exists():
         (folder / "scripts").symlink_to(SCRIPTS)
     environment = {
@@ -57,10 +57,10 @@ def launch(folder: Path, command: str, **variables: str) -> str:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "COLUMNS": "500",  # or rich breaks lines
+        "COLUMNS": "500",  # otherwise rich breaks lines
         **variables,
     }
-    for name in ("DS_ACCELERATOR", "HYBRIDCOMP_CONFIG"):  # the command says it where it needs it
+    for name in ("DS_ACCELERATOR", "HYBRIDCOMP_CONFIG"):  # the command sets them itself
         environment.pop(name, None)
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
@@ -71,6 +71,6 @@ def launch(folder: Path, command: str, **variables: str) -> str:
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    """The records of the ledger that a command left in ``folder``."""
+    """Return the ledger's records that a command left in ``folder``."""
     lines = (folder / "ledger.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

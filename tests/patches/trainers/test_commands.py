@@ -1,4 +1,4 @@
-"""The examples for the trainers people use: every command of their pages, as it stands there."""
+"""Examples for popular trainers: every command of their pages, run literally."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_every_example_is_on_a_page() -> None:
 
 
 def losses_of(folder: Path, printed: str) -> tuple[float, float]:
-    """The first and the last loss that a trainer logged."""
+    """Return the first and the last loss that a trainer logged."""
     if found := re.search(r"losses ([\d.]+) to ([\d.]+)", printed):
         return float(found[1]), float(found[2])
-    if found := re.search(r"losses in (\S+)", printed):  # of Lightning's logger
+    if found := re.search(r"losses in (\S+)", printed):  # written by Lightning's logger
         with (folder / found[1]).open() as file:
             rows = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
         return rows[0], rows[-1]
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)  # torchtitan's colours
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)  # removes torchtitan's colours
     rows = [float(loss) for loss in re.findall(r"loss: +([\d.]+)", plain)]
     return rows[0], rows[-1]
 

@@ -1,4 +1,4 @@
-"""What trainers are handed of the ledger, without any of them."""
+"""The ledger's figures as trainers receive them, without any trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK: dict[str, Any] = {
 
 
 def taken() -> list[dict[str, float]]:
-    """What ``take`` gave after each of four steps, as a part of a module and by itself."""
+    """Return the result of ``take`` after each of four steps, for a part of a module and alone."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(64, 64))
     holder = nn.ModuleDict({"part": model})

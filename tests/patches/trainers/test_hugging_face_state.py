@@ -1,4 +1,4 @@
-"""What the Trainer's callback keeps in checkpoints, with the Trainer or a stand-in of it."""
+"""The Trainer callback's state in checkpoints, with the Trainer or a stand-in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import hybridcomp
 from hybridcomp.patches.trainers.figures import reporters
 from tests.ranks import run_ranks
 
-#: without error feedback: what has to be kept is how far the warm-up has got
+#: without error feedback: the state to keep is the progress of the warm-up
 BLOCK: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 8}, "start_step": 4, "min_bytes": 0,
     "ledger": {"every": 99},
@@ -27,7 +27,7 @@ BLOCK: dict[str, Any] = {
 
 
 def callback_of(model: nn.Module) -> Any:
-    """The callback of a Trainer that has wrapped ``model``."""
+    """Return the callback of a Trainer that has wrapped ``model``."""
     if find_spec("transformers") is None:
         stand_in: Any = ModuleType("transformers")
         stand_in.__spec__ = ModuleSpec("transformers", None)
@@ -40,7 +40,7 @@ def callback_of(model: nn.Module) -> Any:
 
 
 def resumed(folder: Path) -> tuple[list[int], str]:
-    """Train three steps, save, and go on with another model; the steps that are counted."""
+    """Train three steps, save, and continue with another model; return the counted steps."""
     args, control = SimpleNamespace(world_size=2, output_dir=str(folder)), SimpleNamespace()
     found, said = [], io.StringIO()
     for done, steps in ((0, 3), (3, 2), (2, 1)):

@@ -1,6 +1,6 @@
-"""Checkpoints of weights that others write: our state goes with them, or one line names it.
+"""Weight checkpoints written by others: our state is saved along, or a line warns.
 
-accelerate's ``save_fsdp_model(use_dcp=False)`` has a file for each rank, from accelerate 1.15 on.
+accelerate's ``save_fsdp_model(use_dcp=False)`` writes a file for each rank, from 1.15 on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK: dict[str, Any] = {
 
 
 def sharded() -> Any:
-    """A model under FSDP2, attached, with its optimizer."""
+    """Return an attached model under FSDP2 with its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
     fully_shard(model)
@@ -43,7 +43,7 @@ def step(model: Any, optimizer: Any) -> float:
 
 
 def with_accelerate(folder: str, state: bool) -> tuple[list[float], list[float], str]:
-    """Losses of an unbroken run, those after a load of accelerate's files, and what is said."""
+    """Return losses of an unbroken run and after loading accelerate's files, and the messages."""
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import StateDictType
 
@@ -57,7 +57,7 @@ def with_accelerate(folder: str, state: bool) -> tuple[list[float], list[float],
         is_main_process=torch.distributed.get_rank() == 0,
         wait_for_everyone=torch.distributed.barrier,
     )  # fmt: skip
-    fsdp_utils.logger = logging.getLogger(__name__)  # accelerate's asks for an Accelerator
+    fsdp_utils.logger = logging.getLogger(__name__)  # accelerate's logger requires an Accelerator
     model, attached, optimizer = sharded()
     for _ in range(3):
         step(model, optimizer)
@@ -95,7 +95,7 @@ def test_files_of_accelerate_for_each_rank(tmp_path: Path, state: bool) -> None:
 
 
 def loaded_by_hand() -> tuple[str, str]:
-    """What is said after weights were loaded into the module inside DDP, by two blocks."""
+    """Return the log messages after loading weights into the module inside DDP, for two blocks."""
     found = []
     for block in (BLOCK, {"dp": {"codec": "blockint", "bits": 8}}):
         model = DistributedDataParallel(nn.Linear(32, 32))
@@ -120,7 +120,7 @@ def test_weights_loaded_by_hand_are_said_once_where_state_is_kept() -> None:
 
 
 class Cut(nn.Linear):
-    """A layer of a model that transformers has cut over ranks, as its configuration says."""
+    """A layer that transformers sharded over ranks, according to its configuration."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(32, 32)
@@ -128,7 +128,7 @@ class Cut(nn.Linear):
 
 
 def native_axes() -> tuple[str, str]:
-    """What attach says of expert parallelism beside FSDP, and of tensor parallelism alone."""
+    """Return attach's messages about expert parallelism beside FSDP, and about TP alone."""
     model, said = Cut(fsdp_size=2, tp_size=1, ep_size=2, pp_size=1), io.StringIO()
     fully_shard(model)
     with contextlib.redirect_stdout(said):

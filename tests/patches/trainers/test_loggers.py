@@ -1,4 +1,4 @@
-"""Ratios and errors of the ledger in whatever logger a trainer has."""
+"""Compression ratios and errors of the ledger in any trainer's logger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": "."}
 
 
 def figures_of(history: list[dict[str, Any]], name: str) -> dict[int, float]:
-    """By step what stands under ``name`` in the Trainer's log."""
+    """Return by step the values of ``name`` in the Trainer's log."""
     return {record["step"]: record[name] for record in history if name in record}
 
 
@@ -43,14 +43,14 @@ def test_zero_resumed_shows_the_ledger_in_log_json_and_wandb(stage: int, tmp_pat
     pytest.importorskip("wandb", reason="wandb is not installed")
     file = json.loads((EXAMPLES / "zero.json").read_text())
     file["zero_optimization"] = {"stage": stage}
-    if stage == 3:  # every parameter of so small a model would stay on every rank
+    if stage == 3:  # every parameter of such a small model would stay on every rank
         file["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
     (tmp_path / "zero.json").write_text(json.dumps(file))
     command = f"DS_ACCELERATOR=cpu {TRAINER} --deepspeed zero.json --report-to wandb"
     for part, more, steps in (("first", "--steps 10", [10]), ("resumed", "--resume", [20])):
         printed = launch(tmp_path, f"{command} {more}", **OFFLINE)
         assert f"[hybridcomp] step {steps[0]}: dp blockint(bits=4)" in printed, part
-        *reports, _ = ledger(tmp_path)  # of this part: a part that resumes begins a file of its own
+        *reports, _ = ledger(tmp_path)  # a resumed part begins a new file
         assert [report["step"] for report in reports] == steps, part
         history = history_of(tmp_path)
         for dimension in ("dp", "zero"):
@@ -105,7 +105,7 @@ def test_reporters_of_the_trainer_get_the_figures(tmp_path: Path) -> None:
     assert [event.step for event in read.Scalars("train/loss")] == [5, 10, 15, 20]
     history = history_of(tmp_path)
     own = [record["mean_token_accuracy"] for record in history if "loss" in record]
-    assert len(own) == 4  # TRL's own figures are where they belong
+    assert len(own) == 4  # TRL's own figures are in their place
 
 
 def test_trackers_of_accelerate_get_the_figures(tmp_path: Path) -> None:
@@ -179,6 +179,6 @@ def test_torchtitans_checkpoints_hold_the_residuals(tmp_path: Path) -> None:
 
 
 def titan_losses(printed: str) -> dict[int, str]:
-    """By step what torchtitan says of it on the console."""
+    """Return by step torchtitan's losses on the console."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)
     return {int(step): loss for step, loss in re.findall(r"step: +(\d+) +loss: +([\d.]+)", plain)}

@@ -1,4 +1,4 @@
-"""Stand-ins for trainings of losses: nobody made these."""
+"""Synthetic records of loss trainings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what measurements leave: nobody measured these rows."""
+"""Synthetic measurement rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 def record(
     arm: str, steps: list[float], sent: float, ratio: float | None = 4.0, n: int = 0
 ) -> dict[str, Any]:
-    """One repetition of an arm, as the bench keeps it."""
+    """Return a repetition of an arm, in the benchmark's format."""
     return {
         "layout": "dp2", "arm": arm, "ratio": ratio, "repetition": n, "steps": steps,
         "sent": sent, "rate": 8_000_000 if ratio else None, "tokens": 100, "loss": 2.0,

@@ -1,4 +1,4 @@
-"""Chrome traces as torch's profiler writes them, put together by hand; times in microseconds."""
+"""Hand-made Chrome traces in the format of torch's profiler; times in microseconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MadeTrace:
         self._numbers = count(1)
 
     def host(self, category: str, name: str, start: float, stop: float, **args: Any) -> None:
-        """A span of the main thread."""
+        """Add a span of the main thread."""
         self.events.append(
             {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": MAIN, "ts": start,
              "dur": stop - start, "args": args}
@@ -32,7 +32,7 @@ class MadeTrace:
         self.host("user_annotation", PREFIX + name, start, stop)
 
     def call(self, name: str, start: float, stop: float) -> int:
-        """A call of the driver; its number, by which others name it."""
+        """Add a driver call; return its number, which other events refer to."""
         number = next(self._numbers)
         category = "cuda_driver" if name.startswith("cu") and name[2].isupper() else "cuda_runtime"
         self.host(category, name, start, stop, correlation=number)
@@ -42,21 +42,21 @@ class MadeTrace:
         self, name: str, stream: int, times: tuple[float, float], call: tuple[float, float],
         category: str = "kernel", **args: Any,
     ) -> None:  # fmt: skip
-        """A kernel or copy and the call that queued it."""
+        """Add a kernel or copy and the call that queued it."""
         by = "cuLaunchKernel" if category == "kernel" else "cudaMemcpyAsync"
         number = self.call(by, *call)
         self._device(category, name, stream, *times, correlation=number, **args)
 
     def wait(self, stream: int, on: int, record: float, call: float) -> None:
-        """An event is recorded on one stream, and another waits for it; each call takes 1."""
+        """Record an event on one stream and make another wait for it; each call takes 1."""
         self.event(stream, on, record, self.call("cudaStreamWaitEvent", call, call + 1), call)
 
     def sync(self, on: int, record: float, call: tuple[float, float]) -> None:
-        """The host waits for an event that is recorded on a stream."""
+        """Make the host wait for an event recorded on a stream."""
         self.event(-1, on, record, self.call("cudaEventSynchronize", *call), call[0])
 
     def event(self, stream: int, on: int, record: float, number: int, at: float) -> None:
-        """An event is recorded, for which the call ``number`` has a stream or the host wait."""
+        """Record an event, for which the call ``number`` makes a stream or the host wait."""
         recorded = self.call("cudaEventRecord", record, record + 1)
         name = "Event Sync" if stream < 0 else "Stream Wait Event"
         self._device(
@@ -73,7 +73,7 @@ class MadeTrace:
         )  # fmt: skip
 
     def write(self, path: Path) -> Path:
-        """Write the trace, compressed where its name ends so."""
+        """Write the trace, compressed according to its name."""
         text = json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": self.events}).encode()
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
         return path

@@ -1,4 +1,4 @@
-"""What ``bench_deltas.py`` counts, on steps whose bits are known, and on a training of seconds."""
+"""Counts of ``bench_deltas.py`` on deltas with known entropy, and on a short training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.deltas_bench import bits, others, traces
 
 
 def test_bits_of_known_steps() -> None:
-    """Of 1024 values of one exponent a quarter moves by one up, a quarter by one down."""
+    """Of 1024 values with one exponent a quarter moves up by one, a quarter down by one."""
     reference = torch.full((1024,), 1.5, dtype=torch.bfloat16)
     moves = torch.tensor([0, 0, 1, -1], dtype=torch.int16).repeat(256)
     values = (reference.view(torch.int16) + moves).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""scripts/benchmarks/bench_gpu.py without a GPU: everything but the times."""
+"""scripts/benchmarks/bench_gpu.py without a GPU: everything except times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class FakeStopwatch:
-    """Runs what it is given once; the next call is always a millisecond slower."""
+    """Runs its work once; each call is a millisecond slower than the last."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -41,7 +41,7 @@ class FakeStopwatch:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The modules of the script, found as it finds them."""
+    """Import the script's modules as it does."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from benchmarks import bench_gpu
     from benchmarks.gpu_bench import (
@@ -77,7 +77,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def points_of(modules: dict[str, Any], share: float) -> list[Any]:
-    """A point for everything that a target speaks of, all with the same share."""
+    """Return a point for every target, all with the same share."""
     Point, MB = modules["measure"].Point, 2**20
     return [
         Point(target.subject, target.phase, dtype, size, 1e-4, 900.0, share, 8.0, "")
@@ -151,7 +151,7 @@ def test_zfp_has_to_beat_the_published_figure_five_times(modules: dict[str, Any]
 
 
 def test_our_codecs_are_measured_in_every_phase(modules: dict[str, Any]) -> None:
-    """On the CPU: what is run is what a codec does, and bytes are counted in full."""
+    """On the CPU: the runs are the codec's operations, with all bytes counted."""
     bench, found = modules["measure"].Bench(FakeStopwatch(), CPU), modules["script"].Found()
     subjects = {
         name: partial(modules["ours"].works, name=name, codec=codec)
@@ -169,7 +169,7 @@ def test_our_codecs_are_measured_in_every_phase(modules: dict[str, Any]) -> None
 
 
 def test_the_kernels_of_an_all_reduce_are_measured(modules: dict[str, Any]) -> None:
-    """On the emulator; the sum of the three launches is what the whole moves."""
+    """On the emulator; the bytes of the three launches add up to the whole."""
     from hybridcomp.codecs import make_codec
     from hybridcomp.kernels.cuda import CudaKernels
     from tests.kernels.cuda.common import kernels_replaced
@@ -191,7 +191,7 @@ def test_the_kernels_of_an_all_reduce_are_measured(modules: dict[str, Any]) -> N
 
 
 def run_on_the_emulator(modules: dict[str, Any], dtype: torch.dtype) -> dict[Any, set[str]]:
-    """What rows of one codec of each kind launch: the names of kernels, by their image."""
+    """Return the kernels launched by rows of one codec of each kind, by image."""
     from benchmarks.gpu_bench import feedback
     from hybridcomp.kernels.cuda import CudaKernels
     from tests.kernels.cuda.common import kernels_replaced
@@ -220,7 +220,7 @@ def run_on_the_emulator(modules: dict[str, Any], dtype: torch.dtype) -> dict[Any
 
 @pytest.mark.nightly
 def test_every_kernel_has_a_row_that_measures_it(modules: dict[str, Any]) -> None:
-    """By its name in the emulator's library: a kernel that nobody measures is never fast."""
+    """Checks names in the emulator's library: an unmeasured kernel would never be optimized."""
     from hybridcomp.kernels.cuda import images
     from tests.kernels.cuda.emulated import emulated
 
@@ -242,7 +242,7 @@ def test_every_kernel_has_a_row_that_measures_it(modules: dict[str, Any]) -> Non
 
 @pytest.mark.nightly
 def test_kernels_of_feedback_are_measured(modules: dict[str, Any]) -> None:
-    """Each exists by the name that is launched, takes its arguments, and has its target."""
+    """Each exists by its launched name, accepts its arguments, and has a target."""
     from benchmarks.gpu_bench import feedback
     from hybridcomp.kernels.cuda import CudaKernels
     from tests.kernels.cuda.common import kernels_replaced
@@ -286,7 +286,7 @@ def test_it_is_tried_on_a_cpu_and_goes_on(
 
 
 def test_images_that_a_run_needs(modules: dict[str, Any]) -> None:
-    """Found without a launch; those of every dtype of blockint, and of what knows its own size."""
+    """Determined without a launch; for every dtype of blockint, and for size-dependent images."""
     from hybridcomp import kernels
 
     sources = [
@@ -349,7 +349,7 @@ def test_the_block_quantizer_in_triton_does_the_same(
         back = torch.empty_like(values)
         triton_blocks.decode(levels, scales, back, bits)
         right = modules["blocks"].decode(levels.view(expected.shape), tops, bits, dtype)
-        # the interpreter cuts off where a GPU rounds to bf16
+        # the interpreter truncates where a GPU rounds to bf16
         assert torch.allclose(back, right, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6)
 
 
@@ -419,7 +419,7 @@ def test_parts_of_names_choose_what_is_measured(modules: dict[str, Any]) -> None
 def test_libraries_that_no_loader_finds_and_builders_that_cannot_read(
     modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """nvCOMP's library beside its module; DeepSpeed's builder and an architecture of 9.0a."""
+    """nvCOMP's library beside its module; DeepSpeed's builder with architecture 9.0a."""
     peers = modules["peers"]
     library = tmp_path / "nvcomp" / "lib" / "libnvcomp.so.5"
     library.parent.mkdir(parents=True)
@@ -450,7 +450,7 @@ def test_libraries_that_no_loader_finds_and_builders_that_cannot_read(
 def test_a_build_that_fails_is_tried_once(
     modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fifteen messages would wait for the compiler a minute each."""
+    """Otherwise each of fifteen messages would wait a minute for the compiler."""
     peers, tries = modules["peers"], mock.Mock(side_effect=RuntimeError("Error building extension"))
     monkeypatch.setattr(peers, "_build_deepspeed", tries)
     peers._deepspeed_built.cache_clear()

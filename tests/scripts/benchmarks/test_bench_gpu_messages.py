@@ -1,4 +1,4 @@
-"""Rows of bench_gpu.py that go through channels, on a GPU that keeps account; time on a device."""
+"""Rows of bench_gpu.py that go through channels, on a fake GPU; device time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.gpu_bench import measure, messages, ours
 @pytest.mark.parametrize("name", by_day(["blockint 8", "blockint 4, rotate"], ["blockint 8"]))
 @pytest.mark.parametrize("dtype", by_day([torch.float32, torch.bfloat16], [torch.float32]), ids=str)
 def test_messages_wait_for_nothing(name: str, dtype: torch.dtype) -> None:
-    """So what the host needs for them is the time to submit them."""
+    """Host time of a message is then the time to submit it."""
     with torch.no_grad(), pretended(messages.RANKS, messages.ME) as gpu:
         values = torch.zeros(1 << 16, dtype=dtype, device=DEVICE)
         with messages.group_without_wire():
@@ -34,7 +34,7 @@ def test_messages_wait_for_nothing(name: str, dtype: torch.dtype) -> None:
 
 
 def test_groups_without_a_wire_leave_nothing_behind() -> None:
-    """A run makes 120 of them, and an error of it would have as many prefixes in every line."""
+    """A run creates 120 groups, each of which would prefix every line of an error."""
     before = sys.excepthook
     for _ in range(2):
         with messages.group_without_wire():

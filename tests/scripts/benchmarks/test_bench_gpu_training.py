@@ -1,4 +1,4 @@
-"""benchmarks/bench_gpu_training.py: turns, rows, empty messages, the group through memory."""
+"""benchmarks/bench_gpu_training.py: turns, rows, truncated messages, groups in GPU memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from benchmarks.training_bench import (
 from hybridcomp.config import load_config
 from tests.ranks import run_ranks
 
-# ---- what is run
+# ---- arms and parts
 
 
 @pytest.mark.parametrize("layout", bench_gpu_training.EVERY)
@@ -41,7 +41,7 @@ def test_arms_are_in_parts_with_both_references(layout: str) -> None:
         assert 2 < len(part) <= 5
     others = [arm.name for part in parts for arm in part[2:]]
     assert sorted(others) == sorted(arm.name for arm in arms[2:])
-    assert others[:2] == ["recommended", "recommended when auto"]  # side by side
+    assert others[:2] == ["recommended", "recommended when auto"]  # at once
     assert any(arm.peer for arm in arms) == (layout == "dp2")
     for arm in arms:
         settings = gpu_cells.settings_of(layout, arm, "85M")
@@ -86,7 +86,7 @@ def turn(arm: str, number: int, seconds: list[float], sent: float, **more: Any) 
 
 
 def written(path: Path, slower: float, rounds: int = 4) -> Path:
-    """Native steps of 300 ms, of which 200 are the wire's; a quarter of the bytes in 150 ms."""
+    """Write native steps of 300 ms, 200 of them on the wire; a quarter of the bytes in 150 ms."""
     text = "".join(
         turn(arm, number, [slower * seconds] * 2, sent)
         for number in range(-1, rounds)
@@ -113,7 +113,7 @@ def test_rows_hold_rounds_of_several_calls_against_their_own_reference(tmp_path:
     }
     own = rows["recommended"]
     assert own["pairs"] == 3 * 4 * 2
-    # however slow the machine was, a turn is held against one of the same round
+    # for any speed of the machine, a turn is compared with one of the same round
     assert [own[name] for name in ("speed_up", "low", "high")] == pytest.approx([0.3 / 0.15] * 3)
     assert own["saving"] == 4 and own["r"] == pytest.approx(2.0)
     assert own["ideal"] == pytest.approx(3 / (1 + 2 / 4))
@@ -132,7 +132,7 @@ def test_page_of_a_file_says_what_is_missed(tmp_path: Path) -> None:
     page = gpu_report.page(written(tmp_path / "a.jsonl", 1.0))
     assert page.startswith("On a GPU.\n") and "Compute 100.0 ms, r 2.00." in page
     assert "## 85M parameters, zero1" in page and "`recommended`: told" in page
-    # ``recommended`` reaches what its bytes allow, ``auto`` takes 0.2 s for 0.15
+    # ``recommended`` reaches its allowed speed, ``auto`` takes 0.2 s instead of 0.15
     assert [line for line in page.splitlines() if line.startswith("MISSED")] == [
         "MISSED 85M zero1: recommended when auto 0.75 of the better of native and compressed, "
         "expected 0.97"
@@ -143,7 +143,7 @@ def test_page_of_a_file_says_what_is_missed(tmp_path: Path) -> None:
 
 
 def cut(rank: int) -> list[Any]:
-    """On a rank: collectives with and without ``set_empty``."""
+    """Run collectives on a rank with and without ``set_empty``."""
     empty.install()
     whole = torch.arange(64.0) + 1000 * rank
     found = []
@@ -173,7 +173,7 @@ def test_empty_messages_are_cut_to_a_few_elements_and_finite() -> None:
         assert native[0] == both and short[0] == [*both[:few], *whole[few:]]
         other = [n + 1000.0 * (1 - rank) for n in range(64)]
         assert native[1] == native[2] == [*range(64), *(n + 1000.0 for n in range(64))]
-        # what did not travel is this rank's own
+        # the rest is this rank's own values
         assert short[1][few * 2 :][: 64 - 2 * few] == whole[2 * few :]
         assert short[2][(1 - rank) * 64 :][:64] == [*other[:few], *whole[few:]]
         assert short[3][few:] == whole[few:32] and native[3] == both[32 * rank :][:32]
@@ -182,7 +182,7 @@ def test_empty_messages_are_cut_to_a_few_elements_and_finite() -> None:
 
 
 def cut_here() -> list[Any]:
-    """``cut`` with the rank that this is."""
+    """Run ``cut`` with this process's rank."""
     return cut(dist.get_rank())
 
 
@@ -190,7 +190,7 @@ def cut_here() -> list[Any]:
 
 
 def both(call: Callable[[Any, int], Any]) -> list[Any]:
-    """``call`` with both groups at once; what it returns."""
+    """Run ``call`` with both groups at once; return the results."""
     store = torch._C._distributed_c10d.HashStore()
     groups = [gpu_memory.GpuMemory(store, rank, 2) for rank in range(2)]
     found: list[Any] = [None, None]
@@ -208,7 +208,7 @@ def both(call: Callable[[Any, int], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "MIN"])
 def test_reductions_through_memory(op: str) -> None:
-    values = [torch.randn(7, 3).bfloat16().t() for _ in range(2)]  # of a stride that is not its own
+    values = [torch.randn(7, 3).bfloat16().t() for _ in range(2)]  # noncontiguous
     options = SimpleNamespace(reduceOp=getattr(dist.ReduceOp, op))
 
     def call(group: Any, rank: int) -> tuple[Tensor, Tensor]:
@@ -294,7 +294,7 @@ def test_a_bench_on_cpus(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counter = itertools.count(0, 1000)  # the interface's own counts what other tests send, too
+    counter = itertools.count(0, 1000)  # the interface's real counter includes other tests' traffic
     monkeypatch.setattr(gpu_session, "sent_nbytes", lambda _: next(counter))
     out = tmp_path / "speed.jsonl"
     words = ["--cpu", "--size", "tiny", "--layouts", "zero1", "--arms", "recommended", "--rounds"]
@@ -315,7 +315,7 @@ def test_a_bench_on_cpus(
     assert bench_gpu_training.main(late) == bench_gpu_training.TIME_IS_UP and not out.is_file()
     assert bench_gpu_training.main([*words, *more]) == 0, capsys.readouterr().out
     before = out.read_bytes()
-    assert bench_gpu_training.main([*words, *more, "--resume"]) == 0  # every round is there
+    assert bench_gpu_training.main([*words, *more, "--resume"]) == 0  # all rounds are done
     said = capsys.readouterr().out
     assert out.read_bytes() == before and "part 0: is there" in said
     assert "| tiny | zero1 |" in said and out.with_suffix(".md").read_text() in said
@@ -327,11 +327,11 @@ def test_a_bench_on_cpus(
     own = rows["recommended"]
     assert own["pairs"] == 1 and set(own["ledger"]) == {"dp", "zero"}
     assert own["ledger"]["zero"]["forward"]["ratio"] > 1.8  # 16 to 8.26 bits
-    assert own["sent_MB"] == 1000 / 2 / 1e6  # a turn of two steps
+    assert own["sent_MB"] == 1000 / 2 / 1e6  # two steps a turn
 
 
 def test_what_a_pair_says_by_the_store_is_data() -> None:
-    """Numbers and handles of the other rank; classes of the own, and no code of anybody."""
+    """Numbers and handles come from the other rank, classes from this one, code from neither."""
     own = (torch.Tensor, (4,), 3, b"mine", torch.uint8, False, 16)
     message = gpu_pairs.told((torch.Tensor, (4,), 5, b"\x00theirs", torch.uint8, True, 32), [b"e"])
     expected = [torch.Tensor, (4,), 5, b"\x00theirs", torch.uint8, False, 32]

@@ -1,4 +1,4 @@
-"""bench_gpu_waits.py: traces whose figures are worked out by hand, and a real one of CPUs."""
+"""bench_gpu_waits.py: traces with figures computed by hand, and a real CPU trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def message(made: MadeTrace) -> None:
-    """Encoding from 60 on, a post at 75, and the stream's wait for the encoding in it."""
+    """Add encoding from 60 on, a post at 75, and the stream's wait for the encoding within it."""
     made.mark(f"send {MESSAGE}", 50, 98)
     made.mark("message 5 dp at step 3", 51, 51)
     made.mark("codec 5", 55, 74)
@@ -36,7 +36,7 @@ def message(made: MadeTrace) -> None:
 
 
 def first_rank() -> MadeTrace:
-    """A step of 1,000 us on three streams, one of each kind of everything."""
+    """Return a step of 1,000 us on three streams, with each kind of activity."""
     made = MadeTrace()
     made.mark("step 1", 0, 1000)
     made.kernel(ADD, 7, (100, 300), (40, 50))
@@ -46,13 +46,13 @@ def first_rank() -> MadeTrace:
     made.kernel("Memcpy DtoH (Device -> Pinned)", 7, (600, 650), (120, 130), "gpu_memcpy")
     made.call("cudaStreamSynchronize", 150, 700)
     made.mark("send tp forward 8 bfloat16 bf16", 710, 730)
-    made.wait(7, 30, record=131, call=701)  # over, long before anybody waits for it
+    made.wait(7, 30, record=131, call=701)  # done long before it is waited for
     made.kernel(ADD, 7, (750, 900), (720, 740))
     return made
 
 
 def second_rank() -> MadeTrace:
-    """Comes to the message 50 us later, and computes while the first rank has nothing to do."""
+    """Join the message 50 us later, and compute while the first rank is idle."""
     made = MadeTrace()
     made.mark("step 1", 0, 1000)
     made.kernel(NCCL, 9, (450, 600), (400, 410), **{"Process Group Name": "0"})
@@ -80,13 +80,13 @@ def test_every_moment_of_a_step_has_one_cause(tmp_path: Path) -> None:
     spent = {name: intervals.length(times) / 1e3 for name, times in own[0].items()}
     assert spent == {
         "computation": 200 + 50 + 150,
-        "codec": 100,  # from 300, when the computation beside it is over
+        "codec": 100,  # from 300, when the overlapping computation ends
         "copies": 50,
-        "wire": 50 + 50,  # beside nothing, once both ranks are there
+        "wire": 50 + 50,  # exposed, once both ranks are there
         causes.LATE: 50,  # from 400 to 450 it waits for the second rank
         causes.OTHERS: 30,
         causes.QUEUED: 50 + 10,  # from the end of a launch to its kernel
-        causes.BLOCKED: 50 - 30,  # of the call that blocks, when nothing runs on the GPU
+        causes.BLOCKED: 50 - 30,  # the blocking call, while nothing runs on the GPU
         causes.OURS: 20,
         causes.REST: 50 + 10 + 10 + 100,  # before the first launch, around a mark, at the end
     }
@@ -95,7 +95,7 @@ def test_every_moment_of_a_step_has_one_cause(tmp_path: Path) -> None:
     assert intervals.length(alone[0][causes.BLOCKED]) == 50_000 and not alone[0][causes.OTHERS]
     assert found["ms"] == pytest.approx(1.0) == pytest.approx(sum(found["causes"].values()))
     assert found["causes"]["computation"] == pytest.approx((0.4 + 0.03) / 2)
-    # all of codec and wire, beside computation or not, as means of the two ranks
+    # all codec and wire time, exposed or not, as means of both ranks
     assert found["lanes"]["codec"] == pytest.approx(
         {"ms": 0.15 / 2, "beside_ms": 0.05 / 2, "exposed_ms": 0.1 / 2}
     )
@@ -109,7 +109,7 @@ def test_the_longest_waits_are_named(tmp_path: Path) -> None:
     assert [wait["who"] for wait in waits] == ["the host", "stream 30 (wire)"]
     host, wire = waits
     assert host["what"] == "cudaStreamSynchronize" and host["rank"] == 0
-    # of 150 to 700 the first rank computes from 150 to 300 and from 500 to 550
+    # between 150 and 700 the first rank computes from 150 to 300 and from 500 to 550
     assert (host["ms"], host["exposed_ms"]) == pytest.approx((0.55, 0.35))
     # NCCL's kernel is queued at 80 and may begin when the encoding ends at 400
     assert (wire["ms"], wire["exposed_ms"]) == pytest.approx((0.32, 0.12))
@@ -126,7 +126,7 @@ def test_a_wait_in_no_message_is_named_by_its_operation(tmp_path: Path) -> None:
 
 
 def test_what_the_host_waits_for_is_named(tmp_path: Path) -> None:
-    """For an event, by the work before it; and for a copy to memory that is not pinned."""
+    """An event, with the work before it; and a copy to unpinned memory."""
     made = MadeTrace()
     made.mark("step 1", 0, 1000)
     made.kernel("expcode_encode_bf16", 20, (30, 90), (10, 20))
@@ -139,12 +139,12 @@ def test_what_the_host_waits_for_is_named(tmp_path: Path) -> None:
     told = [(wait["what"], round(wait["ms"], 3)) for wait in waits]
     event = "cudaEventSynchronize: stream 20, codec: expcode_encode_bf16"
     assert told == [(event, 0.07), ("cudaMemcpyAsync", 0.06)]
-    # the rest of the pinned copy's call is the host's own time
+    # the rest of the pinned copy's call is host time
     (parts,) = causes.parts_of([found], 0, shared=False)
     spent = {name: intervals.length(times) / 1e3 for name, times in parts.items() if times}
     assert spent["codec"] == 60 and spent["copies"] == 40
     assert spent[causes.QUEUED] == 10  # from the launch's end to the kernel's begin
-    assert spent[causes.BLOCKED] == 5 + 20 + 20  # behind the kernel; around the first copy
+    assert spent[causes.BLOCKED] == 5 + 20 + 20  # kernel, then around the first copy
 
 
 def test_messages_that_not_all_ranks_have_are_not_divided(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_messages_that_not_all_ranks_have_are_not_divided(tmp_path: Path) -> Non
 
 
 def test_messages_of_pairs_are_matched_by_their_two_ranks(tmp_path: Path) -> None:
-    """Stages 0 > 1 > 2: the second message is another one on every rank."""
+    """Stages 0 > 1 > 2: the second message is a different one on every rank."""
     told = {"Collective name": "send", "Process Group Name": "0", "Process Group Ranks": "[0, 1]"}
 
     def ranks(pairs: bool) -> list[lanes.Lanes]:
@@ -233,7 +233,7 @@ def test_lanes_of_kernels(name: str, expected: str, tmp_path: Path) -> None:
 
 
 def test_all_kernels_of_ours_are_known() -> None:
-    """Every source of kernels has a name that the classification knows."""
+    """The classification knows the name of every kernel source."""
     for source in sorted((ROOT / "hybridcomp" / "kernels" / "cuda").glob("*.cu")):
         head = source.stem.removesuffix("s") if source.stem == "casts" else source.stem
         assert lanes.OURS.match(f"{head}_encode"), source.name
@@ -281,7 +281,7 @@ def test_ranks_of_other_steps_are_refused(tmp_path: Path) -> None:
 
 
 def written(folder: Path) -> Path:
-    """Traces and note of three arms, as recording leaves them."""
+    """Write the traces and notes of three arms, as recording does."""
     traces, arms = folder / "traces", {}
     traces.mkdir()
     for number, name in enumerate((REFERENCE, COMPUTE, "recommended")):
@@ -335,7 +335,7 @@ def test_what_was_not_recorded_is_told(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_command_on_cpus(
     layout: str, dimensions: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Messages of every dimension of a layout are found in the traces of its ranks."""
+    """The ranks' traces contain messages of every dimension of a layout."""
     import prepare_data
 
     data, out = tmp_path / "text", tmp_path / "waits"
@@ -357,7 +357,7 @@ def test_the_command_on_cpus(
 
 
 def trained(folder: str) -> None:
-    """Record a small training under FSDP2, compressed, as one step."""
+    """Record a small compressed training under FSDP2 as one step."""
     import torch.distributed as dist
 
     from tests.patches.torch import trainer

@@ -1,4 +1,4 @@
-"""bench_host.py: what a message costs the host on a GPU, without a GPU."""
+"""bench_host.py: host time per GPU message, without a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_kind_of_message_is_measured(
 
 
 def test_messages_take_as_many_launches_as_on_a_gpu(bench: Any) -> None:
-    """What is measured is the way of a GPU: three launches of an all-reduce, two of the others."""
+    """Three launches for an all-reduce, two for other messages."""
     counts = {}
     for kind in KINDS:
         with mock.patch.object(bench.Nowhere, "launch") as launch:
@@ -59,7 +59,7 @@ def test_messages_take_as_many_launches_as_on_a_gpu(bench: Any) -> None:
 @pytest.mark.parametrize("kind", ["all_to_all uneven", "all_gather cuts", "all_gather levels"])
 def test_what_moves_takes_as_many_launches_among_many_ranks(bench: Any, kind: str) -> None:
     counts = []
-    for ranks in (8, 160):  # more than a table by value has rows
+    for ranks in (8, 160):  # more rows than a by-value table has
         with mock.patch.object(bench.Nowhere, "launch") as launch, bench.as_on_a_gpu(ranks):
             codec = bench.make_codec("blockint", bits=4)
             run = bench.kinds_of(codec, bench.torch.randn(1 << 14), ranks)[kind]
@@ -71,7 +71,7 @@ def test_what_moves_takes_as_many_launches_among_many_ranks(bench: Any, kind: st
 
 
 def calls_of(run: Callable[[], object]) -> Counter[str]:
-    """How often a call calls which functions."""
+    """Count the calls of each function within a call."""
     with cProfile.Profile() as found:
         run()
     counts = Counter[str]()
@@ -82,14 +82,14 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "reduce_scatter levels"])
 def test_shards_stay_one_tensor_among_many_ranks(bench: Any, kind: str) -> None:
-    """As many calls, of Python and of C, in a group of 8 and of 160: nobody goes through shards."""
+    """Groups of 8 and of 160 take as many Python and C calls: nothing iterates over shards."""
     counts = []
     for ranks in (8, 160):
         with bench.as_on_a_gpu(ranks):
             codec = bench.make_codec("blockint", bits=4)
             run = bench.kinds_of(codec, bench.torch.randn(1 << 14), ranks)[kind]
             run()
-            # the collector of garbage calls functions of its own
+            # the garbage collector calls functions
             counts.append(min((calls_of(run) for _ in range(5)), key=Counter.total))
     assert counts[0].total() > 50
     assert counts[0] == counts[1], (counts[0] - counts[1], counts[1] - counts[0])
@@ -121,7 +121,7 @@ def test_growth_with_ranks(bench: Any, tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_auto_costs_is_measured_once_it_has_decided(
     bench: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Native messages launch nothing, encoded ones as many kernels as without a measurement."""
+    """Native messages launch nothing, encoded ones as many kernels as without measuring."""
     assert bench.main(["--megabytes", "0.01", "--when"]) == 0
     out = capsys.readouterr().out
     settings = ("none", "always", "auto, native", "auto, encoded")

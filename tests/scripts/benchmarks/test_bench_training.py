@@ -1,4 +1,4 @@
-"""scripts/benchmarks/bench_training.py: what is run, paired and kept."""
+"""scripts/benchmarks/bench_training.py: arms, pairing, stored cells."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.ranks import RankPool
 SIZES = cells.Sizes(layers=2, width=64, length=32, divide_batch=4, warm=2, steps=3)
 
 
-# ---- what is run
+# ---- arms and cells
 
 
 @pytest.mark.parametrize("layout", list(cells.LAYOUTS))
@@ -73,7 +73,7 @@ def by_name(layout: str, name: str) -> cells.Arm:
 def test_torchs_engines_are_told_where_the_block_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peers are torch's own, no deltas where nothing is kept, the block by the environment."""
+    """Peers are torch's, no deltas where nothing is kept, the block in the environment."""
     names = [arm.name for arm in cells.arms_of("fsdp2")]
     assert "delta" not in names and names[-1] == "peer bf16"
     assert "peer qgz" not in [arm.name for arm in cells.arms_of("ddp")]
@@ -121,7 +121,7 @@ def test_worker_times_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reduced(members: list[int] | None) -> tuple[Any, ...]:
-    """Sums over a ring, called as engines call it, and the bytes that this rank sent for one."""
+    """Reduce over a ring through each function that engines call; return sums and bytes sent."""
     sent = 0
 
     def counted(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -150,7 +150,7 @@ def reduced(members: list[int] | None) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("members", [None, [1, 2]])
 def test_a_ring_sums_and_sends_what_nccls_does(members: list[int] | None) -> None:
-    """Of gloo's own ``tests/training/test_wire.py`` has the bytes."""
+    """``tests/training/test_wire.py`` checks the bytes of gloo's reduce-scatter."""
     with RankPool(4) as pool:
         found = pool.run(reduced, members)
     own = list(range(4)) if members is None else members
@@ -223,7 +223,7 @@ def test_a_failed_rank_says_why() -> None:
     assert runners.parse(0, 'noise\nBENCH [{"seconds": 1.0}]\n') == [{"seconds": 1.0}]
 
 
-#: a rank whose step appends to a file who makes it; the job of FAIL_AT fails in that step
+#: a rank whose steps append its name to a file; the job of FAIL_AT fails at that step
 RANK = """
 import argparse, os, sys, time
 name, log, count, fail_at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -251,7 +251,7 @@ def words(name: str, log: Path, count: int, fail_at: int = -1) -> list[str]:
 
 
 def states(job: turns.Job) -> list[str]:
-    """Of its ranks that have not ended, as proc(5) has them: T where stopped."""
+    """Return the states of its running ranks as in proc(5): T if stopped."""
     running = [process for process in job._team._processes if process.poll() is None]
     stats = [Path(f"/proc/{process.pid}/stat").read_text() for process in running]
     return [stat.rpartition(")")[2].split()[0] for stat in stats]
@@ -262,12 +262,12 @@ def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
     with session.Session(runners.Loopback(), layout, 30) as side:
         jobs = [side.start(words(*each)) for each in (("a", log, 3), ("b", log, 3, 1))]
         none = side.start(["-c", "raise SystemExit('ValueError: not even one')"])
-        assert not log.exists()  # nobody begins before it is told so
+        assert not log.exists()  # no job begins before its turn
         assert none.over and not any(job.over for job in jobs)
         for job in (jobs[0], jobs[1], jobs[1], jobs[0]):
             job.step()
         assert log.read_text().split() == ["a0", "a0", "b0", "b0", "a1", "a1"]
-        # who waits is stopped, threads and all; the one that failed has to end
+        # waiting jobs are stopped, including threads; the failed one has to end
         assert states(jobs[0]) == ["T", "T"] and "T" not in states(jobs[1])
         assert jobs[1].over and not jobs[0].over
         assert [[step["loss"] for step in rank] for rank in jobs[0].said] == [[0.0, 1.0]] * 2
@@ -285,7 +285,7 @@ def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
             side.steps(none)
 
 
-#: a bench that is killed while its rank waits, stopped
+#: a benchmark that is killed while its rank waits, stopped
 KILLED = """
 import os, signal, sys
 from benchmarks.training_bench import cells, runners, session
@@ -319,11 +319,11 @@ def test_trainings_that_wait_end_with_the_bench(tmp_path: Path) -> None:
             side.steps(job)
 
 
-# ---- what is kept
+# ---- stored cells
 
 
 class FakeJob:
-    """A training of which every step takes what its bytes take."""
+    """A training whose steps take the time of their bytes."""
 
     def __init__(self, command: list[str], network: FakeNetwork) -> None:
         self.command, self._network = command, network
@@ -410,7 +410,7 @@ def test_arms_take_turns_and_are_measured_once(bench: tuple[measure.Bench, Fakes
 
 
 def test_arms_that_do_not_fit_beside_come_in_parts(bench: tuple[measure.Bench, Fakes]) -> None:
-    """Eight processes: native bf16 twice and two more; it is kept once, each part has its own."""
+    """Eight processes: native bf16 twice and two more; it is stored once, each part has its own."""
     names = ["native fp32", "peer ddp", "peer qgz"]
     records = bench[0].run("dp2", cells.arms_of("dp2", names), [1.0], 1)
     assert [len(fake.jobs) for fake in bench[1]] == [4, 3]
@@ -497,7 +497,7 @@ def test_own_arms_have_the_same_color_in_every_picture() -> None:
     assert set(picture.OWN) <= named
 
 
-# ---- what is read, and the command line
+# ---- reading, and the command line
 
 
 def test_rounds_and_seconds_of_coding_are_those_of_a_rank_and_step(tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "prepare_data.py writes one" in capsys.readouterr().err
 
 
-# ---- bf16 without instructions for it
+# ---- bf16 without CPU instructions
 
 
 PRODUCTS = """
@@ -552,5 +552,5 @@ assert seen.count(torch.bfloat16) >= 8
 
 
 def test_bf16_products_are_those_of_fp32_rounded_once() -> None:
-    """In a process of its own: what is installed stays."""
+    """In a separate process, since the override stays installed."""
     subprocess.run([sys.executable, "-c", PRODUCTS], cwd=SCRIPTS, check=True)

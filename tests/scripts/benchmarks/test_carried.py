@@ -1,4 +1,4 @@
-"""What prove_on_gpu.py carries from machine to machine, and what prepare_gpu.py prepares."""
+"""Results that prove_on_gpu.py carries between machines, and the output of prepare_gpu.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.gpu_proof import carried
 
 
 def results(out: Path) -> Path:
-    """Results as a call leaves them, with what another call makes again."""
+    """Write a call's results, including files that another call recreates."""
     for name, content in {
         "proof.json": "{}",
         "85M.jsonl": "{}\n" * 10,
@@ -48,7 +48,7 @@ def test_results_travel_in_one_small_file(tmp_path: Path) -> None:
     carried.unpack(file, other)
     found = sorted(str(p.relative_to(other)) for p in other.rglob("*") if p.is_file())
     assert found == ["85M.jsonl", "losses/zero1/loss.jsonl.gz", "proof.json", "tests-zero.log"]
-    assert (other / "85M.jsonl").read_text() == "newer"  # what is there stays
+    assert (other / "85M.jsonl").read_text() == "newer"  # existing files are kept
     log = (other / "tests-zero.log").read_text()
     assert log.startswith("...") and log.endswith("the end")
     assert len(log) == carried.LOG_NBYTES + 4
@@ -82,7 +82,7 @@ def test_an_archive_writes_nothing_elsewhere(
 
 
 def wheel(folder: Path) -> Path:
-    """A wheel with one module."""
+    """Write a wheel with one module."""
     folder.mkdir(parents=True)
     place = folder / "carried_thing-1.0-py3-none-any.whl"
     info = "carried_thing-1.0.dist-info"

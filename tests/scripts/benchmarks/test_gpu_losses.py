@@ -1,4 +1,4 @@
-"""benchmarks/gpu_losses.py: what is trained, pairs and budgets, what is kept."""
+"""benchmarks/gpu_losses.py: trainings, pairs and budgets, records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.training_bench.forked import JobError
 from hybridcomp.config import load_config
 from tests.scripts.benchmarks.made_losses import METHOD, TINY, trained
 
-# ---- what is trained
+# ---- trainings
 
 
 def test_a_step_has_16k_tokens_and_evaluations_lie_in_the_last_fifth() -> None:
@@ -67,7 +67,7 @@ def test_cost_is_that_of_the_arithmetic() -> None:
     assert "4 pairs of 800 steps" in loss_cost.told(METHOD, 50257, 4)
 
 
-# ---- what is kept
+# ---- records
 
 
 def test_a_training_is_one_small_file(tmp_path: Path) -> None:
@@ -85,14 +85,14 @@ def test_a_training_is_one_small_file(tmp_path: Path) -> None:
     nccl = losses.Case("recommended", 3, nccl=True)
     trained(logs, nccl, loss=2.0, steps=4)
     loss_records.write(out, logs, nccl, METHOD, {"start": 1.0, "pair": 6.0})
-    (out / "baseline.seed3.json.gz").write_bytes(file.read_bytes())  # of another name
+    (out / "baseline.seed3.json.gz").write_bytes(file.read_bytes())  # under another name
     (out / "baseline.seed4.json.gz").write_bytes(file.read_bytes()[:-20])
-    (out / "baseline.seed5.json.gz.part").write_bytes(b"")  # a call ended while it wrote
+    (out / "baseline.seed5.json.gz.part").write_bytes(b"")  # a call ended while writing
     assert set(loss_records.kept(out, said.append)) == {case, nccl}
     assert "baseline.seed3.json.gz: damaged (it holds another training" in said[0]
     assert "baseline.seed4.json.gz: damaged (" in said[1] and len(said) == 2
     assert len(record["log"]) == 802
-    trained(logs, case, loss=2.0, steps=3)  # ranks of a call that was killed wrote it too
+    trained(logs, case, loss=2.0, steps=3)  # ranks of a killed call wrote it too
     with pytest.raises(ValueError, match="expected 800 steps, each once, found 3 lines"):
         loss_records.write(out, logs, case, METHOD, {})
 
@@ -126,7 +126,7 @@ def test_losses_through_memory_are_held_against_nccls() -> None:
         losses.Case("baseline", 0): log(3.0, 2.5, 1.0),
     }
     one = "baseline seed 0 over NCCL: the same loss through memory in 1 of 2 steps"
-    # time was up before recommended was trained through memory
+    # time ran out before recommended was trained through GPU memory
     assert loss_records.held_against_nccl(records) == [one]
     records[losses.Case("recommended", 0)] = log(3.0, 2.5, 1.0)
     assert "in 2 of 2 steps" in loss_records.held_against_nccl(records)[0]
@@ -145,12 +145,12 @@ def test_a_study_goes_on_in_the_same_way_alone(tmp_path: Path) -> None:
 
 
 class StandInJob:
-    """Ranks that answer at once; a step takes ``seconds`` of a clock of their own."""
+    """Ranks that answer at once; a step takes ``seconds`` of a fake clock."""
 
     def __init__(
         self, clock: Clock, steps: int, seconds: float, slower: float, dies_at: int
     ) -> None:
-        """``slower``: by which a step takes longer after those that are timed."""
+        """``slower``: extra seconds per step after the timed steps."""
         self._clock, self._left, self._seconds, self._dies_at = clock, steps, seconds, dies_at
         self._slower = slower
         ours, self._theirs = mp.Pipe()
@@ -167,7 +167,7 @@ class StandInJob:
     def tell(self, word: str, steps: int, empty: bool) -> None:
         assert word == "go" and not empty
         seconds = self._seconds * (self._slower if self._done else 1)
-        self._clock.now += steps * seconds / 2  # the two of a pair run at once
+        self._clock.now += steps * seconds / 2  # both trainings of a pair run at once
         self._done += steps
         self._left -= steps
         if self._dies_at and self._done >= self._dies_at:
@@ -182,7 +182,7 @@ class StandInJob:
 
 
 class Clock:
-    """Stands in for the module time in the modules that run pairs."""
+    """Replaces the module time in the modules that run pairs."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -193,7 +193,7 @@ class Clock:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Run a study of stand-ins; return the runner, what it said and every pair that was forked."""
+    """Run a study of stand-ins; return the runner, its output and every forked pair."""
     clock = Clock()
     for module in (loss_pair, loss_runner):
         monkeypatch.setattr(module, "time", clock)
@@ -244,7 +244,7 @@ def seeds_in(out: Path) -> list[str]:
 def test_a_call_begins_only_pairs_that_end_in_its_budget(
     runs: Callable[..., Any], tmp_path: Path
 ) -> None:
-    # a pair of 40 steps of 0.1 s takes 4 s, and 8 are kept for what comes after
+    # a pair of 40 steps of 0.1 s takes 4 s, and 8 s are reserved for the end
     runner, said, forked = runs(18.0, [0, 1, 2, 3])
     assert runner.time_is_up and not runner.failed
     assert len(forked) == 2 and "would need" in said[-1] and "for a later call" in said[-1]
@@ -259,7 +259,7 @@ def test_a_call_begins_only_pairs_that_end_in_its_budget(
         *((losses.Case("baseline", seed), losses.Case("recommended", seed)) for seed in (2, 3)),
     ]
     assert len(seeds_in(tmp_path / "out")) == 8
-    assert not list((tmp_path / "logs").glob("*/*/seed*"))  # what is kept is kept once
+    assert not list((tmp_path / "logs").glob("*/*/seed*"))  # no second copy is kept
     for _, record in loss_records.kept(tmp_path / "out", said.append).items():
         assert record["seconds"]["pair"] > 0
     lines = gpu_losses.verdicts(loss_records.kept(tmp_path / "out", said.append))
@@ -290,7 +290,7 @@ def test_fit_takes_fewer_steps_and_says_so(runs: Callable[..., Any], tmp_path: P
     assert {steps for _, steps in forked[1:]} == {runner.method.steps}
     record = loss_records.kept(tmp_path / "out", said.append)[losses.Case("baseline", 0)]
     assert record["method"]["steps"] == runner.method.steps
-    runner, said, forked = runs(120.0, [5], seconds=10.0, fit=2)  # too little for a fifth of them
+    runner, said, forked = runs(120.0, [5], seconds=10.0, fit=2)  # not enough for a fifth of them
     assert runner.time_is_up and runner.method.steps == 40 and "a pair takes" in said[-1]
 
 
@@ -347,7 +347,7 @@ def test_losses_on_cpus(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Calls that go on: time was up, a rank died, a file was damaged; nothing is made twice."""
+    """Resumed calls: time ran out, a rank died, a file was damaged; nothing is trained twice."""
     out = tmp_path / "losses"
     words = ["--cpu", "--tiny", "--steps", "20", "--seeds", "0", "1", "--samples", "1", "--data",
         str(data), "--out", str(out), "--evaluations", "2", "--eval-tokens", "2048"]  # fmt: skip
@@ -374,10 +374,10 @@ def test_losses_on_cpus(
     assert gpu_losses.main([*words, *arms]) == 0
     said = capsys.readouterr().out
     assert "baseline seed 1 is over" not in said and "lossless seed 1 is over" in said
-    for name in ("lossless", "again"):  # a CPU adds in one order
+    for name in ("lossless", "again"):  # the order of sums is fixed on a CPU
         assert f"{name}: gap +0.000 ± 0.000 % over 2 seeds; at most 0.1 %: met" in said
     assert sum(file.stat().st_size for file in out.iterdir()) < 2**17
-    for name in ("baseline", "lossless"):  # here NCCL is gloo
+    for name in ("baseline", "lossless"):  # here gloo replaces NCCL
         assert f"{name} seed 0 over NCCL: the same loss through memory in 3 of 3 steps" in said
     summary = loss_records.read(out / "lossless.seed0.json.gz")[1]["ledger"][-1]
     assert summary["summary"] and summary["dimensions"]["zero"]["forward"]["ratio"] > 1.2

@@ -1,4 +1,4 @@
-"""training_bench/loss_gaps.py: gaps of seeds, their interval, verdicts."""
+"""training_bench/loss_gaps.py: gaps per seed, their interval, verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_gap_of_a_seed_is_the_mean_over_the_evaluations() -> None:
 
 
 def seeds_of(gaps: list[float], batches: int = 64) -> list[loss_gaps.SeedGap]:
-    """Seeds with these gaps."""
+    """Return seeds with these gaps."""
     return [loss_gaps.SeedGap(number, batches, gap) for number, gap in enumerate(gaps)]
 
 
@@ -49,7 +49,7 @@ def test_the_interval_comes_from_the_seeds() -> None:
         # spread 0.1, 0.05 below the aim: 18 seeds have an interval of 0.046, 17 one of 0.048
         ([-0.05, 0.05, 0.15], "undecided", 13),
         ([0.05], "undecided", 2),
-        ([0.05, 0.15], "undecided", 1),  # two seeds: Student's t is 12.7, which says nothing
+        ([0.05, 0.15], "undecided", 1),  # two seeds: Student's t is 12.7, too wide to decide
         ([0.05, 0.1, 0.15], "undecided", 997),
     ],
 )

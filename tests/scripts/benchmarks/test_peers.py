@@ -1,4 +1,4 @@
-"""scripts/benchmarks/peers: errors, bytes, feedback and replicas of what ours is compared with."""
+"""scripts/benchmarks/peers: errors, bytes, error feedback and replicas of the peer methods."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def gradients(step: int = 0) -> Tensor:
 
 
 def reduce_once(name: str, per_node: int) -> tuple[float, float, int]:
-    """Relative error of this rank's share of the average, bytes sent, length of the share."""
+    """Return the relative error of this rank's shard of the average, bytes sent, length."""
     wire = Wire()
     values = gradients()
     makers: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_sums_are_close_and_every_rank_has_its_own_share(
 
 
 def loco_sums(steps: int) -> tuple[float, float]:
-    """Relative error of the sum over steps of one repeated gradient: with LoCo, with qgZ."""
+    """Return the relative error of a repeated gradient's sum over steps: with LoCo, with qgZ."""
     values = gradients() * torch.linspace(0.01, 1.0, COUNT)
     errors = []
     for make in (reductions.LoCo, reductions.qgz):
@@ -159,7 +159,7 @@ def test_loco_forgets_after_so_many_steps(two: RankPool) -> None:
 
 
 def gather_all() -> list[tuple[float, float, list[float]]]:
-    """Of each gather: error after 8 steps, bytes of a step, sum of what everybody holds."""
+    """Return for each gather: error after 8 steps, bytes per step, sum of the weights."""
     found = []
     start = torch.linspace(-1, 1, COUNT)
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -186,7 +186,7 @@ def test_gathers(two: RankPool) -> None:
     for found in two.run(gather_all):
         errors, sent, sums = zip(*found, strict=True)
         assert errors[0] == 0 and errors[1] < 3e-3 and errors[2] < 6e-3
-        # a difference is small, so 4 bits of it beat 8 bits of the weights, and do not drift
+        # differences are small, so 4 bits of them beat 8 bits of the weights, without drift
         assert errors[3] < 3e-4
         half, groups = COUNT // 2, COUNT // 2 // 128
         assert sent == (4 * half, 2 * half, half + 4 * groups, half // 2 + 4 * groups)
@@ -197,7 +197,7 @@ def test_gathers(two: RankPool) -> None:
 
 
 def one_bit(frozen: int) -> tuple[float, float, float, list[float]]:
-    """Error of the sum of averages, relative; largest identity violation; bytes; digests."""
+    """Return the averages' relative error; largest identity violation; bytes; digests."""
     wire = Wire()
     weights = nn.Parameter(torch.zeros(COUNT))
     owners = torch.arange(COUNT) // 600
@@ -221,7 +221,7 @@ def one_bit(frozen: int) -> tuple[float, float, float, list[float]]:
 def test_one_bit_sends_signs_and_feeds_back(two: RankPool) -> None:
     few, many = two.run(one_bit, 3), two.run(one_bit, 90)
     for (early, gap, sent, sums), (late, *_) in zip(few, many, strict=True):
-        assert late < early / 4  # what is left out stays bounded while the sum grows
+        assert late < early / 4  # the error stays bounded while the sum grows
         assert gap < 1e-5  # original + error before == sent + error after
         pieces = 4  # 2048 values in parameters of 600
         assert sent == 2 * (COUNT // 2 // 8 + 4 * pieces) or sent == 2 * (COUNT // 16 + 4 * 5)
@@ -256,7 +256,7 @@ def adam_twice() -> tuple[list[float], list[float]]:
 
 
 def eight_bits(shape: tuple[int, ...]) -> tuple[float, float, list[float]]:
-    """Largest error over the largest value of its row, bytes, and what every rank holds."""
+    """Return the largest error over its row's largest value, bytes, and every rank's result."""
     wire = Wire()
     numel = int(torch.tensor(shape).prod())
     values = gradients().view(-1)[:numel].view(shape) * torch.linspace(1, 9, shape[-1])
@@ -275,7 +275,7 @@ def eight_bits(shape: tuple[int, ...]) -> tuple[float, float, list[float]]:
 
 @pytest.mark.parametrize("shape", [(30, 18), (7, 512), (21,)])
 def test_two_hops_of_eight_bits(two: RankPool, four: RankPool, shape: tuple[int, ...]) -> None:
-    """Each hop is off by a sixteenth of a value at most; a vector has a scale for each value."""
+    """Each hop errs by at most a sixteenth of a value; a vector has a scale for each value."""
     columns = shape[1] if len(shape) > 1 else 1
     for ranks, pool in ((2, two), (4, four)):
         rows = -(-shape[0] // ranks)
@@ -293,7 +293,7 @@ def test_eight_bits_have_three_of_mantissa() -> None:
 
 
 def diloco_twice() -> float:
-    """Distance of the weights from DiLoCo by torch's optimizers, after two exact meetings."""
+    """Return the weights' distance from DiLoCo by torch's optimizers, after two exact meetings."""
     torch.manual_seed(0)
     model, other = nn.Linear(8, 4), nn.Linear(8, 4)
     other.load_state_dict(model.state_dict())
@@ -335,11 +335,11 @@ def test_it_is_diloco(two: RankPool) -> None:
     assert all(1e-6 < error < 0.01 for error in two.run(diloco_twice))
 
 
-# ---- all of them on one small model
+# ---- all methods on one small model
 
 
 def fit(name: str, steps: int) -> tuple[list[float], float, float]:
-    """Losses of a regression, this rank's bytes, and the sum of the weights."""
+    """Return losses of a regression, this rank's bytes, and the sum of the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 32))
     wire = Wire()
@@ -374,7 +374,7 @@ def test_all_learn_alike_and_replicas_stay_equal(two: RankPool) -> None:
         assert losses[0] == pytest.approx(baseline[0], rel=1e-5), name
         assert losses[-1] < baseline[0] / 3, name
         assert 0.01 * native < sent <= share * native, (name, sent / native)
-        assert sent >= native or name != "onebit-adam-exact"  # nothing of it is compressed
+        assert sent >= native or name != "onebit-adam-exact"  # it compresses nothing
 
 
 def test_power_sgd_waits_for_a_tenth_of_the_run_and_more_than_one_step() -> None:

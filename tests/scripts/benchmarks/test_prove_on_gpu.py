@@ -1,4 +1,4 @@
-"""The one command for a GPU: its commands exist, what is done is not repeated."""
+"""prove_on_gpu.py: its commands exist, and finished steps are not repeated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.gpu_proof.steps import BRIEF, ON_CPU, SPEED_S, TESTS, Lister, St
 
 @pytest.fixture
 def set_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Step]], None]:
-    """Have the command run other steps."""
+    """Replace the command's steps."""
     return lambda found: monkeypatch.setattr(Lister, "steps", lambda self: iter(found))
 
 
@@ -47,7 +47,7 @@ def test_scripts_and_their_options_exist(tmp_path: Path, cpu: bool) -> None:
 
 
 def stand_in(folder: Path) -> list[Step]:
-    """One that succeeds, one that fails until a file is there, one more."""
+    """Return a step that succeeds, one that fails until a file exists, and another."""
     python, there = sys.executable, folder / "there"
     return [
         Step("data", "", 1, (python, "-c", "print('made')")),
@@ -76,7 +76,7 @@ def test_it_goes_on_where_it_was(
 
 
 def test_every_test_for_a_gpu_is_in_one_step() -> None:
-    """Those that are marked, and all of tests/nccl."""
+    """Covers marked tests, and all of tests/nccl."""
     marked = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "tests").rglob("test_*.py")
@@ -95,7 +95,7 @@ def test_every_test_for_a_gpu_is_in_one_step() -> None:
 
 
 def limited(folder: Path) -> list[Step]:
-    """One that takes long, one that stops in time, one that never ends, one that is short."""
+    """Return a slow step, one that stops in time, an endless one and a short one."""
     python, tell = sys.executable, "import sys; print('told', *sys.argv[1:])"
     forever = "import time; print('begun', flush=True); time.sleep(600)"
     return [
@@ -125,7 +125,7 @@ def test_a_call_of_some_minutes_does_what_fits(
     assert said.err.splitlines()[1].endswith(": long, speed, late")
     assert re.search(r"^told --few --budget [123]$", (out / "speed.log").read_text(), re.M)
     assert "told\n" in (out / "first.log").read_text() and not (out / "late.log").exists()
-    # a step that is longer than a call begins one
+    # a step longer than any call starts if it is first
     set_steps(limited(tmp_path)[:2])
     assert prove_on_gpu.main(words) == 0
     assert "[1/1] long" in capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_a_call_of_some_minutes_does_what_fits(
 
 
 def test_a_step_is_ended_with_the_call(tmp_path: Path) -> None:
-    """By SIGTERM, as ``timeout`` sends: what would live on would keep the GPU's memory."""
+    """By SIGTERM, as ``timeout`` sends: a surviving process would keep the GPU's memory."""
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(ROOT / "scripts")!r})
@@ -166,7 +166,7 @@ def test_a_step_is_ended_with_the_call(tmp_path: Path) -> None:
 def test_steps_side_by_side(
     tmp_path: Path, set_steps: Callable[[list[Step]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each waits for what the other writes: one after the other they would never end."""
+    """Each waits for the other's output, so sequential steps would hang."""
     code = "import pathlib, time\npathlib.Path({mine!r}).touch()\n"
     code += "while not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
     a, b = (str(tmp_path / name) for name in "ab")

@@ -1,4 +1,4 @@
-"""peers/torch_engines.py: what torch has to send less, and what is counted of it."""
+"""peers/torch_engines.py: torch's compression methods, and the counted bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
 }  # fmt: skip
 STEPS = 12
-#: of what the native engine sends, at most; PowerSGD is native in its first two steps, and where
+#: maximum share of the native engine's bytes; PowerSGD is native in its first two steps, and where
 #: its factors are no smaller than half the matrix
 MOST = {"fp16": 0.5, "bf16": 0.5, "powersgd-4": 0.55, "powersgd-16": 1.0, "powersgd-32": 1.0}
 
@@ -44,7 +44,7 @@ def batches(step: int) -> Iterator[Batch]:
 
 
 def train(kind: Kind, name: str | None, folder: Path) -> tuple[list[float], dict[str, Any], float]:
-    """Losses, the ledger's row, and the sum of the weights."""
+    """Return losses, the ledger's row, and the sum of the weights."""
     torch.manual_seed(0)
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     method = Native("native", "torch") if name is None else METHODS[kind][name]
@@ -68,7 +68,7 @@ def test_ways_of_torch_learn_alike_and_are_counted(
     (native, base, _), _ = two.run(train, kind, None, tmp_path)
     assert native[-1] < native[0] - 0.3
     numel = sum(p.numel() for p in GPT(ModelConfig(16, layers=2, width=32, heads=2)).parameters())
-    if kind == "ddp":  # two ranks, each of which sends what it has; C++ does, and is not counted
+    if kind == "ddp":  # two ranks each send all they have; C++ sends it, uncounted
         assert base["raw_MB"] == pytest.approx(2 * 4 * numel * STEPS / 1e6)
     else:
         assert base["wire_MB"] == pytest.approx(base["raw_MB"])
@@ -79,7 +79,7 @@ def test_ways_of_torch_learn_alike_and_are_counted(
         assert losses[-1] < native[0] - 0.3, name
         assert row["raw_MB"] == pytest.approx(base["raw_MB"]), name
         share = row["wire_MB"] / base["raw_MB"]
-        if kind != "ddp":  # sums of 16 bits, gathers as they were: twice as many values
+        if kind != "ddp":  # 16-bit sums, unchanged gathers: twice as many values
             assert 0.82 < share < 0.86
         else:
             assert 0.1 < share <= MOST[name], (name, share)

@@ -1,4 +1,4 @@
-"""Tables of scripts/benchmarks/bench_training.py: what is paired and said."""
+"""Tables of scripts/benchmarks/bench_training.py: pairing and text."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_speed_ups_are_of_the_same_turn_and_held_against_the_ideal() -> None:
 
 @pytest.mark.parametrize(("count", "out"), [(1, 0), (5, 0), (8, 0), (9, 1), (16, 3), (20, 5)])
 def test_interval_of_a_median_leaves_out_what_chance_allows(count: int, out: int) -> None:
-    """Half of the values lie below the median: how many do is binomial."""
+    """Half of the values lie below the median: their number is binomial."""
     assert report.outside(count) == out

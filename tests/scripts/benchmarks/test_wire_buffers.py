@@ -1,4 +1,4 @@
-"""What memory messages are told to take is what their buffers take, on CPUs and as on a GPU."""
+"""Predicted message memory equals the buffers' size, on CPUs and as on a GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @contextlib.contextmanager
 def group(bench: Any, fused: bool, ranks: int) -> Iterator[None]:
-    """A group without a wire, with kernels of this CPU or as a GPU launches them."""
+    """Return a group without a wire, with this CPU's kernels or launches as on a GPU."""
     with bench.as_on_a_gpu(ranks) if fused else bench.group_without_wire(ranks):
         yield
 
@@ -66,7 +66,7 @@ def test_buffers_in_two_levels(bench: Any, fused: bool) -> None:
         made.whole = made.stretch = torch.zeros(N, dtype=torch.bfloat16)
         made.shards = kinds.Shards(made.whole, N // ranks)
         made.shard = made.shards[kinds.ME]
-        column = 2 * N // kinds.WIDTH  # what a gather brings between nodes is a new tensor
+        column = 2 * N // kinds.WIDTH  # a gather between nodes allocates its result
         ways: tuple[tuple[Callable[[], object], Way, int], ...] = (
             (made.deep_all_reduce, "sum", 0), (made.deep_scatter, "scatter", 0),
             (made.deep_gather, "gather", column),
@@ -79,7 +79,7 @@ def test_buffers_in_two_levels(bench: Any, fused: bool) -> None:
 
 
 def _of_a_sum(codec: Codec) -> int:
-    """The bytes that this rank's buffers take in an all-reduce over gloo."""
+    """Return the bytes of this rank's buffers in an all-reduce over gloo."""
     values = values_of(dist.get_rank(), N, torch.bfloat16)
     with Held() as held:
         all_reduce(values, codec, None, meter=Meter()).wait()
@@ -88,11 +88,11 @@ def _of_a_sum(codec: Codec) -> int:
 
 @pytest.mark.parametrize("name", ["radix", "expcode"])
 def test_buffers_of_payloads_that_vary(on_ranks: RunRanks, name: str) -> None:
-    """Room for the longest: a lossy codec sends sums in fp32, which may take twice that of bf16."""
+    """Room for the longest: a lossy codec sends sums in fp32, up to twice the size of bf16."""
     codec = make_codec(name)
     told = buffer_nbytes(RankMessages((N,), "sum", torch.bfloat16, 3, on_gpu=False), codec)
     for most in on_ranks(3, _of_a_sum, codec):
-        assert 0.8 * told < most < 1.03 * told  # what of them this rank fills is shorter
+        assert 0.8 * told < most < 1.03 * told  # this rank's payload is shorter
 
 
 @pytest.mark.parametrize("ranks", [4, 64])

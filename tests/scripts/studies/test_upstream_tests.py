@@ -1,4 +1,4 @@
-"""``scripts/studies/upstream_tests.py`` on a folder of tests that stands in for upstream's."""
+"""``scripts/studies/upstream_tests.py`` on a folder that stands in for upstream's tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_never():
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose tests say what they run under."""
+    """Create a checkout whose tests report their environment."""
     unit = tmp_path / "checkout/tests/unit"
     unit.mkdir(parents=True)
     (unit / "test_one.py").write_text(TESTS)

@@ -1,4 +1,4 @@
-"""Stand-in for torch's attention kernels of GPUs, which CPUs do not have: plain blocks in fp32."""
+"""Stand-in for torch's GPU attention kernels: plain blocks in fp32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-#: whoever registers keeps it; torch would take the kernels back
+#: keeps the registrations alive; freeing them would undo the override
 LIBRARIES: list[Any] = []
 
 
@@ -38,7 +38,7 @@ def _backward(
 
 
 def _by_tokens(values: Tensor) -> Tensor:
-    """(B, H, S, D) with the heads of a token side by side, as these kernels return them."""
+    """Return (B, H, S, D) with a token's heads adjacent in memory, as these kernels do."""
     return values.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Stand-in for CUDA: built once, loaded into a process that has not imported torch."""
+"""Stand-in for CUDA: built once, loaded before torch is imported."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent / "device.cpp"
-#: variables of the environment: whether a process is to have the stand-in, and its devices
+#: environment variables: whether a process uses the stand-in, and its devices
 ASKED, DEVICES = "HYBRIDCOMP_NCCL_DEVICE", "HC_DEVICES"
-#: what the first has to say
+#: the value that enables it
 STAND_IN = "stand-in"
-#: devices of a process, and the one that each rank uses: not the first, which is taken for any
-#: device that nobody has named
+#: devices of a process, and the one each rank uses: not the first, the default of unnamed devices
 COUNT, INDEX = 2, 1
-#: the module that begins when it is imported
+#: module that starts the stand-in when imported
 PRELOAD = "tests.stand_ins.cuda.preload"
 
 
 def is_asked() -> bool:
-    """Whether this process is to have the stand-in."""
+    """Return whether this process uses the stand-in."""
     return os.environ.get(ASKED) == STAND_IN
 
 
 def why_not() -> str:
-    """What is missing for the stand-in here; nothing: it can be had."""
+    """Return what the stand-in lacks here; "": nothing."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return "torch is not installed"
@@ -42,7 +41,7 @@ def why_not() -> str:
 
 
 def begin() -> None:
-    """Have CUDA devices and NCCL in this process from now on; torch must not be imported yet."""
+    """Provide CUDA devices and NCCL in this process from now on; call before importing torch."""
     assert "torch" not in sys.modules, "torch has looked for GPUs when it was imported"
     os.environ.setdefault(DEVICES, str(COUNT))
     root = _torch()
@@ -58,7 +57,7 @@ def begin() -> None:
 
 
 def take_device() -> None:
-    """Have the tests of this rank, which are written for CPUs, on its device."""
+    """Run this rank's tests, which are written for CPUs, on its device."""
     import torch
 
     from tests.stand_ins.cuda import elsewhere
@@ -69,7 +68,7 @@ def take_device() -> None:
 
 
 def built() -> Path:
-    """The library, built where it is not; shared by all ranks of this user and this torch."""
+    """Build the library if needed; all ranks of this user and torch share it."""
     from importlib.metadata import version
 
     digest = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Stand-in for trainings written for a GPU: those of tests, written for CPUs, on a stand-in device.
+"""Run the tests' trainings, written for CPUs, on a stand-in device.
 
-Tensors that a test makes without naming a device are on the current stand-in device, and so are
-modules and meshes. Those that hybridcomp and its upstreams make are not touched: a tensor of a CPU
-that one of them hands to an operation on the device is what is looked for.
+Tensors, modules and meshes that a test creates without a device go to the current stand-in device.
+Tensors of hybridcomp and its upstreams stay where they create them, so that a CPU tensor in a
+device operation is detected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TORCH = str(Path(torch.__file__).resolve().parent)
 
 
 def of_a_test() -> bool:
-    """Whether the innermost caller that is not torch is a test, its trainer, or a script."""
+    """Return whether the innermost caller outside torch is a test, its trainer, or a script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -36,7 +36,7 @@ def of_a_test() -> bool:
 
 
 class OnDevice(TorchFunctionMode):
-    """What tests make is on the device."""
+    """Puts a test's new tensors on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class OnDevice(TorchFunctionMode):
 
 
 def _from_cpu(original: Callable[..., Any], place: int, name: str) -> Callable[..., Any]:
-    """A function that tests give ``"cpu"``, as its argument ``place`` or ``name``."""
+    """Wrap a function to which tests pass ``"cpu"`` as its argument ``place`` or ``name``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) > place and args[place] == "cpu" and of_a_test():
@@ -89,7 +89,7 @@ def _numpy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def place() -> None:
-    """Have this process do so, for good."""
+    """Install this in the process permanently."""
     from torch.distributed import device_mesh
 
     found: Any = device_mesh

@@ -1,4 +1,4 @@
-"""Stand-in for launches on a GPU: the CUDA kernels in the emulator, on memory of the devices."""
+"""Stand-in for GPU launches: the CUDA kernels in the emulator, on device memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.cuda.emulated import EmulatedLauncher
 
 
 class DeviceLauncher(EmulatedLauncher):
-    """Launches in the emulator, with words on one device. A launch needs that device current."""
+    """Launches in the emulator, with words on one device, which has to be current."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
@@ -22,7 +22,7 @@ class DeviceLauncher(EmulatedLauncher):
         return torch.zeros(words, dtype=torch.int64, device=self._device)
 
     def empty(self, words: int) -> Tensor:
-        """See ``launcher.Launcher``: what nobody may rely on."""
+        """See ``launcher.Launcher``; fills with garbage."""
         return torch.empty(words, dtype=torch.int64, device=self._device)
 
     def words(self, values: Words) -> Tensor:
@@ -31,6 +31,6 @@ class DeviceLauncher(EmulatedLauncher):
 
 
 def place(devices: int) -> None:
-    """Have kernels for so many devices in this process."""
+    """Provide kernels for so many devices in this process."""
     for index in range(devices):
         kernels._on_cuda[index] = CudaKernels(DeviceLauncher(index))

@@ -1,11 +1,11 @@
 """Stand-in for NCCL's process group, for tensors on stand-in devices.
 
-* Tensors of a CPU, of two devices, with gaps, and dtypes that NCCL has not, are refused.
-* What a message writes holds POISON from the call to ``wait``, which delivers. What it reads is
-  compared in ``wait`` with what it was in the call: NCCL reads at any time between.
-* A message has the values of the call, and is sent by the thread of its communicator (``wire``):
-  one for the group, and one for each pair of ranks that sends outside of a batch.
-* No size may differ between sender and receiver.
+* Rejects CPU tensors, tensors of two devices, tensors with gaps, and dtypes unknown to NCCL.
+* Outputs hold POISON from the call to ``wait``, which delivers. ``wait`` also checks that inputs
+  are unchanged since the call: NCCL reads at any time in between.
+* A message has the values of the call, and its communicator's thread (``wire``) sends it: one for
+  the group, and one for each pair of ranks that sends outside a batch.
+* Sizes must agree between sender and receiver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import Work
 
 from tests.stand_ins.cuda.wire import Wire
 
-#: of every byte that a message is going to write
+#: fills every output byte
 POISON = 0xFF
 DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -34,23 +34,23 @@ DTYPES = frozenset({
 ops: Any = torch.ops.host_cuda
 c10d: Any = dist.distributed_c10d
 Op = dist.ReduceOp
-#: typed loosely: what is overridden has other names of arguments in torch
+#: untyped: overridden methods have other argument names in torch
 Base: Any = dist.ProcessGroup
-#: how values of two ranks are combined
+#: reductions of two ranks' values
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add, "AVG": torch.add, "MAX": torch.maximum, "MIN": torch.minimum,
     "PRODUCT": torch.mul,
 }  # fmt: skip
-#: what a thread of a communicator does: sends copies of what is read, returns what is written
+#: work of a communicator's thread: sends copies of inputs, returns outputs
 Action = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Misuse(AssertionError):
-    """A use of NCCL, or of a tensor under a message, that goes wrong on a GPU."""
+    """A use of NCCL, or of a tensor during a message, that goes wrong on a GPU."""
 
 
 class Posted(Work):
-    """One message under way."""
+    """A pending message."""
 
     def __init__(
         self, what: str, wire: Wire, reads: Sequence[Tensor], writes: Sequence[Tensor],
@@ -82,7 +82,7 @@ class Posted(Work):
             self._answer(future)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Deliver. Raises what went wrong on the way, and Misuse."""
+        """Deliver. Raises the message's error, or Misuse."""
         limit = self._wire.timeout.total_seconds()
         if not self._sent.wait(limit):
             raise RuntimeError(f"NCCL: {self._what} of {self._wire.name} timed out after {limit} s")
@@ -92,7 +92,7 @@ class Posted(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has arrived: who is told so may read it."""
+        """Return whether it has arrived, in which case its output may be read."""
         if self._sent.is_set() and self._error is None:
             self._deliver()
         return self._sent.is_set()
@@ -107,7 +107,7 @@ class Posted(Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Of what is written; done once it has arrived."""
+        """Return a future of the outputs, done on arrival."""
         device = self._held[0].device
         future: Any = torch.futures.Future(devices=[device])
         self._outputs = self._held[len(self._reads) :] if self._held else []
@@ -148,7 +148,7 @@ class Posted(Work):
 
 
 class HostOptions:
-    """What ``ProcessGroupNCCL.Options`` has."""
+    """Attributes of ``ProcessGroupNCCL.Options``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.is_high_priority_stream = False
@@ -166,7 +166,7 @@ class HostNccl(Base):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, options: HostOptions) -> None:
         super().__init__(rank, size)
         self._store_of, self._rank, self._size, self.options = store, rank, size, options
-        #: an answer that is late says that ranks wait for each other
+        #: a late answer means that ranks wait for each other
         self._limit = timedelta(seconds=float(os.environ.get("HC_NCCL_SECONDS", "60")))
         self._wires: dict[str, Wire] = {}
         self._batch: list[tuple[str, Tensor, int]] | None = None
@@ -245,7 +245,7 @@ class HostNccl(Base):  # type: ignore[misc]
         return "nccl"
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to number."""
+        """Do nothing: there is no numbering."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
@@ -328,7 +328,7 @@ class HostNccl(Base):  # type: ignore[misc]
     ) -> Posted:
         wire = self._wire()
         inside = {(t.data_ptr(), t.nbytes) for t in outputs}
-        for given in inputs:  # in place is allowed, at this rank's own place
+        for given in inputs:  # in place is allowed, at this rank's position
             for start, nbytes in inside:
                 if parts == 1 and start <= given.data_ptr() < start + nbytes:
                     own = start + self._rank * given.nbytes
@@ -423,7 +423,7 @@ class HostNccl(Base):  # type: ignore[misc]
         return self._post("all_to_all", inputs, outputs, action)
 
     def _matched(self, wire: Wire, parts: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
-        """Raise RuntimeError where a rank expects other sizes than are sent to it."""
+        """Raise RuntimeError if a rank expects other sizes than it is sent."""
         said = {"what": "all_to_all", "gives": [p.nbytes for p in parts]}
         every = wire.heads(said)
         takes = [room.nbytes for room in rooms]
@@ -454,7 +454,7 @@ class HostNccl(Base):  # type: ignore[misc]
         return self._post("scatter", given, outputs, action)
 
     def barrier(self, opts: Any = None) -> Posted:
-        """An all-reduce of a word on the current device."""
+        """All-reduce a word on the current device."""
         index = torch.cuda.current_device() if self._index is None else self._index
         word = torch.zeros(1, device=torch.device("cuda", index))
         return self._sums("barrier", [word], None)
@@ -495,7 +495,7 @@ class HostNccl(Base):  # type: ignore[misc]
         return self.batched(calls)
 
     def batched(self, calls: list[tuple[str, Tensor, int]]) -> Posted:
-        """One ``ncclGroup`` of sends and receives."""
+        """Run a ``ncclGroup`` of sends and receives."""
         wire = self._wire()
         sends = [tensor for way, tensor, _ in calls if way == "send"]
         rooms = [tensor for way, tensor, _ in calls if way == "recv"]
@@ -513,18 +513,18 @@ class HostNccl(Base):  # type: ignore[misc]
 
 
 def host(tensor: Tensor) -> Tensor:
-    """The memory of a tensor on a device."""
+    """Return the host memory behind a device tensor."""
     found: Tensor = ops.host(tensor.detach())
     return found
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Its bytes."""
+    """Return its bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def combined(rows: Sequence[Tensor], op: str) -> Tensor:
-    """The values of all ranks, one after the other in their dtype."""
+    """Reduce all ranks' values one after the other in their dtype."""
     total = rows[0].clone()
     for row in rows[1:]:
         total = COMBINE[op](total, row)
@@ -532,7 +532,7 @@ def combined(rows: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _op(opts: Any) -> str:
-    """The name of a reduction. Raises RuntimeError where the stand-in has none."""
+    """Return a reduction's name. Raises RuntimeError if the stand-in lacks it."""
     if opts is None:
         return "SUM"
     for name in COMBINE:
@@ -551,7 +551,7 @@ def _overlaps_none(tensor: Tensor, places: set[tuple[int, int]]) -> bool:
 
 
 def batch_isend_irecv(calls: list[Any]) -> list[Any]:
-    """``torch.distributed.batch_isend_irecv``, which takes only torch's own class for NCCL."""
+    """Replace ``torch.distributed.batch_isend_irecv``, which accepts only torch's NCCL class."""
     group = calls[0].group or dist.group.WORLD
     if not isinstance(group, HostNccl):
         return list(ORIGINAL(calls))
@@ -564,7 +564,7 @@ ORIGINAL = dist.batch_isend_irecv
 
 
 def place() -> None:
-    """Have ``nccl`` as a backend of this process."""
+    """Register ``nccl`` as a backend of this process."""
     for module in (c10d, cast("Any", dist)):
         module.is_nccl_available = lambda: True
         module.ProcessGroupNCCL = HostNccl

@@ -1,4 +1,4 @@
-"""Stand-in for CUDA in the process that ranks are forked from: imported there before torch."""
+"""Load the CUDA stand-in in the process that ranks fork from, before torch."""
 
 from tests.stand_ins.cuda.begin import begin
 

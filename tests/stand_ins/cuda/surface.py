@@ -1,4 +1,4 @@
-"""Stand-in for torch's functions for CUDA: one current device and stream a thread, as in torch."""
+"""Stand-in for torch.cuda's functions: each thread has a current device and stream."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 ops: Any = torch.ops.host_cuda
 cuda: Any = torch.cuda
-#: of every device
+#: memory of every device
 TOTAL = 8 << 30
 
 
 def index_of(device: Any = None) -> int:
-    """The index that a device has, the current one's where it has none."""
+    """Return a device's index; the current device's if it has none."""
     if device is None:
         return int(ops.device())
     if isinstance(device, int):
@@ -31,7 +31,7 @@ def index_of(device: Any = None) -> int:
 
 
 class HostStream:
-    """A stream: all that it is given is done at once."""
+    """A stream that does all its work at once."""
 
     def __init__(
         self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: Any
@@ -54,7 +54,7 @@ class HostStream:
         return found
 
     def synchronize(self) -> None:
-        """All is done."""
+        """Do nothing: all work is done."""
 
     def query(self) -> bool:
         return True
@@ -77,7 +77,7 @@ class HostStream:
 
 
 class HostEvent:
-    """An event: the time at which it was recorded."""
+    """An event that holds the time of its recording."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._timing, self._at = enable_timing, 0.0
@@ -86,10 +86,10 @@ class HostEvent:
         self._at = time.perf_counter()
 
     def wait(self, stream: HostStream | None = None) -> None:
-        """A stream waits: nothing is left to do."""
+        """Do nothing: all work is done."""
 
     def synchronize(self) -> None:
-        """The host waits: nothing is left to do."""
+        """Do nothing: all work is done."""
 
     def query(self) -> bool:
         return True
@@ -100,7 +100,7 @@ class HostEvent:
 
 
 class StreamHeld:
-    """What ``torch.cuda.stream`` returns: the stream and its device are current inside."""
+    """Context of ``torch.cuda.stream``: makes the stream and its device current."""
 
     def __init__(self, stream: HostStream | None) -> None:
         self._stream = stream
@@ -124,7 +124,7 @@ class StreamHeld:
 
 
 class DeviceHeld:
-    """What ``torch.cuda.device`` is."""
+    """Context of ``torch.cuda.device``."""
 
     def __init__(self, device: Any) -> None:
         self._index = index_of(device)
@@ -165,7 +165,7 @@ def properties(device: Any = None) -> SimpleNamespace:
 
 
 def _resized(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``UntypedStorage.resize_``, which a torch without CUDA has for no device."""
+    """Replace ``UntypedStorage.resize_``, which torch without CUDA lacks for devices."""
 
     def resize_(self: Any, nbytes: int) -> Any:
         if self.device.type != "cuda":
@@ -178,7 +178,7 @@ def _resized(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``storage._to``, which makes storages by a constructor that knows no device here."""
+    """Replace ``storage._to``, whose constructor knows no device here."""
 
     def to(self: Any, device: Any, non_blocking: bool = False) -> Any:
         if torch.device(device).type != "cuda" or isinstance(self, torch.TypedStorage):
@@ -210,7 +210,7 @@ def _held(place: int) -> Callable[..., int]:
     return lambda device=None: int(ops.held()[place])
 
 
-#: by name of a function of ``torch.cuda``
+#: replacements by name of a function of ``torch.cuda``
 FUNCTIONS: dict[str, Any] = {
     "is_available": _true, "is_initialized": _true, "init": _nothing, "_lazy_init": _nothing,
     "_is_compiled": _true, "_lazy_call": lambda call, **_: call(),
@@ -250,7 +250,7 @@ def _exchanged(index: int) -> int:
 
 
 def place() -> None:
-    """Replace them in this process, for good."""
+    """Install them in this process permanently."""
     for name, found in FUNCTIONS.items():
         setattr(cuda, name, found)
     cuda.default_generators = (torch.default_generator,) * int(ops.devices())

@@ -1,8 +1,8 @@
-"""Stand-in for a communicator of NCCL: one stream of messages, over gloo, in the order of posting.
+"""Stand-in for an NCCL communicator: sends messages over gloo in posting order.
 
-A thread of its own runs the messages, so that a rank posts without waiting, and so that messages
-that ranks post in different orders get stuck as on a GPU. Before each message the ranks compare
-what they are about to do: NCCL would hang, or mix values up, where they differ.
+A thread runs the messages, so that posting does not block, and different posting orders deadlock as
+on a GPU. Before each message the ranks compare its description: on a mismatch NCCL would hang or
+mix up values.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 c10d: Any = dist.distributed_c10d
-#: bytes of what a rank says of its message
+#: bytes of a message's description
 HEAD = 4096
 
 
 class Wire:
-    """One communicator: ``members`` of a group, of which this is ``rank``."""
+    """A communicator: ``members`` of a group, of which this is ``rank``."""
 
     def __init__(self, name: str, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
@@ -35,7 +35,7 @@ class Wire:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the thread do it once all before it is done."""
+        """Queue work for the thread."""
         self._calls.put(call)
 
     def close(self) -> None:
@@ -51,14 +51,14 @@ class Wire:
 
     @property
     def gloo(self) -> Any:
-        """As NCCL's, a communicator begins with the first message: all members have to come."""
+        """Return the gloo group, which as in NCCL all members create with the first message."""
         if self._gloo is None:
             found: Any = dist.ProcessGroupGloo
             self._gloo = found(self._store, self.rank, self.size, timeout=self.timeout)
         return self._gloo
 
     def heads(self, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank says of its message."""
+        """Return every rank's description of its message."""
         text = json.dumps(said).encode()
         assert len(text) <= HEAD, f"{self.name}: {len(text)} bytes to say about a message"
         own = torch.frombuffer(bytearray(text.ljust(HEAD)), dtype=torch.uint8)
@@ -67,13 +67,13 @@ class Wire:
         return [json.loads(bytes(one.tolist())) for one in every]
 
     def agree(self, said: dict[str, Any]) -> None:
-        """Raise RuntimeError where ranks are about to send different messages."""
+        """Raise RuntimeError if ranks are about to send different messages."""
         every = self.heads(said)
         if any(one != said for one in every):
             raise RuntimeError(f"NCCL would hang: ranks of {self.name} post {every}")
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """The values of all ranks; equally long, as they have agreed."""
+        """Gather all ranks' values, which have the agreed length."""
         raw = own.contiguous().view(-1).view(torch.uint8)
         every = [torch.empty_like(raw) for _ in range(self.size)]
         if raw.numel():
@@ -81,7 +81,7 @@ class Wire:
         return [one.view(own.dtype).view(own.shape) for one in every]
 
     def swap(self, parts: list[Tensor], rooms: list[Tensor]) -> list[Tensor]:
-        """Part r to rank r, into a room of the size that it sends, none of no bytes."""
+        """Send part r to rank r, and receive parts of the senders' sizes; skips empty ones."""
         sends = [
             self.gloo.send([raw], peer, 0)
             for peer, part in enumerate(parts)
@@ -97,7 +97,7 @@ class Wire:
         return rooms
 
     def send(self, values: Tensor, peer: int) -> None:
-        """Send, and wait until it has arrived, as a long message of NCCL does."""
+        """Send, and wait for arrival, as NCCL does for long messages."""
         head = torch.tensor([values.nbytes])
         self.gloo.send([head], peer, 1).wait(self.timeout)
         if values.numel():
@@ -105,7 +105,7 @@ class Wire:
         self.gloo.recv([head], peer, 3).wait(self.timeout)
 
     def recv(self, room: Tensor, peer: int) -> None:
-        """Receive exactly as many bytes as are sent. Raises RuntimeError."""
+        """Receive exactly the sent number of bytes. Raises RuntimeError."""
         head = torch.empty(1, dtype=torch.int64)
         self.gloo.recv([head], peer, 1).wait(self.timeout)
         if int(head) != room.nbytes:
@@ -118,7 +118,7 @@ class Wire:
         self.gloo.send([head], peer, 3).wait(self.timeout)
 
     def batch(self, calls: list[tuple[str, Tensor, int]]) -> None:
-        """Sends and receives of one ``ncclGroup``: none waits for another."""
+        """Run the sends and receives of a ``ncclGroup``, which do not wait for each other."""
         threads: list[threading.Thread] = []
         errors: list[BaseException] = []
         own = [[t for way, t, peer in calls if way == way_ and peer == self.rank]

@@ -1,4 +1,4 @@
-"""What tests on the GPU that keeps account share: the GPU, tensors and channels on it."""
+"""Shared by tests on the fake GPU: the GPU, tensors and channels on it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.stand_ins.gpu.machine import DEVICE, Gpu
 from tests.stand_ins.gpu.pretended import pretended
 
 RANKS, RANK, NUMEL = 4, 1, 9001
-cuda: Any = torch.cuda  # parts of it are untyped
+cuda: Any = torch.cuda  # partly untyped
 
-#: torch's, about addresses of fake tensors
+#: torch's warning about addresses of fake tensors
 QUIET = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
-    """A GPU of rank 1 of four."""
+    """Yield a GPU as rank 1 of four."""
     with torch.no_grad(), pretended(RANKS, RANK) as found:
         yield found
 
 
 def chain(gpu: Gpu) -> list[str]:
-    """What the GPU did since the last call: a line for each stretch of one stream's work."""
+    """Return the GPU's work since the last call: a line for each run of work on one stream."""
     lines: list[tuple[str, list[str]]] = []
     for stream, what in gpu.did:
         if what and (not lines or lines[-1][0] != stream):
@@ -41,7 +41,7 @@ def chain(gpu: Gpu) -> list[str]:
 
 
 def computing(lines: list[str]) -> tuple[int, int]:
-    """Of a ``chain``: how often the default stream encodes or decodes, and waits for a message."""
+    """Count the default stream's encodings, decodings and waits for messages in a ``chain``."""
     own = [line.split(": ", 1)[1].split(", ") for line in lines if line.startswith("the default")]
     every = [what for work in own for what in work]
     coded = sum(what.startswith(("blockint_", "expcode_", "pieces_")) for what in every)
@@ -49,11 +49,11 @@ def computing(lines: list[str]) -> tuple[int, int]:
 
 
 def channels(**block: Any) -> Channels:
-    """Of a block that samples nothing, which would make the host wait."""
+    """Return a block's channels without sampling, which would make the host wait."""
     every = {"ledger": {"sample_every": 0}, "min_bytes": 0, "start_step": 0}
     return Channels(CompressionConfig.parse({**every, **block}))
 
 
 def values_of(numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Values on the GPU."""
+    """Return values on the GPU."""
     return torch.zeros(numel, dtype=dtype, device=DEVICE)

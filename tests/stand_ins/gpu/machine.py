@@ -1,4 +1,4 @@
-"""A GPU that only keeps account: torch's operations, launches of kernels, messages over NCCL."""
+"""A GPU that only tracks accesses: torch's operations, kernel launches, NCCL messages."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hybridcomp.kernels.cuda.workspaces import Workspaces
 from tests.stand_ins.gpu.memory import HOST, Block, Clock, Memory, Stream, tensors_in
 
 DEVICE = torch.device("cuda", 0)
-#: operations that only make room
+#: operations that only allocate
 MAKE = ("aten.empty", "aten.new_empty")
-#: operations that copy, and between two devices make the host wait unless told not to
+#: copies; between two devices they block the host unless non_blocking
 COPIES = ("aten.copy_", "aten._to_copy", "aten._copy_from")
 
 
 class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One GPU; operations inside of the mode run on its current stream.
+    """One GPU; operations inside the mode run on its current stream.
 
     Attributes:
-        waits: what the host waited for, in words.
+        waits: descriptions of the host's waits.
         capturing: whether a CUDA graph captures the current stream.
-        unmet: messages that nobody has waited for.
-        did: what each stream did or waited for, in the order in which the host asked for it.
+        unmet: messages without a wait yet.
+        did: work and waits of each stream, in the host's order.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unmet: list[Message] = []
         self.did: list[tuple[str, str]] = []
         self._workspaces = Workspaces(self._zeroed)
-        self._named: dict[int, list[int]] = {}  # addresses in tables on the device, by theirs
+        self._named: dict[int, list[int]] = {}  # addresses in device tables, by the table's address
 
     def stream(self, name: str) -> Stream:
         """Make a stream."""
@@ -64,14 +64,14 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.memory.pinned.add(one.untyped_storage()._cdata)
         written = _written(func, args, kwargs)
         if _is_view(func) or str(func).startswith(MAKE) or not (outputs or written):
-            return found  # of the last kind are questions about shapes
+            return found  # the last kind are queries of shapes
         both = [*inputs, *outputs]
         by = self.current if any(t.is_cuda for t in both) else self.host
         reads = [
             each
             for each in inputs
             if not any(each is other for other in written)
-            and (each.is_cuda or each.dim() or by is self.host)  # a GPU is told the host's scalars
+            and (each.is_cuda or each.dim() or by is self.host)  # host scalars are passed by value
         ]
         self.does(by, reads, [*written, *outputs], str(func).split(".")[1])
         if str(func).startswith(COPIES) and len({t.is_cuda for t in both}) > 1:
@@ -84,7 +84,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def does(
         self, by: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str = ""
     ) -> None:
-        """Have a stream do one thing, called ``what``. Raises Race."""
+        """Make a stream do ``what``. Raises Race."""
         self.did.append((by.name, what))
         if by is not self.host:
             by.behind(self.host.clock)
@@ -97,15 +97,15 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.memory.block(tensor, self.current if tensor.is_cuda else self.host, what)
 
     def order(self, stream: Stream, behind: str) -> None:
-        """Write down that a stream waits for another, or for a message."""
+        """Record that a stream waits for another, or for a message."""
         self.did.append((stream.name, f"waits for {behind}"))
 
     def sweep(self) -> None:
-        """Take back the memory that was freed by now. Raises Race."""
+        """Reclaim freed memory. Raises Race."""
         self.memory.sweep(self.host)
 
     def wait(self, why: str, clock: Clock) -> None:
-        """The host waits."""
+        """Make the host wait."""
         self.sweep()
         self.waits.append(why)
         self.order(self.host, why)
@@ -115,9 +115,9 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
         *words: int, threads: int = 256, table: bytes | None = None,
     ) -> None:  # fmt: skip
-        """See ``launcher.Launcher``: what the first argument points into is read, all else written.
+        """See ``launcher.Launcher``: reads the first argument's block and writes all others.
 
-        Of a table everything counts as written.
+        A table's blocks all count as written.
         """
         if table is not None:
             words = (*words, *struct.unpack(f"<{len(table) // 8}Q", table[: len(table) // 8 * 8]))
@@ -139,7 +139,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.empty(words, dtype=torch.int64, device=DEVICE)
 
     def words(self, values: Words) -> Tensor:
-        """See ``launcher.Launcher``: a launch that reads these reads and writes what they name."""
+        """See ``launcher.Launcher``: a launch with these words accesses the blocks they name."""
         host = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
         made = host.to(DEVICE, non_blocking=True)
         self._named[made.data_ptr()] = values.flatten().tolist()
@@ -149,7 +149,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.zeros(words, dtype=torch.int64, device=DEVICE)
 
     def post(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Message:
-        """A message over NCCL: behind the current stream, on a stream of its own."""
+        """Post an NCCL message behind the current stream, on a separate stream."""
         self.sweep()
         self.nccl.behind(self.current.clock)
         reads, writes = ([t for t in some if t.numel()] for some in (reads, writes))
@@ -159,7 +159,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Message(Work):
-    """Orders the stream that waits for it behind NCCL's, and holds its tensors until then."""
+    """Orders the waiting stream behind NCCL's stream, and holds its tensors until then."""
 
     def __init__(self, gpu: Gpu, held: list[Tensor]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes."""
+    """Return the arguments that an operation writes."""
     arguments = func._schema.arguments
     named = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
     into = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -1,9 +1,9 @@
-"""Who touches a block of a GPU's memory, and whether they have waited for each other.
+"""Track accesses to blocks of GPU memory, and detect missing synchronization.
 
-Every stream counts what it does, and knows of every other stream up to which count it is behind it
-(a vector clock). A block remembers its last writer and its readers. Its memory goes back to the
-stream that allocated it, whose next allocation may get it at once, as torch's caching allocator
-does: by then that stream has to be behind all that others do with the block.
+Every stream counts its operations and has a vector clock: for each other stream, the count that it
+is ordered behind. A block records its last writer and its readers. When freed, it returns to the
+stream that allocated it, whose next allocation may reuse it at once, as in torch's caching
+allocator; that stream then has to be ordered behind all other uses.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.multiprocessing import reductions
 
 #: untyped in torch
 StorageWeakRef: Any = reductions.StorageWeakRef
-#: bytes between the addresses of two blocks
+#: address distance between two blocks
 STEP = 1 << 40
-#: what a host does, which is behind a stream once it has waited for it
+#: the host as a stream, which is ordered behind a stream after waiting for it
 HOST = -1
 
 Clock = dict[int, int]
 
 
 class Race(AssertionError):
-    """Two streams touch one block and neither has waited for the other."""
+    """Two streams access a block without synchronization."""
 
 
 @dataclass(eq=False)
@@ -39,12 +39,12 @@ class Stream:
     clock: Clock = field(default_factory=dict)
 
     def behind(self, clock: Clock) -> None:
-        """Wait for all that ``clock`` knows of."""
+        """Wait for everything in ``clock``."""
         for number, count in clock.items():
             self.clock[number] = max(self.clock.get(number, 0), count)
 
     def step(self) -> None:
-        """Do one more thing."""
+        """Count an operation."""
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
 
     def sees(self, number: int, count: int) -> bool:
@@ -53,7 +53,7 @@ class Stream:
 
 @dataclass(eq=False)
 class Block:
-    """A storage: who allocated it, who touched it last, on which streams it was recorded."""
+    """A storage: its allocating stream, its last accesses, and record_stream's streams."""
 
     address: int
     owner: Stream
@@ -64,7 +64,7 @@ class Block:
     recorded: list[Stream] = field(default_factory=list)
 
     def touch(self, by: Stream, writes: bool) -> None:
-        """Raise Race unless ``by`` has waited for whom it has to."""
+        """Raise Race unless ``by`` is ordered behind the conflicting accesses."""
         before = list(self.read.items()) if writes else []
         if self.written is not None:
             before.append(self.written)
@@ -78,12 +78,12 @@ class Block:
             self.read[by.number] = by.clock[by.number]
 
     def check_freed(self, host: Stream) -> None:
-        """Raise Race where another stream still uses what its owner may get again.
+        """Raise Race if another stream still uses memory that its owner may reuse.
 
-        What the host has waited for is over, and a stream that it was recorded on is waited for.
+        Accesses the host waited for are finished, and recorded streams are waited for.
         """
         if self.owner is host:
-            return  # torch keeps pinned memory until copies are through
+            return  # torch keeps pinned memory until copies finish
         used = dict(self.read)
         if self.written is not None:
             used[self.written[0]] = max(self.written[1], used.get(self.written[0], 0))
@@ -95,7 +95,7 @@ class Block:
 
 
 class Memory:
-    """All blocks of a GPU, and pinned ones of its host."""
+    """All blocks of a GPU, and pinned blocks of its host."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
@@ -103,7 +103,7 @@ class Memory:
         self.pinned: set[int] = set()
 
     def block(self, tensor: Tensor, owner: Stream, what: str) -> Block:
-        """The block of ``tensor``, made now if it is new: then ``owner`` allocated it."""
+        """Return the block of ``tensor``; a new one counts as allocated by ``owner``."""
         storage = tensor.untyped_storage()
         found = self._blocks.get(storage._cdata)
         if found is None or found.alive.expired():
@@ -114,12 +114,12 @@ class Memory:
         return found
 
     def address(self, tensor: Tensor) -> int:
-        """What stands for ``data_ptr``."""
+        """Return a fake ``data_ptr``."""
         block = self._blocks[tensor.untyped_storage()._cdata]
         return block.address + int(tensor.storage_offset()) * tensor.itemsize
 
     def at(self, word: int) -> Block | None:
-        """The block that an argument of a kernel points into; None where it is a number."""
+        """Return the block that a kernel argument points into; None for numbers."""
         base = word - word % STEP
         for block in self._blocks.values():
             if block.address == base:
@@ -127,11 +127,11 @@ class Memory:
         return None
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
-        """``record_stream``: the block is not given out before ``stream`` is through with it."""
+        """Delay the block's reuse until ``stream`` is done with it (``record_stream``)."""
         self._blocks[tensor.untyped_storage()._cdata].recorded.append(stream)
 
     def sweep(self, host: Stream) -> None:
-        """Take back what was freed. Raises Race."""
+        """Reclaim freed blocks. Raises Race."""
         for key, block in list(self._blocks.items()):
             if block.alive.expired():
                 del self._blocks[key]
@@ -140,5 +140,5 @@ class Memory:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of an operation's arguments or results."""
+    """Return the tensors among an operation's arguments or results."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""Torch's functions for GPUs on a ``Gpu``, as long as a ``with`` lasts."""
+"""Replace torch's GPU functions by those of a ``Gpu`` during a ``with`` block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hybridcomp.kernels.cuda import CudaKernels
 from tests.stand_ins.gpu.machine import DEVICE, Gpu, Message
 from tests.stand_ins.gpu.memory import Clock, Stream
 
-#: gives torch a device guard for GPUs, which a build without CUDA has not
+#: gives torch a device guard for GPUs, which a build without CUDA lacks
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10::impl {
@@ -36,7 +36,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>)
 
 
 class CudaStream:
-    """What ``torch.cuda.Stream`` has."""
+    """Methods of ``torch.cuda.Stream``."""
 
     def __init__(self, gpu: Gpu, stream: Stream) -> None:
         self.gpu, self.of = gpu, stream
@@ -60,7 +60,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """What ``torch.cuda.Event`` has."""
+    """Methods of ``torch.cuda.Event``."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -75,14 +75,14 @@ class CudaEvent:
         self.gpu.wait("an event", self.clock)
 
     def query(self) -> bool:
-        return False  # a device is never through when it is asked
+        return False  # the device is never finished when queried
 
     def elapsed_time(self, stop: CudaEvent) -> float:
         return 1.0
 
 
 class Future:
-    """What ``torch.futures.Future`` has for a hook of DDP: set on one stream, met on another."""
+    """Methods of ``torch.futures.Future`` for a DDP hook: set on one stream, awaited on another."""
 
     gpu: Gpu
 
@@ -121,7 +121,7 @@ def _guard() -> None:
 
 @contextmanager
 def pretended(ranks: int = 4, rank: int = 1) -> Iterator[Gpu]:
-    """A GPU, of one of so many ranks over NCCL. Skips where torch has GPUs of its own."""
+    """Yield a GPU of a rank over NCCL among so many. Skips if torch has GPUs."""
     if torch.version.cuda is not None:
         pytest.skip("torch is built with CUDA: the tests marked gpu are for it")
     _guard()
@@ -139,7 +139,7 @@ def pretended(ranks: int = 4, rank: int = 1) -> Iterator[Gpu]:
 
 
 class Sizes(payload_sizes.SizeReader):
-    """The sizes that travel are 64 bytes, once the host has waited for them."""
+    """Exchanged sizes: 64 bytes each, once the host has waited."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
@@ -151,14 +151,14 @@ class Sizes(payload_sizes.SizeReader):
 
 
 class Sixty(payload_sizes.Arrival):
-    """Words that say 64."""
+    """Words with the value 64."""
 
     def __init__(self, gpu: Gpu, host: Tensor, event: Any) -> None:
         super().__init__(host, event)
         self._gpu = gpu
 
     def sizes(self) -> list[int]:
-        """Read them, which is a race where nobody has waited."""
+        """Read them; a race unless the host has waited."""
         self._gpu.does(self._gpu.host, [self._host], [])
         return [64] * self._host.numel()
 
@@ -202,7 +202,7 @@ def _patches(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _messages(gpu: Gpu, ranks: int, rank: int) -> Iterator[tuple[Any, str, Any]]:
-    """The functions of ``torch.distributed`` that post messages."""
+    """Yield the functions of ``torch.distributed`` that post messages."""
 
     def out_of(out: Tensor, values: Tensor, *_: object, **__: object) -> Message:
         return gpu.post([values], [out])

@@ -1,4 +1,4 @@
-"""The command line, in process and once as a process of its own."""
+"""The command line, in process and once as a separate process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_validate_says_that_a_ledger_cannot_be_written(
 ) -> None:
     file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": f"{tmp_path}/none/ledger.jsonl"}})
     assert cli.main(["validate", file]) == 0
-    assert "cannot be written" not in capsys.readouterr().out  # the folder would be made
+    assert "cannot be written" not in capsys.readouterr().out  # the folder would be created
     file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": str(tmp_path)}})
     assert cli.main(["validate", file]) == 0
     said = capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_validate_says_what_a_resumed_job_takes_over(
 
 
 def without_deepspeed(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as on a machine that has no DeepSpeed."""
+    """Run a command as without DeepSpeed installed."""
     code = (
         "import sys\n"
         "class Without:\n"
@@ -320,7 +320,7 @@ def test_process_validates_without_deepspeed() -> None:
 def test_validate_finds_the_right_line(
     name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """YAML in blocks was read as Hjson, and keys that DeepSpeed ignores were valid."""
+    """YAML blocks had been read as Hjson, and keys that DeepSpeed ignores were accepted."""
     pytest.importorskip("yaml")
     (tmp_path / name).write_text(text)
     assert cli.main(["validate", str(tmp_path / name)]) == cli.BAD_INPUT

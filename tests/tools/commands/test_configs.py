@@ -1,4 +1,4 @@
-"""``hybridcomp configs``: the examples that come with the package, listed and copied."""
+"""``hybridcomp configs``: lists and copies the examples of the package."""
 
 from __future__ import annotations
 

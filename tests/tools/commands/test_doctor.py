@@ -1,4 +1,4 @@
-"""``hybridcomp doctor``: what it says of machines that have, lack or mix things."""
+"""``hybridcomp doctor``: reports on machines that have, lack or mix packages."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_codecs_run_on_this_gpu() -> None:
 
 
 def test_equal_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with DeepSpeed 0.18.2, which every seam refuses for the same reason."""
+    """DeepSpeed 0.18.2 fails at every seam for the same reason."""
     monkeypatch.setattr(patching, "version", lambda name: "0.18.2")
     monkeypatch.setattr(doctor, "_version", lambda name: "0.18.2")
     found = list(doctor._seams("deepspeed", "deepspeed"))
@@ -210,7 +210,7 @@ def test_variables_that_the_launcher_does_not_hand_on_are_told(
 
 
 def test_missing_cupy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the message of the first use, as an error of the configuration, in one line."""
+    """A one-line configuration error, with the message of the first use."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(kernels, "_on_cuda", {})
     with pytest.raises(ConfigError, match="codecs on a GPU need CuPy .*pip install") as caught:
@@ -233,7 +233,7 @@ def test_channels_ask_for_kernels_where_something_is_encoded(
 
 
 def test_hints_to_install_an_extra_build_nothing_again() -> None:
-    """``pip install -e '.[plot]'`` compiled all kernels for a picture."""
+    """``pip install -e '.[plot]'`` would compile all kernels for a picture."""
     assert install_hint() == "pip install -e . in the clone of hybridcomp"
     for text in metadata.metadata("hybridcomp").get_all("Provides-Extra") or ():
         hint = install_hint(text)

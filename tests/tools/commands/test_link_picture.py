@@ -1,4 +1,4 @@
-"""``validate --picture``: the bytes of a step on each link, drawn and in words."""
+"""``validate --picture``: the bytes of a step on each link, drawn and as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.paths import ROOT
 pytest.importorskip("jinja2")
 
 SVG = "{http://www.w3.org/2000/svg}"
-#: widest letter of the labels, in pixels of a picture that is 480 wide
+#: widest letter of the labels, in pixels of a 480 pixel wide picture
 LETTER, WIDTH = 9.0, 480
 SIZE = ["--parameters", "1.3e9", "--world-size", "32", "--ranks-per-node", "8"]
 
@@ -40,7 +40,7 @@ def job(tmp_path: Path, stage: int = 2, **changed: Any) -> Path:
 
 
 def texts(svg: str) -> list[tuple[str, float]]:
-    """The labels, and where each ends at the right, at most."""
+    """Return the labels with the maximum right end of each."""
     found = []
     for one in ElementTree.fromstring(svg).iter(f"{SVG}text"):
         length = LETTER * len(one.text or "")
@@ -52,7 +52,7 @@ def texts(svg: str) -> list[tuple[str, float]]:
 def test_the_four_nodes_of_the_docs_are_drawn_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/links.svg is what the page's command writes for the page's file."""
+    """docs/links.svg is the output of the page's command for the page's file."""
     page = (ROOT / "docs" / "four_nodes.md").read_text()
     block = re.search(r"```json\n(.*?)```", page, re.DOTALL)
     command = re.search(r"^hybridcomp (validate .* --picture \S+)$", page, re.MULTILINE)
@@ -83,7 +83,7 @@ def test_with_a_rank_on_each_node_it_is_what_pays_says(stage: int, tmp_path: Pat
 
 
 def test_tensor_ranks_share_a_node(tmp_path: Path) -> None:
-    """Two tensor ranks halve each rank's parameters and double the groups of a node."""
+    """Two tensor ranks halve each rank's parameters and double a node's groups."""
     file = read_job_file(job(tmp_path, 1))
     block = CompressionConfig.parse({"preset": "recommended"})
     whole = link_picture.node_nbytes(block, file, JobSize(1 << 30, 16, None, 4))
@@ -100,7 +100,7 @@ def test_bars_have_the_lengths_of_their_figures_and_labels_stay_inside() -> None
     ]
     widths = [float(one.attrib["width"]) for one in bars]
     assert widths[:3] == pytest.approx([250, 250 * 50 / 99.9, 250 * 1.2345 / 99.9], abs=0.1)
-    assert widths[3] == 1.0  # nothing is still seen
+    assert widths[3] == 1.0  # the minimum width stays visible
     labels = texts(svg)
     assert all(end <= WIDTH for _, end in labels), labels
     assert [label for label, _ in labels if "B" in label][0:2] == ["99.9 GB", "50.0 GB"]

@@ -1,4 +1,4 @@
-"""``hybridcomp validate`` says what a job takes on a rank, and refuses what does not fit."""
+"""``hybridcomp validate`` reports a rank's memory, and rejects a job that does not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def file(folder: Path, stage: int, **block: Any) -> str:
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The line about memory."""
+    """Return the line about memory."""
     assert cli.main(["validate", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     (found,) = [line for line in lines if line.strip().startswith("memory ")]
@@ -46,7 +46,7 @@ def test_seventy_billion_parameters_on_a_laptop(
     assert f"residuals {size(4 * N / 8)}," in told(capsys, path, *SIZED, "--ranks-per-node", "8")
     # a replica has eight ranks
     assert f"residuals {size(4 * N / 8)}," in told(capsys, path, *SIZED, "--replicas", "8")
-    # of four nodes of eight it is a 32nd, where a replica spans several of these; else an eighth
+    # on four nodes of eight ranks: a 32nd if a replica spans several nodes, else an eighth
     deep = file(tmp_path, 3, dp=FEEDBACK, hierarchy=["auto", 4])
     assert f"residuals {size(4 * N / 32)}," in told(capsys, deep, *SIZED, "--ranks-per-node", "8")
     wide = file(tmp_path, 3, dp=FEEDBACK, hierarchy=[8, 8])
@@ -75,7 +75,7 @@ def test_secondary_copies_are_told(
 def test_buckets_of_a_few_values_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once, and not when a list of all of them has filled the memory."""
+    """This happens before a list of all buckets fills the memory."""
     path = Path(file(tmp_path, 3, dp=FEEDBACK))
     settings = json.loads(path.read_text())
     settings["zero_optimization"]["reduce_bucket_size"] = 5
@@ -86,7 +86,7 @@ def test_buckets_of_a_few_values_are_refused(
 
 
 def neox(folder: Path, **block: Any) -> list[str]:
-    """Words for 70 B parameters on 8 x 8 x 16 ranks, in a file of GPT-NeoX."""
+    """Return words for 70 B parameters on 8 x 8 x 16 ranks, in a GPT-NeoX file."""
     config = {
         "model_parallel_size": 8, "pipe_parallel_size": 8, "num_layers": 80, "hidden_size": 8192,
         "num_attention_heads": 64, "seq_length": 4096, "train_micro_batch_size_per_gpu": 2,
@@ -152,10 +152,10 @@ def test_islands_and_published_weights(tmp_path: Path, capsys: pytest.CaptureFix
     path = file(tmp_path, 2, sync={"islands": 8}, publish={"to": str(tmp_path / "weights")})
     line = told(capsys, path, *SIZED)
     assert f"state of islands {size(2 * 4 * N / 8)}, " in line  # start and momentum
-    # what was sent, and what eight islands sent
+    # sent message, and those of eight islands
     assert f"messages of islands {size((1 + 64 // 8) * 4 * N / 8)}, " in line
     assert f"copies of published weights {size(4 * N / 8)} (host)" in line
-    late = {"preset": "streaming", "islands": 8, "every": 8, "delay": 5}  # three at once
+    late = {"preset": "streaming", "islands": 8, "every": 8, "delay": 5}  # three in flight
     line = told(capsys, file(tmp_path, 2, sync=late), *SIZED)
     assert f"messages of islands {size(3 * (1 + 64 // 8) * 4 * N / 8 / 4)}" in line
     where = {"rendezvous": "tcp://a:1", "at_start": 5}

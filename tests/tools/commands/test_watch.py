@@ -1,4 +1,4 @@
-"""``hybridcomp watch``: the figures of a ledger that grows, is cut off, set aside, begun anew."""
+"""``hybridcomp watch``: figures of a ledger that grows, is truncated, set aside or restarted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST = 1_700_000_000.0
 
 
 def report(step: int, seconds: float = 4.0, **more: Any) -> dict[str, Any]:
-    """A report every ten steps, each some seconds behind the one before."""
+    """Return reports of every tenth step, each some seconds after the last."""
     reports = step / 10
     return {
         "step": step, "time": FIRST + seconds * reports, "total_raw_MB": 75.0 * reports,
@@ -73,15 +73,15 @@ def test_the_table_has_what_the_last_reports_say(tmp_path: Path) -> None:
     ]
     assert reader.told(FIRST + 15)[3].endswith(", 3 s ago")
     write(path, report(40, dimensions={"dp": {"forward": {**ROW, "error": None}}}))
-    assert reader.read() and reader.table()[1][3] == "1.0e-01"  # the last sample stays
+    assert reader.read() and reader.table()[1][3] == "1.0e-01"  # the last sample is kept
     assert reader.told(FIRST + 99)[3].endswith(", 83 s ago: the job is late, or was ended")
     write(path, {"summary": True, "step": 40, "time": FIRST + 17, "dimensions": {}})
     assert reader.read() and reader.told(FIRST + 99)[3].startswith("the job ended at ")
-    assert reader.table()[1][0] == "dp"  # the last report stays
+    assert reader.table()[1][0] == "dp"  # the last report is kept
 
 
 def test_a_file_without_times_has_no_speed(tmp_path: Path) -> None:
-    """Of an earlier version: all but the speed is shown."""
+    """A file of an earlier version: everything but the speed is shown."""
     records = [{key: value for key, value in report(s).items() if key != "time"} for s in (10, 20)]
     write(tmp_path / "ledger.jsonl", *records)
     reader = read(tmp_path / "ledger.jsonl")
@@ -90,7 +90,7 @@ def test_a_file_without_times_has_no_speed(tmp_path: Path) -> None:
 
 
 def test_either_may_end_and_start_again(tmp_path: Path) -> None:
-    """The job sets its file aside; a second reader knows what the first one does."""
+    """The job sets its file aside; a restarted reader shows the same as the first."""
     path = tmp_path / "ledger.jsonl"
     reader = LedgerReader(path)
     assert not reader.read() and reader.told(FIRST) == ["no report yet"]
@@ -102,11 +102,11 @@ def test_either_may_end_and_start_again(tmp_path: Path) -> None:
         assert reader.read() and not reader.read()
     assert reader.table() == read(path).table() and reader.told(FIRST) == read(path).told(FIRST)
     assert reader.table()[1][6] == "30.0"
-    job = JsonLines(path)  # started again by the same command, before the first one has closed
+    job = JsonLines(path)  # restarted by the same command before the first has closed
     job.write(report(10))
     assert reader.read() and (tmp_path / "ledger.1.jsonl").exists()
     assert reader.table() == read(path).table() and reader.table()[1][6] == "10.0"
-    path.write_text("")  # emptied by somebody
+    path.write_text("")  # emptied by another program
     assert not reader.read()
     write(path, report(10), report(20))
     assert reader.read() and reader.table()[1][6] == "20.0"
@@ -169,7 +169,7 @@ def test_once_prints_the_table_and_writes_the_page(
 def test_it_follows_until_it_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A table for each report where the output is no terminal, and none between."""
+    """If the output is not a terminal it prints a table per report, and nothing in between."""
     pytest.importorskip("rich")
     path = tmp_path / "ledger.jsonl"
     looks: list[float] = []
@@ -192,7 +192,7 @@ def test_it_follows_until_it_is_ended(
 def test_the_file_of_another_machine_comes_by_standard_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As ``tail -F`` hands it on: after a restart of the job the steps begin again."""
+    """As piped from ``tail -F``: after a restart of the job the steps begin again."""
     outer, inner = os.pipe()
     with os.fdopen(outer) as stdin, os.fdopen(inner, "w") as job:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -205,7 +205,7 @@ def test_the_file_of_another_machine_comes_by_standard_input(
 
 
 def test_it_needs_rich_and_no_torch(tmp_path: Path) -> None:
-    """What runs beside a training has to be small: torch alone takes seconds to import."""
+    """It runs beside a training, so it must be small: importing torch takes seconds."""
     code = (
         "import sys\n"
         "from hybridcomp.tools.commands import cli\n"

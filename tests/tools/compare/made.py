@@ -1,4 +1,4 @@
-"""Stand-ins for the logs of trainings: nobody ran these."""
+"""Synthetic logs of trainings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER: dict[str, Any] = {
 
 
 def record(step: int, loss: float) -> dict[str, Any]:
-    """Of one step of a training that takes a second for each."""
+    """Return the record of one step of a training with one second per step."""
     return {
         "step": step, "loss": loss, "tokens": 100 * step, "tokens_per_second": 100.0,
         "seconds": 1.0,
@@ -37,7 +37,7 @@ def write_run(
     seconds: float = 1.0,
     **header: Any,
 ) -> Path:
-    """A falling curve times ``factor``; the path of the log."""
+    """Write a falling curve times ``factor``; return the log's path."""
     folder.mkdir(parents=True, exist_ok=True)
     records: list[dict[str, Any]] = []
     if seed is not None:

@@ -1,4 +1,4 @@
-"""A training that is compared ends with the process that started it, launcher and ranks."""
+"""A compared training ends with the process that started it, including launcher and ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hybridcomp.tools.compare.children import run_logged
 from tests.ranks import python_path
 
-#: starts a rank, says both numbers, and waits; the rank does not end by SIGTERM
+#: starts a rank, prints both process numbers, and waits; the rank ignores SIGTERM
 LAUNCHER = """
 import os, signal, subprocess, sys, time
 rank = subprocess.Popen([sys.executable, "-c", '''
@@ -36,7 +36,7 @@ run_logged([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]), {}, farewell=
 
 
 def lives(pid: int) -> bool:
-    """Whether it runs; one that has ended and was not asked for its status does not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -60,7 +60,7 @@ def test_a_signal_to_the_study_alone_ends_all(tmp_path: Path, number: signal.Sig
     study.send_signal(number)
     study.communicate()
     assert study.returncode != 0
-    while any(map(lives, pids)):  # a signal is sent at once, a process ends when it is its turn
+    while any(map(lives, pids)):  # signals arrive at once, but processes end only when scheduled
         time.sleep(0.02)
 
 
@@ -73,7 +73,7 @@ def test_status_output_and_variables(tmp_path: Path) -> None:
 
 
 def test_tests_in_the_background_of_a_shell_can_be_interrupted() -> None:
-    """It starts them with SIGINT ignored, and so would all children of theirs."""
+    """The shell starts background jobs, and so their children, with SIGINT ignored."""
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import tests.conftest"
     child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     code = f"{ignoring}; import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

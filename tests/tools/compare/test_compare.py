@@ -1,4 +1,4 @@
-"""``hybridcomp compare`` on logs in JSON lines: figures, pairing, alignment, refusals."""
+"""``hybridcomp compare`` on JSON-lines logs: figures, pairing, alignment, errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_seeds_are_paired_not_ordered(tmp_path: Path) -> None:
 def test_two_seeds_have_a_range_and_no_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Student's t of one degree of freedom made "-1.36 ± 172.07" of two seeds."""
+    """Student's t with one degree of freedom had given "-1.36 ± 172.07" for two seeds."""
     for seed, factor in enumerate((0.86, 1.14)):
         write_run(tmp_path / "base" / f"seed{seed}", seed, 1.0)
         write_run(tmp_path / "lossy" / f"seed{seed}", seed, factor)
@@ -76,7 +76,7 @@ def test_two_seeds_have_a_range_and_no_interval(
 
 
 def test_a_small_gap_of_one_seed_is_no_news(tmp_path: Path) -> None:
-    """It said: its gap of -0.02 % is beyond the noise between neighbouring steps (± 0.00 %)."""
+    """It had printed: its gap of -0.02 % is beyond the noise between steps (± 0.00 %)."""
     found = compare(write_run(tmp_path / "a", 0, 1.0), write_run(tmp_path / "b", 0, 0.9998))
     assert not any("noise" in note for note in found.notes)
     found = compare(write_run(tmp_path / "a", 0, 1.0), write_run(tmp_path / "c", 0, 0.99))
@@ -119,7 +119,7 @@ def test_twice_as_fast_wins_at_equal_wall_clock(tmp_path: Path) -> None:
 
 
 def sends(run: Path, mbytes: dict[int, float], total: float) -> Path:
-    """Put a ledger beside a log: MB by the step of a report, and in all."""
+    """Put a ledger beside a log: MB by report step, and in total."""
     lines: list[dict[str, Any]] = [
         {"step": step, "dimensions": {"dp": {"forward": {**ROW, "wire_MB": sent}}}}
         for step, sent in mbytes.items()
@@ -132,10 +132,10 @@ def sends(run: Path, mbytes: dict[int, float], total: float) -> Path:
 
 def test_whoever_sends_less_wins_at_equal_bytes(tmp_path: Path) -> None:
     base = sends(write_run(tmp_path / "a", 0, 1.0, steps=400), {100: 100.0, 200: 100.0}, 400.0)
-    # nothing is sent before step 300, so that half of the bytes are sent by step 350
+    # nothing is sent before step 300, so half of the bytes are sent by step 350
     less = sends(write_run(tmp_path / "b", 0, 1.001, steps=400), {300: 0.0}, 100.0)
     found = compare(base, less, last=1).comparisons[1]
-    # the baseline is at step 100 when it has sent what the other sends in 400
+    # the baseline at step 100 has sent what the other sends in 400
     expected = 100 * (1.001 * (2 + 3 / 400) / (2 + 3 / 100) - 1)
     assert found.byte_gap == pytest.approx(expected, abs=1e-6) and expected < 0
     back = compare(less, base, last=1).comparisons[1]
@@ -212,7 +212,7 @@ def test_other_settings_than_the_block_are_noted(tmp_path: Path) -> None:
 
 
 def test_a_block_that_left_no_trace_is_noted(tmp_path: Path) -> None:
-    """As of a job that was started without hybridcomp.run."""
+    """As for a job started without hybridcomp.run."""
     for block, traced in (({"preset": "zhybrid"}, True), ({"dp": "bf16", "enabled": False}, False)):
         base = write_run(tmp_path / "a", 0, 1.0)
         run = write_run(tmp_path / "b", 0, 1.0, deepspeed={"compression": block})
@@ -257,7 +257,7 @@ def test_codecs_are_short_in_tables() -> None:
 def test_commas_between_paths_and_in_them(tmp_path: Path) -> None:
     logs = [write_run(tmp_path / "4 bits, deltas 3" / f"seed{seed}", seed, 1.0) for seed in (0, 1)]
     plain = write_run(tmp_path / "plain", 2, 1.0)
-    write_run(tmp_path / "4 bits" / "seed0", 0, 1.0)  # the beginning of the other's name
+    write_run(tmp_path / "4 bits" / "seed0", 0, 1.0)  # a prefix of the other's name
     for paths in (f"{logs[0]},{logs[1]},{plain}", f"{tmp_path}/4 bits, deltas 3/seed*,{plain}"):
         assert read_run("ours", paths, "ledger.jsonl").seeds == [0, 1, 2]
     with pytest.raises(CompareError, match=r"^missing: no such run"):

@@ -1,4 +1,4 @@
-"""What logs, labels and titles say is text in the report, its table and its picture."""
+"""Texts of logs, labels and titles stay text in the report, its table and its picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hybridcomp compare --launch``: what is started with what, and what is not started again."""
+"""``hybridcomp compare --launch``: started commands, and runs that are not repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.tools.compare import CompareError
 from hybridcomp.tools.compare.launch import RunPlan, armed, block_of, config_of
 from tests.selection import by_day
 
-#: a trainer of one process that learns better without compression, and counts how often it ran
+#: a single-process trainer that learns better without compression, and counts its runs
 TRAINER = """
 import argparse, json, os, sys
 parser = argparse.ArgumentParser()
@@ -177,6 +177,30 @@ def test_a_failure_shows_the_end_of_the_output(tmp_path: Path) -> None:
     with pytest.raises(CompareError, match=r"the reason\nbaseline seed 0: status 3"):
         job.run()
     assert not (job.folder / "done.json").exists()
+
+
+SAID = """
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 10, in <module>
+[rank1]: ValueError: a batch is missing
+[rank0]: RuntimeError: Connection closed by peer
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+
+
+@pytest.mark.parametrize(("said", "why"), [
+    (SAID, "status 1: [rank1]: ValueError: a batch is missing;"),
+    (f"[default1]:{SAID.lstrip().splitlines()[-4]}", "status 1: [default1]:[rank1]: ValueError: a"),
+    ("hybridcomp: compression.dp.bits: found 16\n", "status 1: hybridcomp: compression.dp.bits: f"),
+    ("step 1: Error rates\nno error: here", "status 1;"),
+])  # fmt: skip
+def test_a_failure_names_the_rank_that_failed_first(tmp_path: Path, said: str, why: str) -> None:
+    Path(tmp_path, "x.py").write_text(f"print({said!r}); raise SystemExit(1)")
+    job, _ = plan(tmp_path, sys.executable, str(tmp_path / "x.py")).jobs()
+    with pytest.raises(CompareError) as error:
+        job.run()
+    assert str(error.value).splitlines()[-1].startswith(f"baseline seed 0: {why}")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What was trained is never lost for want of a picture, a chart or a folder; few steps are said."""
+"""A missing picture, chart or folder loses no training; too few steps give a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridcomp.tools.compare.runs import CompareError
 from hybridcomp.tools.compare.statistics import Aligned, noise
 from tests.tools.compare.made import HEADER, record, write_run
 
-#: trains for a moment, and says that it did
+#: trains briefly, and prints so
 TRAINER = """
 import json, sys, time
 open("started.txt", "a").write("x")
@@ -35,14 +35,14 @@ with open(sys.argv[1], "w") as file:
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     Path("trainer.py").write_text(TRAINER)
-    # the module that arms hybridcomp stands in the command already: a stand-in, which is none
+    # the command already names the arming module, here a stand-in
     Path("runner.py").write_text("import sys; del sys.argv[:2]; exec(open('trainer.py').read())")
     return ["compare", "--launch", "--candidate", "recommended", "--out", "out", "--",
             sys.executable, "runner.py", launch.MODULE, "t.py", "{folder}/loss.jsonl"]  # fmt: skip
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """As if these were not installed."""
+    """Hide these packages."""
     there = find_spec
     for module in (command, pages):
         monkeypatch.setattr(
@@ -156,7 +156,7 @@ def test_progress_reads_what_there_is(tmp_path: Path) -> None:
 
 
 def notes(tmp_path: Path, steps: int, factor: float, spread: float) -> list[str]:
-    """Of two runs of one seed whose losses differ by ``factor``, and at random by ``spread``."""
+    """Return the notes for two runs whose losses differ by ``factor`` and random ``spread``."""
     draws = np.random.default_rng(0).normal(0, spread, (2, steps))
     paths = []
     for number, scale in enumerate((1.0, factor)):
@@ -182,7 +182,7 @@ def test_few_steps_and_noise_are_said(tmp_path: Path) -> None:
 
 
 def test_the_noise_is_what_chance_gives(tmp_path: Path) -> None:
-    """Of runs that differ by chance alone about one in twenty is called beyond it."""
+    """Among runs that differ by chance alone about one in twenty exceeds the noise."""
     found = 0
     for seed in range(200):
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""``report.html``: the figures of ``comparison.json``, in one file, whatever the runs are named."""
+"""``report.html``: the figures of ``comparison.json`` in a single file, for any run names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hybridcomp.tools.compare.statistics import running_mean
 from tests.tools.compare.made import ROW, write_run
 
 HOSTILE = "</script><script>alert(1)</script><b>"
-#: bytes of a page that may still be mailed
+#: maximum size of a page that can be mailed
 MOST = 5_000_000
 
 
 class Page(HTMLParser):
-    """The tags, the tables as rows of cells, and the scripts by their id."""
+    """The tags, the tables as rows of cells, and the scripts by id."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 
 def runs_of(folder: Path, labels: list[str], seeds: int = 2) -> list[str]:
-    """Words for the command: a baseline and runs that are worse one after the other."""
+    """Return arguments for a baseline and increasingly worse runs."""
     for number in range(len(labels)):
         for seed in range(seeds):
             write_run(
@@ -109,7 +109,7 @@ def test_a_page_of_five_runs_has_the_figures_of_the_json(tmp_path: Path) -> None
 
 
 def test_a_gap_at_equal_times_ends_where_the_baseline_does(tmp_path: Path) -> None:
-    """A run twice as fast is ahead of the baseline of the same second; a slower one ends later."""
+    """A run twice as fast is compared at the baseline's seconds; a slower one ends later."""
     pytest.importorskip("plotly")
     write_run(tmp_path / "base", 0, 1.0)
     write_run(tmp_path / "fast", 0, 1.0, seconds=0.5)
@@ -133,12 +133,12 @@ def test_names_of_runs_stay_texts_and_nothing_is_fetched(tmp_path: Path) -> None
     names = [tag for tag, _ in page.tags]
     assert "b" not in names and names.count("script") == 4 and "link" not in names
     assert not any({"src", "href"} & attributes.keys() for _, attributes in page.tags)
-    for chart in drawn(page).values():  # Plotly reads tags in the names of lines
+    for chart in drawn(page).values():  # Plotly interprets tags in line names
         assert not any("<" in trace["name"] for trace in chart["data"])
 
 
 def test_what_crosses_which_link_is_drawn_where_the_ledger_knows(tmp_path: Path) -> None:
-    """MB a step of all ranks: 60 steps, of whose bytes a part went to other nodes."""
+    """MB per step of all ranks: 60 steps, part of whose bytes crossed nodes."""
     pytest.importorskip("plotly")
     words = runs_of(tmp_path / "runs", ["base", HOSTILE], seeds=1)
     text, _, _ = made(tmp_path / "out", *words)
@@ -188,7 +188,7 @@ def test_open_shows_the_page(
 
 @pytest.mark.nightly
 def test_chromium_draws_the_page(tmp_path: Path) -> None:
-    """The library is unpacked and the charts in the window are drawn, from a file."""
+    """The library is unpacked and visible charts are drawn, from a file."""
     pytest.importorskip("plotly")
     chromium = shutil.which("chromium")
     if chromium is None:

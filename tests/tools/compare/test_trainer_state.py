@@ -1,4 +1,4 @@
-"""Runs of Hugging Face's Trainer, read from what it saves.
+"""Runs of Hugging Face's Trainer, read from its output folder.
 
 ``trainer_state.json`` beside this file was written by transformers 5.23.0 and accelerate 1.15.0: a
 GPT-2 of 106 thousand parameters, two ranks, ZeRO 1 with ``recommended``, resumed at step 20 of 40.
@@ -22,7 +22,7 @@ SAVED = Path(__file__).with_name(FILE)
 
 
 def output(folder: Path, *, ledger: bool = False, **changed: Any) -> Path:
-    """An output folder of the Trainer."""
+    """Return an output folder of the Trainer."""
     folder.mkdir(parents=True)
     (folder / FILE).write_text(json.dumps({**json.loads(SAVED.read_text()), **changed}))
     if ledger:
@@ -102,7 +102,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str, message:
 
 
 def test_json_lines_with_evaluations(tmp_path: Path) -> None:
-    """As a callback writes them that logs what the Trainer hands it."""
+    """As written by a callback that logs the Trainer's metrics."""
     path = tmp_path / "loss.jsonl"
     history = json.loads(SAVED.read_text())["log_history"]
     path.write_text("".join(json.dumps(record) + "\n" for record in history))

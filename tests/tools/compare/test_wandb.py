@@ -1,4 +1,4 @@
-"""W&B: offline runs of several trainers read back, and the chart of a comparison."""
+"""W&B: reads offline runs of several trainers, and logs a comparison's chart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tools.compare.made import write_run
 
 wandb = pytest.importorskip("wandb")
 
-#: what a trainer logs; run in a process of its own, since W&B leaves threads behind
+#: a trainer's log, in a separate process, since W&B leaves threads behind
 TRAINERS = """
 import sys, wandb
 folder = sys.argv[1]
@@ -139,7 +139,7 @@ def test_run_of_the_trainer_with_figures_of_the_ledger(folder: Path) -> None:
     assert found.identity["model"] == {"vocab_size": 64, "model_type": "gpt2"}
     assert found.identity["data"]["per_device_train_batch_size"] == 4
     assert found.settings == {"zero_optimization": {"stage": 1}}
-    row = found.ledger["dp"]["forward"]  # of 15 reports, though the Trainer made 9 rows
+    row = found.ledger["dp"]["forward"]  # sums 15 reports, although the Trainer wrote 9 rows
     wire = sum(1.0 + step / 30 for step in range(2, 31, 2))
     assert row["raw_MB"] == 60.0 and row["wire_MB"] == pytest.approx(wire)
     assert row["ratio"] == pytest.approx(60.0 / wire)
@@ -188,14 +188,14 @@ def test_wandb_and_json_lines_can_be_mixed(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["samples", "rows"])
 def test_parts_of_a_run_that_was_resumed_offline_are_joined(folder: Path, name: str) -> None:
-    """Two folders with one run id were two logs of one seed; the later part counts."""
+    """Two folders with one run id had counted as two logs of one seed; the later part counts."""
     parts = sorted((folder / name / "wandb").glob("offline-run-*"))
     assert len(parts) == 2
     run = read_run("resumed", str(folder / name), "ledger.jsonl")
     (found,) = run.trainings
     assert found.seed == 7 and len(found.steps) == 30
     assert found.losses.tolist() == [4.0] * 15 + [3.0] * 15
-    assert found.ledger["dp"]["forward"]["wire_MB"] == 30.0  # repeated steps were sent once here
+    assert found.ledger["dp"]["forward"]["wire_MB"] == 30.0  # repeated steps are counted once here
     assert found.seconds is not None and (found.seconds[1:] >= found.seconds[:-1]).all()
     back = read_run("resumed", f"{parts[1]},{parts[0]}", "ledger.jsonl")
     assert back.trainings[0].losses.tolist() == found.losses.tolist()
@@ -209,7 +209,7 @@ def test_rows_without_a_place_are_appended_and_a_run_that_began_again_counts() -
 
 
 def theirs(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Configuration and history of a file as W&B's own reader has them (``wandb-core leet``)."""
+    """Return a file's configuration and history by W&B's own reader (``wandb-core leet``)."""
     core = Path(wandb.__file__).parent / "bin" / "wandb-core"
     command = [str(core), "leet", "inspect", "-json", "-no-observability", "-run-file", str(path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -233,7 +233,7 @@ def test_the_reader_of_wandb_gives_the_same(folder: Path, name: str) -> None:
     assert len(history) >= 9
     assert history == expected_history
     for key, value in expected_config.items():
-        if key != "_wandb":  # W&B's own, which grows while the run goes on
+        if key != "_wandb":  # W&B's own, which grows during the run
             assert config[key] == value, key
 
 
@@ -289,7 +289,7 @@ def test_chart_and_final_figures_are_in_a_run_of_the_group(folder: Path, tmp_pat
 
 
 def summary_of(file: Path) -> dict[str, Any]:
-    """The last values in W&B's records of the summary."""
+    """Return the last values in W&B's summary records."""
     from wandb.proto import wandb_internal_pb2
 
     found: dict[str, Any] = {}
@@ -302,7 +302,7 @@ def summary_of(file: Path) -> dict[str, Any]:
 
 
 def test_an_error_of_wandb_is_told_with_what_to_do() -> None:
-    """A job without a key died in 40 frames of every rank."""
+    """A job without a key had died with 40 stack frames on every rank."""
     said = wandb_run.ended_by(wandb.errors.UsageError("No API key configured.\nUse login."))
     assert said is not None and said.startswith("W&B ended this job: No API key configured.")
     assert "wandb login" in said and "WANDB_MODE=offline" in said and "\n" not in said

@@ -1,4 +1,4 @@
-"""What the timed block takes is what it says."""
+"""The timed block's memory and operations are the stated ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_flops_are_those_of_the_counter(size: BlockSize) -> None:
             block(hidden)
     linear = 24 * size.batch * size.length * size.width**2
     assert size.flops >= linear
-    # on meta tensors attention may be counted, or be one operation that the counter does not know
+    # on meta tensors attention may be counted, or be an operation unknown to the counter
     assert counter.get_total_flops() in (linear, size.flops)
 
 
@@ -36,7 +36,7 @@ def test_kept_bytes_are_those_of_activations_alone() -> None:
     hidden = torch.randn(size.batch, size.length, size.width, requires_grad=True)
     values = hidden.nbytes
     found = kept_nbytes(block, hidden)
-    # at least both inputs of the norms, q, k, v, what follows the attention, gelu's in- and output
+    # at least both inputs of the norms, q, k, v, the attention's output, gelu's input and output
     assert 14 * values <= found < 30 * values
     with torch.no_grad():
         assert kept_nbytes(block, hidden) == 0

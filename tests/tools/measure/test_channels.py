@@ -1,4 +1,4 @@
-"""Messages through channels: what arrives, by which codec, in turns on all ranks."""
+"""Messages through channels: results, codecs, alternation on all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hybridcomp.tools.measure.team import Team, connected, shapes_of
 from hybridcomp.tools.plan.machines.rows import Operation
 from tests.ranks import RunRanks
 
-#: of a pair: values of a message
+#: values of a message, for native and encoded
 NUMEL = 1 << 12
 
 
 def sent(blocks: list[tuple[str, dict[str, int]]]) -> list[dict[str, tuple[int, int, int]]]:
-    """Messages, native ones and bytes on the wire, by dimension, for each block."""
+    """Return messages, native ones and wire bytes, by dimension, for each block."""
     team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
     (shape,) = connected(shapes_of([0, 0]), team)
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -58,7 +58,7 @@ def test_every_message_takes_the_channel_of_its_dimension(on_ranks: RunRanks) ->
 
 
 def turned(names: list[str]) -> tuple[list[str], list[str]]:
-    """Which runs were made in the first two rounds behind those that do not count."""
+    """Return the runs made in the first two counted rounds."""
     team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
     made: list[str] = []
 

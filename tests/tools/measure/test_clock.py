@@ -1,4 +1,4 @@
-"""Timing a call: how often, and beside what."""
+"""Timing a call: number of repetitions, and concurrent work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridcomp.tools.measure.clock import (
 
 
 class Told(HostCallClock):
-    """A clock on which every call takes as long as it was told."""
+    """A clock on which every call takes a given time."""
 
     def __init__(self, each_s: float) -> None:
         self.each_s, self.calls = each_s, 0
@@ -54,7 +54,7 @@ def test_a_call_beside_products() -> None:
     assert seconds >= 0.05
     assert len(done) >= 2
     assert 0 < left <= 1
-    # products that take ten times as long as alone leave a tenth of the compute
+    # products ten times slower than alone leave a tenth of the compute
     _, left = HostCallClock().beside(lambda: time.sleep(0.05), product, 0.0002, 0.05)
     assert left <= 0.11
 
@@ -64,7 +64,7 @@ def test_events_time_what_the_device_does() -> None:
     device = torch.device("cuda", 0)
     values = torch.randn(4096, 4096, device=device)
     clock = DeviceCallClock(device)
-    clock.seconds(lambda: values @ values)  # loads cuBLAS, for longer than a product takes
+    clock.seconds(lambda: values @ values)  # loads cuBLAS, which takes longer than a product
     one, ten = clock.seconds(lambda: values @ values), clock.seconds(lambda: values @ values, 10)
     assert 0.2 < one / ten < 5
     seconds, left = clock.beside(lambda: values @ values, lambda: values @ values, ten, ten)

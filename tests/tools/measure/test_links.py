@@ -1,4 +1,4 @@
-"""Which messages a measurement of links leaves out."""
+"""Messages that a measurement of links skips."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Slow(HostCallClock):
     ("seconds", "calls"), [(2 * LONG_S, 1 + LEAST_LONG), (LONG_S / 2, 2 + LEAST)]
 )
 def test_calls_that_take_long_are_few(seconds: float, calls: int) -> None:
-    """Without time left, a case makes as many calls as ``least_calls`` says."""
+    """Without time left, a case makes ``least_calls`` calls."""
     assert least_calls(seconds) == calls
     team = Team(torch.device("cpu"), Nodes([0], "the test"))
     key = Key("all_reduce", GroupShape(1, 1, ((0,),), (0,)), "alone")

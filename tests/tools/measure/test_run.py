@@ -1,9 +1,8 @@
-"""A whole measurement on real ranks, with little of everything."""
+"""A complete small measurement on real ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ import torch
 from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.job.together import ending
 from hybridcomp.session import closing
 from hybridcomp.tools.commands import cli, doctor
 from hybridcomp.tools.measure import (
@@ -38,7 +38,7 @@ from hybridcomp.tools.measure.run import measure
 from hybridcomp.tools.measure.team import Team, TimeBudget, sites_of
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
-from hybridcomp.tools.plan.machines.rows import Coding, Rank
+from hybridcomp.tools.plan.machines.rows import Coding, Copy, Rank
 from tests.ranks import RunRanks, run_ranks
 
 SMALL = kernels.TimedSizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
@@ -46,7 +46,7 @@ SMALL = kernels.TimedSizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,
 
 @contextlib.contextmanager
 def little(stages: tuple[int, ...] = ()) -> Iterator[None]:
-    """Few and small cases, so that a measurement takes a second."""
+    """Use few and small cases, so that a measurement takes a second."""
     codecs = [make_codec("blockint", bits=4), make_codec("blockint"), make_codec("expcode")]
     with (
         mock.patch.object(kernels, "CPU", SMALL),
@@ -101,7 +101,7 @@ def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
     parts = again.encoded_parts("all_reduce", "expcode()", "bf16", 5000, 4000, 2, 1)
     assert min(part.value for part in parts) > 0
     extra = again.overhead("send", 2, 1, "expcode()", "pp")
-    assert extra != again.overhead("send", 2, 1, "expcode()")  # its own rows, not collectives'
+    assert extra != again.overhead("send", 2, 1, "expcode()")  # separate rows from the collectives'
 
 
 def test_four_ranks_on_two_nodes(on_ranks: RunRanks) -> None:
@@ -122,7 +122,7 @@ def test_four_ranks_on_two_nodes(on_ranks: RunRanks) -> None:
 
 
 def of_hosts() -> list[Coding]:
-    """What a rank of a GPU adds; here the host is all there is."""
+    """Return a GPU rank's additional fields; here the host is the device."""
     team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
     with little(), mock.patch.object(coders, "HOST_NUMELS", (1 << 10, 1 << 12)):
         return coders.host_rows(team, TimeBudget(0.2, team).part(1.0, "hosts"))
@@ -141,8 +141,36 @@ def test_hosts_of_gpus_code_and_step(on_ranks: RunRanks) -> None:
     assert kinds[1] - kinds[0] == {"host_adam"}
 
 
+def of_drives(folder: Path, broken: int | None) -> tuple[list[Copy], str]:
+    """Files of both ranks; rank ``broken`` cannot write."""
+    team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
+    own = folder / "none" if team.rank == broken else folder
+    try:
+        with mock.patch.object(coders, "FILES", (1 << 12, 1 << 16)), ending("measure"):
+            return coders.drive_rows(team, TimeBudget(0.2, team).part(1.0, "files"), own), ""
+    except HybridcompError as error:
+        return [], str(error)
+
+
+def test_files_of_a_drive(on_ranks: RunRanks, tmp_path: Path) -> None:
+    (rows, _), _ = on_ranks(2, of_drives, tmp_path, None)
+    cases = {(row.direction, row.nbytes) for row in rows}
+    assert cases == {(way, n) for way in ("to_drive", "from_drive") for n in (1 << 12, 1 << 16)}
+    assert all(row.seconds.value > 0 for row in rows) and not list(tmp_path.iterdir())
+    cluster = Cluster((Rank(0, "a GPU"),), drives=tuple(rows))
+    assert cluster.copy("from_drive", 1 << 14).value > 0 and not cluster.copies
+    assert "drive: a rank's files of 0.0655 MB" in "\n".join(report.lines(cluster))
+
+
+def test_a_drive_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    """By all ranks, of which the others wait for the figures of the one that fails."""
+    for _, said in run_ranks(2, of_drives, tmp_path, 1):
+        assert said.startswith("measure: rank 1: --drive: ") and "\n" not in said
+        assert "(No such file or directory); name another folder" in said
+
+
 class Worked(HostCallClock):
-    """Counts what this thread worked, which other programs on the machine do not change."""
+    """Measures this thread's CPU time, which other programs do not affect."""
 
     def seconds(self, run: Run, times: int = 1) -> float:
         start = time.thread_time()
@@ -152,7 +180,7 @@ class Worked(HostCallClock):
 
 
 def slow_last() -> tuple[float, ...]:
-    """Speeds where the block of the last rank does everything five times."""
+    """Measure speeds with a last rank that runs every operation five times."""
     team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
     forward = TransformerBlock.forward
     times = 5 if team.rank == 1 else 1
@@ -184,7 +212,7 @@ def test_a_slow_rank_is_seen(on_ranks: RunRanks) -> None:
 
 
 def started(path: str) -> int:
-    """As DeepSpeed's launcher starts it, with the rank among the arguments."""
+    """Start it as DeepSpeed's launcher does, with the rank among the arguments."""
     with little():
         local = f"--local_rank={os.environ['LOCAL_RANK']}"
         return command.main([local, "--out", path, "--seconds", "1", "--ranks-per-node", "1"])
@@ -197,36 +225,14 @@ def test_the_command_writes_a_file_that_doctor_shows(
     assert on_ranks(2, started, str(path)) == [0, 0]
     assert cluster_file.read(path).nodes == 2
     told = list(doctor._cluster(path))
-    # messages that this machine was too slow for, and trainings, which this measurement has none of
+    # messages skipped as too slow, and trainings, which this measurement lacks
     lacks = ("it says nothing about messages of 8192", "it says nothing about small trainings")
     assert all(mark == doctor.OK or text.startswith(lacks) for mark, text in told)
     assert told[0][1].startswith("cluster measured: 2 ranks on 2 nodes: 2 x ")
 
 
-def ends(path: str) -> tuple[int, str]:
-    """What a rank says, and when, where links cannot be timed on rank 1."""
-    told, timed = io.StringIO(), links.runner
-
-    def fails(*args: Any, **more: Any) -> Any:
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("no memory is left")
-        return timed(*args, **more)
-
-    with mock.patch.object(links, "runner", fails), contextlib.redirect_stderr(told):
-        status = started(path)
-    return status, told.getvalue()
-
-
-def test_a_rank_that_fails_ends_the_measurement_on_all(tmp_path: Path) -> None:
-    """The others are in a message then, in front of which no gate may stand."""
-    for status, told in run_ranks(3, ends, str(tmp_path / "cluster.json")):
-        assert status == command.NOT_STARTED
-        assert "hybridcomp measure: rank 1: RuntimeError: no memory is left" in told
-    assert not list(tmp_path.iterdir())
-
-
 def test_trainings_of_a_measurement_leave_no_last_line(tmp_path: Path) -> None:
-    """Behind "wrote cluster.json" stood what they had sent, as if it were a job's."""
+    """Their bytes had been printed after "wrote cluster.json", as if of a job."""
     assert run_ranks(2, without_last_line, str(tmp_path / "cluster.json")) == [True, True]
 
 
@@ -249,7 +255,7 @@ def test_doctor_on_missing_bad_and_foreign_files(
     *_, (mark, text) = doctor._cluster(None)
     assert (mark, "not of machines like this one" in text) == (doctor.INFO, True)
     lacks = [line for mark, line in doctor._cluster(None) if line.startswith("it says no")]
-    assert "channels" in lacks[0]  # as one of an earlier version
+    assert "channels" in lacks[0]  # as in a file of an earlier version
 
 
 def test_alone_it_says_how_it_is_started(
@@ -303,7 +309,7 @@ def measured_sites() -> Cluster:
 
 
 def test_uplinks_of_sites_are_timed_and_planned_with(on_ranks: RunRanks, tmp_path: Path) -> None:
-    """Four nodes of one rank on two sites: both ranks of a site send at once."""
+    """Four single-rank nodes on two sites: both ranks of a site send at once."""
     cluster, *others = on_ranks(4, measured_sites)
     assert all(other == cluster for other in others) and cluster.nodes_per_site == 2
     assert {(row.operation, row.beside) for row in cluster.uplinks} == {("send", "groups")}

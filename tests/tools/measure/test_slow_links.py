@@ -1,4 +1,4 @@
-"""What is said of messages that a measurement left out, as its links were too slow for them."""
+"""Messages about measurements skipped because links were too slow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.tools.measure.test_run import cluster_ranks, little
 
 
 def on_slow_links(seconds: float) -> tuple[Cluster, list[str]]:
-    """A measurement whose messages take ``seconds`` each, and what the command prints of it.
+    """Measure with ``seconds`` per message; return the measurement and the command's output.
 
-    No part of it is over before it began, however slow the machine is.
+    No section runs out of time before it begins, on any machine.
     """
     said: list[str] = []
     slow = Estimate(seconds, seconds, seconds)
@@ -50,7 +50,7 @@ def on_slow_links(seconds: float) -> tuple[Cluster, list[str]]:
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_what_links_were_too_slow_for_is_said(on_ranks: RunRanks, slow: bool) -> None:
-    """In the file, by the command, and so by a plan: dimension, size, and what is assumed."""
+    """The file, the command and thus a plan name dimension, size and the assumption."""
     cluster, said = on_ranks(2, on_slow_links, 100.0 if slow else 1e-9)[0]
     told = [line for line in said if line.startswith("it says ")]
     assert [f"it says {line}" for line in missing(cluster)] == told
@@ -74,7 +74,7 @@ def test_what_links_were_too_slow_for_is_said(on_ranks: RunRanks, slow: bool) ->
 
 
 def test_sizes_that_links_were_too_slow_for_are_said() -> None:
-    """What is printed for 4 MiB follows from shorter messages, where those were left out."""
+    """Times printed for 4 MiB are extrapolated from shorter messages where they were skipped."""
     seconds = Estimate(1.0, 1.0, 1.0)
     for longest in (1 << 20, 1 << 22):
         rows = tuple(Timing("send", 2, 1, nbytes, seconds) for nbytes in (1 << 12, longest))

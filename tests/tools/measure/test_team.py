@@ -1,4 +1,4 @@
-"""Shapes of groups, and a budget that all ranks agree on."""
+"""Shapes of groups, and a time budget that all ranks agree on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of CPU time: where they stand, and that timings last several of their periods."""
+"""CPU time limits: their location, and timings that span several periods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_limit_of_the_second_version(tmp_path: Path) -> None:
     write(own, "0::/jobs/one\n")
     write(groups / "jobs/one/cpu.max", "max 100000\n")
     assert period_s(groups, own) == 0.0
-    write(groups / "jobs/cpu.max", "50000 20000\n")  # of the group that it is in
+    write(groups / "jobs/cpu.max", "50000 20000\n")  # of the process's group
     assert period_s(groups, own) == pytest.approx(0.02)
 
 
@@ -37,7 +37,7 @@ def test_limits_of_the_first_version(tmp_path: Path) -> None:
 
 
 class Granted(HostCallClock):
-    """Calls of 1 ms on a device that is stopped for 3 ms behind every 2 ms of work."""
+    """Calls of 1 ms on a device that is stopped for 3 ms after every 2 ms of work."""
 
     period_s = 0.005
 
@@ -52,7 +52,7 @@ class Granted(HostCallClock):
 
 def test_timings_under_a_limit_last_several_periods() -> None:
     once = {Granted().seconds(lambda: None) for _ in range(3)}
-    assert once == {1e-3}  # a single call, of which nothing says that there is a limit
+    assert once == {1e-3}  # a single call, which does not show the limit
     found = samples(Granted(), lambda: None, 1.0)
     assert len(found) >= LEAST
     assert all(one == pytest.approx(2.5e-3, rel=0.1) for one in found)

@@ -1,4 +1,4 @@
-"""How many rounds the small trainings of a measurement take."""
+"""Number of rounds of a measurement's small trainings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridcomp.tools.measure.trainings import LEAST, LEAST_LONG, LONG_S, WARM
 def test_steps_that_take_long_are_few(
     monkeypatch: pytest.MonkeyPatch, step_s: float, rounds: int
 ) -> None:
-    """Without time left, and says before each round how many are left."""
+    """Without time left; before each round it prints how many are left."""
     now, steps, left = [0.0], [0, 0], []
 
     def step(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Clusters and models that the planner's tests share, described by hand."""
+"""Hand-written clusters and models for the planner's tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def cluster(
     nodes: int = 1, ranks_per_node: int = 4, gbits: float = 1.0, memory_gb: float = 1.0,
     speeds: Mapping[int, float] | None = None, **more: Any,
 ) -> Cluster:  # fmt: skip
-    """CPUs of 50 GFLOP/s with a link of ``gbits`` between nodes, 10 times that inside."""
+    """Return CPUs of 50 GFLOP/s with a link of ``gbits`` between nodes, 10 times that inside."""
     return parse({
         "version": 1, "kind": "described", "nodes": nodes, "ranks_per_node": ranks_per_node,
         "device": "a CPU", "memory_gb": memory_gb, "tflops": {"fp32": 0.05, "bf16": 0.05},
@@ -30,7 +30,7 @@ def cluster(
 
 
 def small(blocks: int = 4, hidden: int = 256, vocabulary: int = 270) -> Decoder:
-    """The example model of the bench of trainings."""
+    """Return the example model of the training benchmark."""
     return Decoder(
         "small", hidden, blocks, 4, 4, hidden // 4, 4 * hidden, vocabulary, norm="rmsnorm",
         rotary_copies=True, composed_norm=True, attention_copies=2, held_logits=True,

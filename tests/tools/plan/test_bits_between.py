@@ -1,4 +1,4 @@
-"""Bits a parameter between nodes: as README's table has them, and what sends less."""
+"""Bits per parameter between nodes: as in README's table, and for methods that send less."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridcomp.tools.plan.bits_between import JobTraffic
 
 RECOMMENDED = CompressionConfig.parse({"preset": "recommended"})
 FP32 = torch.float32
-#: job of README's table -> the same
+#: job of README's table -> the planner's
 SAME = {
     "zero0": JobTraffic(0), "zero1": JobTraffic(1), "zero3_twice": JobTraffic(3),
     "hpz": JobTraffic(3, copy="native"), "ddp": JobTraffic(0, FP32, FP32),

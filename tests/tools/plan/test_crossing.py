@@ -1,4 +1,4 @@
-"""Bytes inside nodes and between them are those that the planner prices, message by message."""
+"""Bytes inside nodes and between them equal those that the planner prices, per message."""
 
 from __future__ import annotations
 

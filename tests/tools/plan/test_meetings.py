@@ -1,4 +1,4 @@
-"""How often islands should meet: what a meeting costs, and when it is proposed."""
+"""Interval between islands' meetings: a meeting's cost, and when islands are proposed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tools.plan.clusters import cluster, small
 def test_meetings_take_their_share_or_less(seconds: float, step_s: float) -> None:
     every = MeetingCost(0.0, seconds).every(step_s)
     assert seconds / (seconds + every * step_s) <= SHARE * (1 + 1e-9)
-    fewer = 0.89 * every  # two digits: at most a tenth is rounded up
+    fewer = 0.89 * every  # two digits: rounded up by at most a tenth
     assert every == LEAST or seconds / (seconds + fewer * step_s) > SHARE
 
 
@@ -40,7 +40,7 @@ def test_a_meeting_takes_the_link_and_the_codec() -> None:
 
 
 def slow(**changed: object) -> Plan:
-    """A plan whose gradients take half of its step."""
+    """Return a plan whose gradients take half of its step."""
     told = prediction(1.0, exposed={"dp": 0.4, "zero": 0.1})
     return plan(Layout(data=4, zero_stage=1), told, **changed)
 

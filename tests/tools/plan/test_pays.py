@@ -1,4 +1,4 @@
-"""hybridcomp pays: the arithmetic by hand, and the estimates against measured trainings."""
+"""hybridcomp pays: arithmetic by hand, and estimates against measured trainings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.paths import ROOT
 
 DEVICE = pays.Coder("a device", {"blockint": 1.0, "zfp": 1.0}, 0.0)
 SETS = ("plain", "avx2", "avx512")
-#: trained values of the model behind docs/results/speed.md: 6.570 MB natively at ZeRO 0 in bf16
+#: trained values of the model behind docs/results/speed.md: 6.570 MB native at ZeRO 0 in bf16
 MODEL = 3.285e6
 BLOCKS = {
     "recommended": {"preset": "recommended"},
@@ -60,7 +60,7 @@ def test_at_the_rate_where_it_stops_to_pay_nothing_changes() -> None:
 
 
 def test_speeds_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cluster's rows take the place of the documented speeds, by setting; what lacks is named."""
+    """A cluster's rows replace the documented speeds, by setting; missing ones are named."""
     figure = Estimate.exact
     rows = [
         Coding(setting, "bf16", way, numel, figure(numel * seconds * 1e-9))
@@ -98,7 +98,7 @@ def test_steps_are_as_fast_as_the_instructions_at_hand() -> None:
     finally:
         kernels.limit(here)
     assert list(speeds.values()) == sorted(speeds.values()) and speeds["plain"] < 0.3e9
-    shares = pays.STEPS_BY_INSTRUCTIONS  # of what this machine has
+    shares = pays.STEPS_BY_INSTRUCTIONS  # instructions that this machine has
     assert speeds == pytest.approx({name: 1.1e9 * shares[name] for name in speeds})
 
 
@@ -108,11 +108,11 @@ def test_what_saves_nothing_pays_nowhere() -> None:
 
 
 def test_estimates_follow_the_measured_trainings() -> None:
-    """Bytes within 5 % for codecs of fixed size, speed-ups within 15 % on average, no wrong side.
+    """Bytes within 5 % for fixed-size codecs, speed-ups within 15 % on average, no wrong verdict.
 
-    A wrong side is a speed-up above 1.1 where the interval of the measured one ends below 1, or the
-    reverse. Single cells are up to 30 % off, to the careful side: bytes / rate is what a link takes
-    at best, and native trainings took up to 1.5 times as long.
+    A wrong verdict is a speed-up above 1.1 where the measured interval ends below 1, or the
+    reverse. Single cells are up to 30 % too low: bytes / rate is a link's minimum time, and native
+    trainings took up to 1.5 times as long.
     """
     rows = speeds.measured()
     errors = []
@@ -152,7 +152,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_file_says_what_its_job_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The figures of the newcomer: ZeRO 3 with 8 micro-batches sends 46,800 MB, and no tp or pp."""
+    """ZeRO 3 with 8 micro-batches sends 46,800 MB, without tp or pp."""
     settings = {
         "train_batch_size": 256, "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 8, "bf16": {"enabled": True},
@@ -171,7 +171,7 @@ def test_a_file_says_what_its_job_is(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["pays", *bare]) == 0
     by_options = capsys.readouterr().out
     assert from_file.splitlines()[-1] == by_options.splitlines()[-1]
-    native = 7 / 8 * 2 * 1.3e9 * 8 * 3 / 1e6  # reduced once and gathered twice in each micro-batch
+    native = 7 / 8 * 2 * 1.3e9 * 8 * 3 / 1e6  # reduced once and gathered twice per micro-batch
     assert f"sends {native:.5g} MB" in from_file
     override = ["--stage", "1", "--dtype", "fp32", "--ranks", "4", "--micro-batches", "1"]
     assert cli.main(["pays", str(path), *override, *step]) == 0
@@ -226,7 +226,7 @@ def test_a_file_of_gpt_neox_needs_no_settings_of_deepspeed(
 def test_a_job_without_a_block_is_asked_about_with_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a job trains today: its own figures count, and only another file is refused."""
+    """A block's own figures count; a file that is no ds_config is an error."""
     path = tmp_path / "ds_config.json"
     settings: dict[str, object] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     path.write_text(json.dumps(settings))
@@ -303,7 +303,7 @@ def test_what_crosses_once_is_counted_once(
     block: dict[str, Any], sent: float, device: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Of eight micro-batches at ZeRO 3: bytes a parameter that a rank sends in a step."""
+    """For eight micro-batches at ZeRO 3: bytes per parameter that a rank sends in a step."""
     settings: dict[str, Any] = {
         "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
         "gradient_accumulation_steps": 8, "compression": block,
@@ -315,6 +315,36 @@ def test_what_crosses_once_is_counted_once(
     said = capsys.readouterr().out
     assert f"sends {3 / 4 * 48e3:.5g} MB of gradients and parameters natively" in said
     assert f"and {3 / 4 * sent * 1e3:.5g} MB encoded" in said, said
+
+
+@pytest.mark.parametrize(
+    ("stage", "block", "native", "sent"),
+    [
+        (3, {"zero": {"frozen": "device"}}, 32 + 0.25 * 16, 0.25 * 48),
+        (3, {"zero": {"frozen": {"on": "host", "bits": 8}}}, 32 + 0.25 * 16, 0.25 * 48),
+        (3, {"zero": {"secondary": "exact"}}, 32 + 0.25 * 16, 0.25 * (16 + 2.9)),
+        (3, {"dp": {"codec": "bf16"}}, 32 + 0.25 * 16, 32 + 0.25 * 16),
+        (1, {"dp": {"codec": "bf16"}}, 0.25 * 48, 0.25 * (16 + 16)),
+    ],
+)
+def test_frozen_parameters_have_no_gradients_and_may_be_kept(
+    stage: int, block: dict[str, Any], native: float, sent: float, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of three quarters: bits a parameter that a rank sends in a step."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "compression": block,
+    }))  # fmt: skip
+    words = ["--parameters", "1e9", "--compute", "1", "--link", "25", "--ranks", "4"]
+    assert cli.main(["pays", str(path), *words, "--frozen", "0.75"]) == 0
+    said = capsys.readouterr().out
+    assert f"sends {3 / 4 * native / 8 * 1e3:.5g} MB of gradients and parameters" in said, said
+    assert f"and {3 / 4 * sent / 8 * 1e3:.5g} MB encoded" in said, said
+    if "frozen" in block.get("zero", {}):
+        assert "whose coding takes 0 ms" not in said
+    assert cli.main(["pays", str(path), *words, "--frozen", "1"]) == cli.BAD_INPUT
+    assert "--frozen: found 1.0" in capsys.readouterr().err
 
 
 def test_no_other_dtype_is_taken_for_sums(

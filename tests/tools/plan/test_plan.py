@@ -1,4 +1,4 @@
-"""The data types of the planner: layouts, choices, budgets, and what ``plan.json`` holds."""
+"""The planner's data types: layouts, choices, budgets, and the contents of ``plan.json``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_choices_are_the_block() -> None:
     assert choices["zero", "forward"].bits(torch.bfloat16) == pytest.approx(7.6)
     assert NATIVE.bits(torch.float32) == 32
     assert str(choices["dp", "forward"]) == "blockint(bits=4) feedback"
-    # presets are read as well, and what becomes native leaves the block
+    # presets are parsed too, and dimensions that turn native leave the block
     preset = Choices.of_block({"preset": "recommended"})
     assert preset["tp", "backward"] == Choice.of({"codec": "blockint", "bits": 8})
     changed = preset.changed(("tp", "forward"), NATIVE).changed(("tp", "backward"), NATIVE)
@@ -109,7 +109,7 @@ def test_budgets() -> None:
                for one in own.options(("dp", "forward")))  # fmt: skip
     assert settings(own, ("tp", "forward")) == settings(own, ("zero", "forward")) == ["native"]
     assert settings(own, ("pp", "backward")) == ["native", "blockint(bits=6)"]
-    # 8 bits do not keep a bound this small
+    # 8 bits cannot satisfy such a small bound
     tight = AllowedChoices.parse({"zero": 1e-4})
     assert not any("blockint" in one for one in settings(tight, ("zero", "forward")))
 

@@ -46,9 +46,12 @@ def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputa
     states: list[list[Point[Linked | None]]] = [[Point(0.0, 0.0, None)]]
     for stop in range(1, len(layers) + 1):
         points: list[Point[Linked | None]] = []
-        for start in range(stop):
-            recomputed = _segment_nbytes(layers, start, stop)
-            extra = sum(layer.forward_seconds for layer in layers[start:stop])
+        recomputed = extra = 0.0
+        for start in reversed(range(stop)):
+            first = layers[start]
+            # what backward frees last is kept below the peak of those behind it
+            recomputed = first.nbytes + max(first.work_nbytes, recomputed)
+            extra += first.forward_seconds
             for point in states[start]:
                 if point.first + recomputed <= nbytes:
                     kept = point.first + layers[start].input_nbytes

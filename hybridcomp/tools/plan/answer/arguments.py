@@ -95,7 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cuts of hybridcomp.nn that your script can build, of ring, tp2d and slices with "
         "commas between; {mesh} and {slices} in its command say so as well",
     )
-    add("--frozen", type=int, metavar="N", help="first blocks that train no more (none)")
+    add(
+        "--frozen",
+        type=_frozen,
+        metavar="N or SHARE",
+        help="first blocks that train no more, or share of the parameters that do not train, such "
+        "as 0.99 under LoRA (none)",
+    )
     add("--offload", action="store_true", help="optimizer states may lie on the host")
     add("--out", type=Path, default=Path("plans"), metavar="FOLDER", help="of all files (plans)")
     add(
@@ -114,6 +120,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--check", type=Path, metavar="RUN", help="a finished run's folder, against --plan")
     add("--plan", type=Path, metavar="FILE", help="with --check (plans/plan.json)")
+
+
+def _frozen(text: str) -> float:
+    """Read a number of blocks, an int, or a share, a float."""
+    return int(text) if text.isdecimal() else float(text)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

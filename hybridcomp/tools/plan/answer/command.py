@@ -19,7 +19,7 @@ from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.missing import missing
 from hybridcomp.tools.plan.meetings import proposal
 from hybridcomp.tools.plan.models.decoder import Decoder
-from hybridcomp.tools.plan.models.frozen import FrozenModel
+from hybridcomp.tools.plan.models.frozen import FrozenModel, partly_frozen
 from hybridcomp.tools.plan.models.model import Model
 from hybridcomp.tools.plan.models.reading import read_model
 from hybridcomp.tools.plan.plan import Plan
@@ -50,9 +50,8 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(shown, None, "needed; see hybridcomp plan --help")
     _look(options)
     base = base_of(options.base, options.engine)
-    whole = model = read_model(options.model)
-    if options.frozen is not None:
-        model = FrozenModel(whole, options.frozen)
+    whole = read_model(options.model)
+    model = partly_frozen(whole, options.frozen)
     cluster = cluster_file.read(options.cluster)
     options.dtype = dtype_of(options.dtype, cluster)
     found = _search(options, model, cluster)
@@ -74,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
     for note in (whole.remark if isinstance(whole, Decoder) else "",
-                 None if whole is model else _moved(options, found.plans[0], whole, cluster),
+                 _moved(options, best, whole, cluster) if isinstance(model, FrozenModel) else None,
                  *start_command.left_to_user(best, options.command, base),
                  *without_effect(options, cluster),
                  islands(found.plans[0], cluster, model),

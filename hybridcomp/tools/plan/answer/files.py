@@ -21,7 +21,15 @@ from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.patches.rules.neox import EXTRA
 from hybridcomp.tools.plan.answer.base import Base
-from hybridcomp.tools.plan.answer.start_command import BLOCK_FILE, CONFIGS, blocks, filled, general
+from hybridcomp.tools.plan.answer.start_command import (
+    BLOCK_FILE,
+    CONFIGS,
+    blocks,
+    filled,
+    general,
+    nvme_path,
+)
+from hybridcomp.tools.plan.cost.copies import FP32, STATES
 from hybridcomp.tools.plan.engines import (
     RECOMPUTE_REASONS,
     block_chunks,
@@ -66,6 +74,7 @@ def write(
         block["memory"] = {
             "policy": "planned",
             **({"device_gb": gathered} if cluster.on_cpu else {}),
+            **_host_room(plan, cluster),
         }
     if ledger is not None:
         block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
@@ -101,6 +110,17 @@ def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
     return "\n".join(megatron_arguments(plan)) + "\n"
 
 
+def _host_room(plan: Plan, cluster: Cluster) -> dict[str, float]:
+    """Return what a node's host keeps of states whose others are on its drive."""
+    if not plan.layout.drive:
+        return {}
+    ranks = min(cluster.ranks_per_node, plan.layout.ranks)
+    own = 2 * FP32 if plan.dtype == "fp32" else 3 * FP32
+    # as the policy counts it, and a byte for sums of sub-groups, which are whole numbers
+    room = ranks * STATES * plan.prediction.memory["host"] / own
+    return {"host_gb": (room + 1) / 1e9} if room else {}
+
+
 def _kept(base: Base) -> dict[str, Any]:
     """Return the keys of the user's block that no plan decides."""
     own = base.get(BLOCK) or base.get(EXTRA, {}).get(BLOCK) or {}
@@ -117,8 +137,14 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
         zero["zero_hpz_partition_size"] = layout.hpz
     if layout.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    if layout.offload and layout.ratio < 1:
+    if layout.ratio < 1:
         zero["offload_optimizer"]["ratio"] = layout.ratio
+    if layout.drive:
+        zero["offload_optimizer"] = {
+            "device": "nvme", "nvme_path": nvme_path(base),
+            "pipeline_read": True, "pipeline_write": True,
+        }  # fmt: skip
+    if layout.sub_group:
         zero["sub_group_size"] = layout.sub_group
     zero |= dict(zip(KNOBS, layout.knobs, strict=False))
     kept = {key: value for key, value in base.items() if key != "train_batch_size"}

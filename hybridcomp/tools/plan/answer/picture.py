@@ -16,7 +16,7 @@ from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Span
 
 #: distinct for colour-blind readers too (Okabe and Ito)
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999",
-           "#882255", "#000000", "#F0E442", "#44AA99")  # fmt: skip
+           "#882255", "#000000", "#F0E442", "#44AA99", "#661100")  # fmt: skip
 #: most rows of the timeline; more could not be read
 MOST_ROWS = 24
 #: fraction of an axis within which labels would overlap

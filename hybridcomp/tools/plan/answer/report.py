@@ -33,11 +33,14 @@ def codecs(plan: Plan) -> str:
     parts = []
     for name in DIMENSIONS:
         ways = {way: plan.choices[name, way] for way in ROWS[name].together}
-        if all(choice.native for choice in ways.values()):
-            continue
-        same = len(set(ways.values())) == 1
-        shown = [f"{way} {choice}" for way, choice in ways.items()]
-        parts.append(f"{name} {next(iter(ways.values())) if same else ', '.join(shown)}")
+        apart = {way: plan.choices[name, way] for way in ROWS[name].apart}
+        apart = {way: choice for way, choice in apart.items() if not choice.native}
+        encoded = any(not choice.native for choice in ways.values())
+        shown = [f"{way} {one}" for way, one in {**(ways if encoded else {}), **apart}.items()]
+        if encoded and not apart and len(set(ways.values())) == 1:
+            shown = [str(next(iter(ways.values())))]
+        if shown:
+            parts.append(f"{name} {', '.join(shown)}")
     return "; ".join(parts) or "nothing"
 
 
@@ -191,6 +194,9 @@ def _tiers(layout: Layout) -> Iterator[str]:
             f"{1 - layout.ratio:.1%} of the optimizer's sub-groups, of {layout.sub_group:.3g} "
             "values, step on the device"
         )
+
+    if layout.drive:
+        yield f"{layout.drive:.1%} of the optimizer's states are on the drive"
 
 
 def _between(told: Prediction, name: str) -> str:

@@ -20,6 +20,8 @@ BLOCK_FILE = "compression.json"
 PORT = "29500"
 #: placeholder where the user has not named the script to start
 SCRIPT = "SCRIPT"
+#: folder of the drive where the user's own file names none
+NVME_PATH = "/local_nvme"
 
 
 def blocks(plan: Plan) -> tuple[int, ...]:
@@ -93,6 +95,17 @@ def left_to_user(plan: Plan, command: Sequence[str], base: Mapping[str, Any]) ->
             'ds_config.json has no "optimizer": add it, unless the script hands one to '
             "deepspeed.initialize, or give plan your own file with --base FILE"
         )
+    if plan.layout.drive and nvme_path(base) == NVME_PATH:
+        yield (
+            f'ds_config.json has "nvme_path": "{NVME_PATH}": name a folder of each node\'s drive, '
+            "or give plan your own file with --base FILE"
+        )
+
+
+def nvme_path(base: Mapping[str, Any]) -> str:
+    """Return the folder of a drive that the user's file names, else ``NVME_PATH``."""
+    own = base.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return str(own.get("nvme_path") or NVME_PATH)
 
 
 def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:

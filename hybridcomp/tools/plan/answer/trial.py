@@ -102,7 +102,7 @@ def tried(
                 trainings.run(job, f"trying {number} of {len(plans)}: {plan.layout}")
                 seconds = seconds_a_step(folder / LOG, plan)
             except CompareError as error:
-                failed.append(f"plan {number} ({plan.layout}): {error}")
+                failed.append(f"plan {number}, {str(error).splitlines()[-1]}")
                 progress.say(f"  failed: {str(error).splitlines()[-1]}")
                 continue
             found.append(TriedPlan(plan, folder, seconds))

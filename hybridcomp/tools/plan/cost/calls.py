@@ -73,7 +73,7 @@ class EngineCall:
     bucket of which every rank keeps only its part is reduce-scattered). numel: values, counted as
     in ``rows``. ranks, nodes, sites: of its group. levels: those of ``hierarchy``, of which it has
     as many as its group spans. coded: calls of the codec, where they are not those of its
-    collective.
+    collective. kept: it sends nothing, and decodes what this rank keeps.
     """
 
     operation: Operation
@@ -84,6 +84,7 @@ class EngineCall:
     levels: int = 1
     coded: tuple[Coded, ...] | None = None
     sites: int = 1
+    kept: bool = False
 
     @property
     def inside(self) -> list[int]:

@@ -1,8 +1,10 @@
 """Price copies between device and host where optimizer states are on the host (ZeRO-Offload).
 
-Gradients go to the host (``backward``), updated parameters come back (``forward``). The bytes are
-those that the ledger counts (``patches.ds.offload12``, ``offload3``). Natively DeepSpeed waits for
-each copy; encoded gradients are decoded behind the last backward pass, unless the device is a CPU.
+Gradients go to the host (``backward``), updated parameters come back (``forward``). States on a
+drive (``states``) are read and written in each step, sub-group by sub-group. The bytes are those
+that the ledger counts (``patches.ds.offload12``, ``offload3``, ``nvme``). Natively DeepSpeed waits
+for each copy; encoded gradients are decoded behind the last backward pass, unless the device is a
+CPU.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ from hybridcomp.tools.plan.layout import Layout
 FP32 = 4.0
 #: values of one payload; longer gradients and parameters cross as several (``host_landing``)
 MOST_NUMEL = 16 * 960 * 1024
+#: bytes of a parameter on a drive: master, two moments and gradient, each way in every step
+STATES = 16.0
+#: share of these that encoded files have: with masters beside bf16 parameters, and without
+#: (docs/offload.md, "States on NVMe")
+BESIDE, ALONE = 0.64, 0.72
 
 
 @dataclass(frozen=True)
 class Copying:
-    """Values that cross the bus of one rank: a message whose two ends are a device and its host.
+    """Values that cross the bus of one rank, or go to its drive and back, by ``direction``.
 
     numel: values. nbytes, back_nbytes: bytes that upstream moves for them natively, in this
     direction and in the other, on average over the ranks. busiest: both of the rank that moves
     most, for which the others wait; None: the same. ranks: the two ends, as ``policy`` counts them.
     """
 
-    direction: Literal["to_host", "to_device"]
+    direction: Literal["to_host", "to_device", "to_drive"]
     numel: float
     nbytes: float
     back_nbytes: float = 0.0
@@ -68,6 +75,11 @@ def copyings(
         Copying("to_host", one, mean[0], mean[1], (most[0], most[1])),
         Copying("to_device", one, width * one),
     )
+
+
+def filing(values: float) -> Copying:
+    """Return the states of ``values`` parameters, as they go to the drive and come from it."""
+    return Copying("to_drive", STATES / FP32 * values, STATES * values, STATES * values)
 
 
 def gradient_nbytes(

@@ -7,6 +7,7 @@ module, so that a step needs no more room than is computed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ ROOMS = 16
 #: DeepSpeed's settings by default, and those of a layout whose gathers are still to be planned
 DEFAULT, TIGHT = Knobs(5 * 10**7, 10**9, 10**9), Knobs(0, 0, 0)
 
-#: values of each parameter of a layer, and whether it trains
-Sizes = tuple[tuple[int, ...], bool]
+#: values of each parameter of a layer, and the share of them that trains
+Sizes = tuple[tuple[int, ...], float]
 
 
 class Gathered(NamedTuple):
@@ -71,7 +72,7 @@ class ModelPass:
         for layer in layers:
             sizes = [*(layer.tensors or (layer.parameters,))]
             sizes += layer.expert_tensors or (layer.expert_parameters,)
-            found.append((tuple(int(size) for size in sizes if size), not layer.frozen))
+            found.append((tuple(int(size) for size in sizes if size), 1 - layer.frozen))
         if tied:
             last, trains = found[-1]
             found[-1] = tuple(sorted(last)[:-1]), trains
@@ -96,6 +97,15 @@ class ModelPass:
     def sub_group(self, ranks: int) -> int:
         """Return a ``sub_group_size`` of which a rank's optimizer has ``SUB_GROUPS``."""
         return max(1, math.ceil(sum(_parts(self, ranks)) / SUB_GROUPS))
+
+    def on_drive(self, ranks: int, room: float) -> float:
+        """Return the share of states in files where a rank's host keeps those of ``room`` values.
+
+        It keeps the first of ``SUB_GROUPS`` sub-groups, as the policy does in a run.
+        """
+        groups = _sub_groups(self, ranks, self.sub_group(ranks))
+        kept = itertools.takewhile(lambda values: values <= room, itertools.accumulate(groups))
+        return 1 - max(kept, default=0) / max(1, sum(groups))
 
     def on_host(self, ranks: int, ratio: float, sub_group: int) -> float:
         """Return the share of a rank's optimizer that steps on the host.
@@ -154,7 +164,10 @@ def _chosen(model: ModelPass, limit: int) -> GatherChoice | None:
 
 
 def _parts(model: ModelPass, ranks: int) -> list[int]:
-    return [math.ceil(size / ranks) for own, trains in model.layers if trains for size in own]
+    return [
+        math.ceil(trains * size / ranks)
+        for own, trains in model.layers if trains for size in own
+    ]  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from hybridcomp.dimensions import ROWS, Key
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost.calls import NOTHING, Coded, EngineCall
-from hybridcomp.tools.plan.cost.copies import Copying, Whole, copyings
+from hybridcomp.tools.plan.cost.copies import Copying, Whole, copyings, filing
 from hybridcomp.tools.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.tools.plan.cost.prices import Prices
 from hybridcomp.tools.plan.cost.spans import GroupSpans
@@ -142,14 +142,15 @@ class PlannedJob:
         key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank, layer.frozen
         if key not in self._seconds:
             ahead, behind = self._compute(layer, rank)
-            self._seconds[key] = ahead, NOTHING if layer.frozen else behind
+            self._seconds[key] = ahead, NOTHING if layer.frozen == 1 else behind
         return self._seconds[key]
 
     def _compute(self, layer: ModelLayer, rank: int) -> tuple[Estimate, Estimate]:
         dtype = self.limits.dtype
         if layer.kind in ("block", "module"):
             # measured blocks count their backward pass as twice the forward pass
-            more = layer.backward_flops if self.cluster.by_hand else 2 * layer.flops
+            more = layer.backward_flops if self.cluster.by_hand else (
+                2 * layer.flops - layer.spared_flops)  # fmt: skip
             return (
                 self.cluster.kernel("block_forward", dtype, layer.flops, rank),
                 self.cluster.kernel("block_backward", dtype, more, rank),
@@ -282,16 +283,21 @@ class PlannedJob:
         """Return copies of ``values`` gradients to the host and of parameters back.
 
         share: of them that steps on the host. DeepSpeed copies the sums of the others there and
-        back all the same, in every micro-batch.
+        back all the same, in every micro-batch. States on a drive leave these copies native.
         """
         # at stage 3 a rank has a part of every layer, else whole layers
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")
         count, width = max(1.0, layers / shards), self.dtype.itemsize
         there, back = copyings(layout, share * values, width, count, whole)
+        how = NATIVE if layout.drive else None
         found = [
-            Item(("offload", "backward"), there, self.dtype, count),
-            Item(("offload", "forward"), back, self.dtype, count),
+            Item(("offload", "backward"), there, self.dtype, count, how),
+            Item(("offload", "forward"), back, self.dtype, count, how),
         ]
+        if layout.drive:
+            files = max(1.0, values / layout.sub_group)
+            one = filing(layout.drive * values / files)
+            found.append(Item(("offload", "states"), one, self.dtype, files))
         if share == 1:
             return found
         numel = (1 - share) * values / count

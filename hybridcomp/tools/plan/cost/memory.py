@@ -19,11 +19,12 @@ from hybridcomp.config.rank_messages import (
     residual_nbytes,
 )
 from hybridcomp.tools.plan.choices import Choices
+from hybridcomp.tools.plan.cost.calls import EngineCall
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.prices import MIN_BYTES
 from hybridcomp.tools.plan.cost.schedule import in_flight
-from hybridcomp.tools.plan.cost.work import COPIED, StageWork, Work, gathered, on_host
+from hybridcomp.tools.plan.cost.work import COPIED, KEPT, StageWork, Work, gathered, on_host
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.model import ModelLayer
 
@@ -50,7 +51,7 @@ def memory_of(job: PlannedJob, work: Work, stage: int, choices: Choices) -> dict
         found["gradients"] = made.gradients
         # at the optimizer step no activation is left, but all gradients; on a GPU torch's Adam
         # takes all parameters at once, and a copy of one moment
-        values = own.dense + own.experts
+        values = sum(own.trained)
         copied = 0.0 if job.on_cpu else FP32 * values
         if job.dtype.itemsize * values + copied > made.activations + made.gradients:
             found["gradients"], found["activations"] = job.dtype.itemsize * values, copied
@@ -74,7 +75,7 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     host = 0.0
     if layout.offload:
         kept = 1 - on_host(job, layout, stage)
-        host = (1 - kept) * optimizer
+        host = (1 - kept) * (1 - layout.drive) * optimizer
         # on the device these states have gradients in fp32 beside them
         own = share if job.sharded(layout) else values
         optimizer = kept * (optimizer + FP32 * own)
@@ -82,7 +83,7 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
 
 
 def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
-    """Return the bytes of gathered parameters, of the node's copy, and of its sums."""
+    """Return the bytes of gathered and of kept parameters, of the node's copy and sums."""
     found: dict[str, float] = {}
     if layout.zero_stage == 3:
         values = stage.dense + stage.experts
@@ -90,8 +91,10 @@ def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
         if layout.hpz > 1:
             width = COPIED[layout.copy].bits(job.dtype) / 8
             found["copy"] = width * values / layout.hpz
+        if layout.frozen == "device":
+            found["frozen"] = KEPT.bits(job.dtype) / 8 * (values - sum(stage.trained))
     if layout.accumulate == "node":
-        sums = _reduced(job, layout, stage.dense + stage.experts)
+        sums = _reduced(job, layout, sum(stage.trained))
         found["sums"] = float(node_sums_nbytes(sums))
     return found
 
@@ -115,7 +118,9 @@ def kept_by_codecs(
     for items in (stage.reduce, stage.gather, stage.micro, stage.copies, *passes):
         for item in items:
             choice = item.fixed or choices[item.key]
-            if not choice.native:
+            # states are coded on the host, and what is kept is decoded only
+            kept = isinstance(item.call, EngineCall) and item.call.kept
+            if not choice.native and not kept and item.key[1] != "states":
                 numel = item.call.numel
                 if isinstance(item.call, Copying):
                     numel = min(numel, MOST_NUMEL)
@@ -209,7 +214,7 @@ def worst_moment(
     layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]], width: int, *, grows: bool
 ) -> Moment:
     """Return the peak of one backward pass. grows: gradients are allocated as it goes."""
-    total = width * sum(layer.parameters + layer.expert_parameters for layer in layers)
+    total = width * sum(_trained(layer) for layer in layers)
     starts, kept, done, position = dict(segments), 0.0, 0.0, 0
     worst = Moment(0.0, 0.0)
     while position < len(layers):
@@ -218,7 +223,7 @@ def worst_moment(
         alive = 0.0
         for layer in inside:
             alive += layer.kept_nbytes
-            made = width * (layer.parameters + layer.expert_parameters)
+            made = width * _trained(layer)
             gradients = (total - done - made) if grows else 0.0
             now = Moment(kept + alive + layer.work_nbytes, gradients)
             if now.activations + now.gradients > worst.activations + worst.gradients:
@@ -227,6 +232,10 @@ def worst_moment(
         kept += inside[0].input_nbytes if position in starts else alive
         position = stop
     return worst
+
+
+def _trained(layer: ModelLayer) -> float:
+    return (1 - layer.frozen) * (layer.parameters + layer.expert_parameters)
 
 
 def device_nbytes(memory: Mapping[str, float]) -> float:

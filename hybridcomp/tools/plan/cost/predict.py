@@ -21,8 +21,14 @@ def plan_of(job: PlannedJob, work: Work, choices: Choices, budget: str) -> Plan:
         work.layout, choices, predicted(job, work, choices), job.model.name,
         job.cluster_name, budget, job.batch.length, job.limits.dtype, job.limits.engine,
         (job.model.repeated.start, job.model.repeated.stop),
-        job.cluster.machines[: work.layout.ranks],
+        job.cluster.machines[: work.layout.ranks], _frozen(work),
     )  # fmt: skip
+
+
+def _frozen(work: Work) -> float:
+    """Return the share of the parameters of all stages that do not train."""
+    values = sum(stage.dense + stage.experts for stage in work.stages)
+    return 1 - sum(sum(stage.trained) for stage in work.stages) / values if values else 0.0
 
 
 def predicted(job: PlannedJob, work: Work, choices: Choices) -> Prediction:

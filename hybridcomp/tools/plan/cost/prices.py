@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,7 +28,7 @@ from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.choices import INSIDE, Choice
 from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, Coded, EngineCall, Price
-from hybridcomp.tools.plan.cost.copies import Copying
+from hybridcomp.tools.plan.cost.copies import ALONE, BESIDE, Copying
 from hybridcomp.tools.plan.machines import rings
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.estimates import Estimate
@@ -85,6 +86,10 @@ class Prices:
         if call.ranks < 2 or not call.numel:
             return FREE
         native = native_nbytes(call.operation, call.numel, dtype, call.ranks)
+        if call.kept:
+            coding = self._coding(call, choice, dtype, (Coded("decode", 1.0, 1.0),))
+            crossing = _crossing(call, dtype)
+            return Price(coding, native_nbytes=native, between_native_nbytes=crossing)
         if choice.native or call.numel * dtype.itemsize < MIN_BYTES:
             found = self._native(call, call.operation, dtype, native)
             return found.plus(self._channel(call, dimension))
@@ -135,11 +140,7 @@ class Prices:
         shape = rings.encoded_shape(operation, call.ranks)
         coded = call.coded or tuple(Coded(way, 1.0, share) for way, share in shape.coded)
         # 1.
-        timed, name = _timed(codec, dtype), DTYPE_NAMES[dtype]
-        coding = Estimate.total(
-            self.cluster.coding(timed, name, one.share * call.numel, one.direction)
-            .times(one.calls) for one in coded
-        )  # fmt: skip
+        coding = self._coding(call, choice, dtype, coded)
         # 2.
         wire = Estimate.total(
             self._seconds(part, share * payload, call) for part, share in shape.sent
@@ -164,10 +165,23 @@ class Prices:
             between_native_nbytes=_crossing(call, dtype), **where,
         )  # fmt: skip
 
+    def _coding(
+        self, call: EngineCall, choice: Choice, dtype: torch.dtype, coded: Sequence[Coded]
+    ) -> Estimate:
+        """Return the seconds of these calls of the codec."""
+        assert choice.codec is not None
+        timed, name = _timed(choice.codec, dtype), DTYPE_NAMES[dtype]
+        return Estimate.total(
+            self.cluster.coding(timed, name, one.share * call.numel, one.direction)
+            .times(one.calls) for one in coded
+        )  # fmt: skip
+
     def _copied(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
         """Price a copy between device and host; native bytes include sums that upstream fetches."""
         cluster, codec = self.cluster, choice.codec
         native = call.nbytes + call.back_nbytes
+        if call.direction == "to_drive":
+            return self._filed(call, choice, dtype)
         to_host = call.direction == "to_host"
         if codec is None or call.numel * dtype.itemsize < MIN_BYTES:
             there, back = call.busiest or (call.nbytes, call.back_nbytes)
@@ -184,6 +198,20 @@ class Prices:
         host = cluster.coding(_timed(codec, dtype), own, call.numel, others, on_host=True)
         bus = cluster.copy(call.direction, payload)
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
+
+    def _filed(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
+        """Price states that go to the drive and come from it; nothing hides what codes them."""
+        cluster, native = self.cluster, call.nbytes + call.back_nbytes
+        share = 1.0
+        if choice.codec is not None:
+            share = BESIDE if dtype == torch.bfloat16 else ALONE
+        moved = cluster.copy("to_drive", share * call.nbytes).plus(
+            cluster.copy("from_drive", share * call.back_nbytes))  # fmt: skip
+        if choice.codec is not None:
+            spec = choice.codec.spec
+            for way in CODING:
+                moved = moved.plus(cluster.coding(spec, "fp32", call.numel, way, on_host=True))
+        return Price(inside=moved, nbytes=share * native, native_nbytes=native)
 
     def _in_levels(
         self, call: EngineCall, choice: Choice, dtype: torch.dtype, native: float

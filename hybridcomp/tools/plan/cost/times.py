@@ -74,7 +74,8 @@ class StageTimes:
     """Seconds of one stage: passes by virtual stage, messages behind them, and the step's end.
 
     hidden_micro, hidden_step: compute that can hide messages of a micro-batch, or of the step.
-    landed, uploaded: copies to the host before the optimizer, and of parameters back.
+    landed, uploaded: copies to the host before the optimizer, and of parameters back. filed: states
+    to the drive and from it.
     reduces: whether messages follow every micro-batch. blocking: whether messages between stages
     block both of them (``blocking_pipeline``).
     """
@@ -91,18 +92,20 @@ class StageTimes:
     blocking: bool = False
     landed: float = 0.0
     uploaded: float = 0.0
+    filed: float = 0.0
 
     @property
     def optimizer(self) -> float:
         """Return the seconds of the optimizer's step with the copies around it."""
-        return self.landed + self.adam + self.uploaded
+        return self.landed + self.filed + self.adam + self.uploaded
 
     def end_tasks(self, stage: int, start: float) -> list[Task]:
         """Return the optimizer's step, the copies around it and the gather, from ``start`` on."""
         tasks: list[Task] = []
         for what, resource, seconds in (
-            ("to_host", "bus", self.landed), ("adam", "stage", self.adam),
-            ("to_device", "bus", self.uploaded), ("gather", "replicas", self.gather.link),
+            ("to_host", "bus", self.landed), ("files", "drive", self.filed),
+            ("adam", "stage", self.adam), ("to_device", "bus", self.uploaded),
+            ("gather", "replicas", self.gather.link),
             ("code", "stage", self.gather.coding),
         ):  # fmt: skip
             end = start + seconds
@@ -151,9 +154,9 @@ def _times(
         return tuple(found)
 
     forward, backward = passes(True), passes(False)
-    landed, uploaded = (
+    landed, uploaded, filed = (
         _copied(job, stage, way, choices, view, backward[0].compute)
-        for way in ("backward", "forward")
+        for way in ("backward", "forward", "states")
     )
     compute = sum(one.compute for one in (*forward, *backward))
     overlap = host.overlap * compute
@@ -163,14 +166,14 @@ def _times(
         seconds(job, stage.gather, choices, view), hidden_micro=overlap,
         hidden_step=overlap * work.layout.passes, reduces=bool(stage.micro),
         blocking=job.has_blocking_pipeline(work.layout) and not stage.micro,
-        landed=landed, uploaded=uploaded,
+        landed=landed, uploaded=uploaded, filed=filed,
     )  # fmt: skip
 
 
 def _copied(
     job: PlannedJob, stage: StageWork, way: str, choices: Choices | Wish, view: View, compute: float
 ) -> float:
-    """Return seconds of copies to or from the host that the last pass's ``compute`` cannot hide."""
+    """Return seconds of copies, or of files, that the last pass's ``compute`` cannot hide."""
     total = 0.0
     for item in stage.copies:
         if item.key[1] != way:

@@ -25,6 +25,8 @@ from hybridcomp.tools.plan.models.model import ModelLayer
 Items = tuple[Item, ...]
 #: what crosses nodes with a secondary copy, and what is gathered of one inside a node
 STEPS = Choice.of("stepcode")
+#: how frozen weights are kept
+KEPT = Choice.of("expcode")
 COPIED = {"native": NATIVE, "exact": NATIVE, "bits8": Choice.of({"codec": "blockint", "bits": 8})}
 
 
@@ -65,14 +67,23 @@ class StageWork:
     @property
     def trained(self) -> tuple[float, float]:
         """Return this rank's number of trained parameters, in ``dense`` and in ``experts``."""
-        frozen = [layer for _, layer in self.layers if layer.frozen]
-        dense = self.dense - sum(layer.parameters for layer in frozen)
-        return dense, self.experts - sum(layer.expert_parameters for layer in frozen)
+        layers = [layer for _, layer in self.layers]
+        dense = _mean((layer.parameters, layer.frozen) for layer in layers)
+        experts = _mean((layer.expert_parameters, layer.frozen) for layer in layers)
+        return self.dense * (1 - dense), self.experts * (1 - experts)
 
     @property
     def compute(self) -> float:
         """Return the compute seconds of one micro-batch."""
         return sum(one.compute.value for one in (*self.forward, *self.backward))
+
+
+def _mean(found: Iterable[tuple[float, float]]) -> float:
+    """Return the mean of the second numbers, weighted by the first; 0 where these are 0."""
+    values, product = 0.0, 0.0
+    for weight, share in found:
+        values, product = values + weight, product + weight * share
+    return product / values if values else 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,12 @@ def work_of(job: PlannedJob, layout: Layout) -> Work:
     """Build the stages of ``layout``, whose cuts must be known."""
     layers = job.layers(layout)
     return Work(layout, tuple(_stage(job, layout, index, layers) for index in range(layout.stages)))
+
+
+def divided(job: PlannedJob, work: Work, layout: Layout) -> Work:
+    """Return ``work`` with the ``ratio``, ``sub_group`` and ``knobs`` of ``layout``."""
+    stages = (_with_step(job, layout, index, one) for index, one in enumerate(work.stages))
+    return Work(layout, tuple(stages))
 
 
 def _stage(job: PlannedJob, layout: Layout, index: int, layers: Sequence[ModelLayer]) -> StageWork:
@@ -135,7 +152,7 @@ def _behind(
             items += job.layer_items(layout, stage, layers[one].forward, "forward")
             compute = compute.plus(job.compute(layers[one], rank)[0])
     sent: list[Item] = []
-    if number and not layers[min(chunk) - 1].frozen:
+    if number and layers[min(chunk) - 1].frozen < 1:
         sent = job.sends(layout, stage, crossing(layout, layers, number - 1), "backward")
     return Pass(compute, merged(items), merged(sent))
 
@@ -174,7 +191,7 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         and (index in (0, layout.stages - 1))
     ):  # both ends hold the weight and sum its gradient
         nodes, sites = (min(2, count) for count in job.groups.of(layout, "pipeline"))
-        numel = job.model.shared(job.shape(layout))
+        numel = job.model.shared(job.shape(layout)) * (1 - stage.layers[0][1].frozen)
         call = EngineCall("all_reduce", numel, 2, nodes, sites=sites)
         reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=NATIVE))
     micro: list[Item] = []
@@ -185,9 +202,14 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         parts = [_in_parts(item, per_layer) for item in gather]
         gather = []
         if layout.hpz > 1:
-            micro = each + _inside(layout, parts, times)
-            gather = _crossing(layout, parts)
+            trained, frozen = _divided(stage, parts)
+            micro = each + _inside(layout, trained, times, 1)
+            micro += _inside(layout, frozen, times, 0)
+            gather = _crossing(layout, trained)
         else:
+            if layout.frozen == "device":
+                trained, frozen = _divided(stage, parts)
+                parts = trained + [replace(one, call=_opened(one), fixed=KEPT) for one in frozen]
             micro = each + [replace(one, count=one.count * times) for one in parts]
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
         micro = each
@@ -271,14 +293,32 @@ def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
     ))  # fmt: skip
 
 
-def _inside(layout: Layout, parts: Sequence[Item], times: float) -> list[Item]:
+def _divided(stage: StageWork, parts: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """Divide gathers into those of trained and of frozen weights."""
+    trained = sum(stage.trained) / (stage.dense + stage.experts)
+
+    def part(share: float) -> list[Item]:
+        found = [(one, replace(one.call, numel=share * one.call.numel)) for one in parts if share]
+        return [replace(one, call=call) for one, call in found]
+
+    return part(trained), part(1 - trained)
+
+
+def _opened(item: Item) -> EngineCall:
+    """Return the decoding of what a rank keeps in the place of its gather."""
+    assert isinstance(item.call, EngineCall)
+    return replace(item.call, kept=True)
+
+
+def _inside(layout: Layout, parts: Sequence[Item], times: float, renewed: int) -> list[Item]:
     """Return the gathers of a micro-batch inside a node, from its secondary copy.
 
-    DeepSpeed's own copy is made by the first gather of a step, which crosses nodes.
+    DeepSpeed's own copy of what trains (``renewed``: 1) is made by the first gather of a step,
+    which crosses nodes; that of frozen weights stays from step to step.
     """
     count = times
     if layout.copy == "native":
-        count -= 1 / layout.accumulation
+        count -= renewed / layout.accumulation
     how = COPIED[layout.copy]
     found = []
     for one in parts if count else ():

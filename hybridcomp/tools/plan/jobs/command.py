@@ -67,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
         write(Path(place))
     starts = write(options.out)
     _report(state, jobs, chosen, places)
-    print(f"start these, once the jobs that go on or wait have saved and ended; next time give "
+    todo = "start these, once the jobs that go on or wait have saved and ended"
+    print(f"{todo if starts else 'no job starts or changes now'}; next time give "
           f"{options.out / files.NEXT}, with samples_left as they are then")  # fmt: skip
     for start in starts:
         print("  " + foreign.shell_words([*LAUNCHERS[options.scheduler], start]))

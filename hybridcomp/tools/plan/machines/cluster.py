@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.machines import rings
@@ -33,6 +33,7 @@ from hybridcomp.tools.plan.machines.rows import (
     MessageHost,
     Operation,
     Rank,
+    Tier,
     Timing,
     TrainedSmall,
 )
@@ -48,7 +49,8 @@ class Cluster:
     use; on CPUs ``codecs`` stands for them. left_out: messages of both kinds that were not timed.
     message: what the host does for an encoded message, where none was timed: of a description.
     made: versions and back end that it was measured with. nodes_per_site: consecutive nodes that
-    share a switch or a site (0: there are no sites), uplinks: sends between two sites.
+    share a switch or a site (0: there are no sites), uplinks: sends between two sites. drives:
+    files of a node's drive. host_nbytes: memory of a node's host (0: not known, none is refused).
     """
 
     __pydantic_config__ = STRICT
@@ -68,6 +70,8 @@ class Cluster:
     made: Mapping[str, str] = field(default_factory=dict)
     nodes_per_site: Count = 0
     uplinks: tuple[Timing, ...] = ()
+    drives: tuple[Copy, ...] = ()
+    host_nbytes: Count = 0
 
     @property
     def world_size(self) -> int:
@@ -189,9 +193,13 @@ class Cluster:
         """Return the seconds that a channel adds to a message that it leaves native."""
         return self._costs.native(operation, ranks, nodes, dimension, busy)
 
-    def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Estimate:
-        """Return seconds of a copy between device and host. Raises HybridcompError if not known."""
-        rows = [(row.nbytes, row.seconds) for row in self.copies if row.direction == direction]
+    def copy(self, direction: Tier, nbytes: float) -> Estimate:
+        """Return seconds of a copy between device and host, or of a file on the drive.
+
+        Raises HybridcompError if they are not known.
+        """
+        known = (*self.copies, *self.drives)
+        rows = [(row.nbytes, row.seconds) for row in known if row.direction == direction]
         if not rows:
             raise HybridcompError(
                 "the cluster has no figure for copies between device and host: measure it again, "

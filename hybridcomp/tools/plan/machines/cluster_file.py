@@ -96,7 +96,10 @@ def _check_rates(cluster: Cluster, name: str) -> None:
 
 
 def write(cluster: Cluster, path: str | Path) -> None:
-    """Write a measured cluster, one row a line, so that two files can be compared."""
+    """Write a measured cluster, one row a line, so that two files can be compared.
+
+    Raises OSError, and then leaves the file at ``path``, or that there is none, as it was.
+    """
     whole = to_json(cluster)
     parts = []
     for key, value in whole.items():
@@ -105,7 +108,13 @@ def write(cluster: Cluster, path: str | Path) -> None:
             parts.append(f'"{key}": [\n  {rows}\n ]' if rows else f'"{key}": []')
         else:
             parts.append(f'"{key}": {json.dumps(value)}')
-    Path(path).write_text("{\n " + ",\n ".join(parts) + "\n}\n", encoding="utf-8")
+    part = Path(f"{path}.part")
+    try:
+        part.write_text("{\n " + ",\n ".join(parts) + "\n}\n", encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from pydantic import Field
@@ -19,6 +19,7 @@ from hybridcomp.tools.plan.machines.rows import (
     Kind,
     MessageHost,
     Rank,
+    Tier,
     Timing,
 )
 
@@ -34,6 +35,8 @@ SMALL, LARGE = 1, 1 << 28
 #: bytes that an Adam step reads and writes for each value
 ADAM_NBYTES = 28.0
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
+TO_AND_FRO: tuple[Tier, ...] = ("to_host", "to_device")
+FILES: tuple[Tier, ...] = ("to_drive", "from_drive")
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Description:
         host: copies between device and host. host_codecs: as ``codecs``, on the hosts of GPUs.
             host_memory_gbytes_per_second: of the hosts' memory, for an optimizer on the host;
             without it the host's optimizer is taken to be as fast as the device's.
+        host_memory_gb: of a node's host (1e9 bytes). drive: of a node, which its ranks share.
         message: what the host does for an encoded message.
         spread: relative error of every figure, at most.
     """
@@ -148,6 +152,8 @@ class Description:
     host: Link | None = None
     host_codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     host_memory_gbytes_per_second: Above | None = None
+    host_memory_gb: Above | None = None
+    drive: Link | None = None
     message: HostSpeed = field(default_factory=HostSpeed)
     spread: Share = 0.1
 
@@ -192,7 +198,8 @@ class Description:
             copies=tuple(self._copies()), kernels=tuple(kernels), by_hand=True,
             nodes_per_site=self.nodes_per_site or 0,
             uplinks=tuple(self.uplink.timings(2, self.spread)) if self.uplink else (),
-            message=self.message.message(self.spread),
+            message=self.message.message(self.spread), drives=tuple(self._drives()),
+            host_nbytes=round(1e9 * (self.host_memory_gb or 0)),
         )  # fmt: skip
 
     def _kernels(self, rank: int, speed: float) -> list[Kernel]:
@@ -219,7 +226,13 @@ class Description:
             return []
         rows = self.host.timings(1, self.spread)
         return [
-            Copy(direction, row.nbytes, row.seconds)
-            for direction in ("to_host", "to_device")
-            for row in rows
+            Copy(direction, row.nbytes, row.seconds) for direction in TO_AND_FRO for row in rows
         ]
+
+    def _drives(self) -> list[Copy]:
+        """Return the rows of files, of which each rank has its share of the drive's speed."""
+        if self.drive is None:
+            return []
+        rate = self.drive.gbytes_per_second / self.ranks_per_node
+        rows = replace(self.drive, gbytes_per_second=rate).timings(1, self.spread)
+        return [Copy(way, row.nbytes, row.seconds) for way in FILES for row in rows]

@@ -26,6 +26,8 @@ Kind = Literal[
 ]  # fmt: skip
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+#: where a copy goes; from the drive it goes to the host, too
+Tier = Literal["to_host", "to_device", "to_drive", "from_drive"]
 #: the setting of messages without a codec
 NATIVE = "none"
 #: pydantic's setting of every row of the file: an unknown key is an error
@@ -168,11 +170,14 @@ class Coding:
 
 @dataclass(frozen=True)
 class Copy:
-    """Seconds of a copy between device and host memory; on a CPU, inside host memory."""
+    """Seconds of a copy between device and host memory, on a CPU inside host memory, or of a file.
+
+    A file is written to a node's drive or read from it while all ranks of the node do so.
+    """
 
     __pydantic_config__ = STRICT
 
-    direction: Literal["to_host", "to_device"]
+    direction: Tier
     nbytes: Count
     seconds: Stored
 

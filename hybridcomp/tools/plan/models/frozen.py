@@ -1,4 +1,7 @@
-"""A model whose first blocks are frozen (``hybridcomp.freeze``), as the planner sees it."""
+"""A model of which a part is frozen, as the planner sees it.
+
+Its first blocks (``hybridcomp.freeze``), or a share of every layer, as the weights below adapters.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,78 @@ from hybridcomp.tools.plan.models.model import BatchShape, Messages, Model, Mode
 
 
 @dataclass(frozen=True)
-class FrozenModel:
-    """``model`` with its first ``frozen`` blocks, and the layers before them, not trained."""
+class _Wrapped:
+    """What a partly frozen model has of ``model`` itself."""
 
     model: Model
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return self.model.depth
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the whole model."""
+        return self.model.parameters
+
+    @property
+    def is_chain(self) -> bool:
+        """True where every layer reads only the output of the layer before it."""
+        return self.model.is_chain
+
+    @property
+    def repeated(self) -> range:
+        """The layers that are blocks."""
+        return self.model.repeated
+
+    def shared(self, shape: BatchShape) -> float:
+        """Return values on a rank that the first and the last layer share."""
+        return self.model.shared(shape)
+
+    def refuses(self, shape: BatchShape) -> str | None:
+        """Say why the model cannot be cut into ``shape``; None where it can."""
+        return self.model.refuses(shape)
+
+
+@dataclass(frozen=True)
+class AdaptedModel(_Wrapped):
+    """``model`` with the share ``frozen`` of every layer not trained, as under adapters (LoRA).
+
+    Passes go back through all layers, and spare the gradients of frozen weights; what layers keep
+    for them stays, since adapters need it.
+    """
+
+    frozen: float
+
+    def __post_init__(self) -> None:
+        """Refuse a share out of range. Raises ConfigError."""
+        if not 0 < self.frozen < 1:
+            todo = "expected a number of blocks, or a share above 0 and below 1, such as 0.99"
+            raise ConfigError("--frozen", self.frozen, todo)
+
+    @property
+    def name(self) -> str:
+        """Name of the model, with its frozen share."""
+        return f"{self.model.name}, {self.frozen:.4g} of it frozen"
+
+    def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
+        """Return the layers, with less to compute backward."""
+        return tuple(self._adapted(layer, shape) for layer in self.model.layers(shape))
+
+    def _adapted(self, layer: ModelLayer, shape: BatchShape) -> ModelLayer:
+        """Return ``layer`` without the products of tokens and gradients of frozen weights."""
+        values = layer.parameters + layer.expert_parameters
+        products = min(2 * shape.tokens * values, layer.backward_flops - layer.flops)
+        spared = self.frozen * max(0.0, products)
+        backward = layer.backward_flops - spared
+        return replace(layer, frozen=self.frozen, backward_flops=backward, spared_flops=spared)
+
+
+@dataclass(frozen=True)
+class FrozenModel(_Wrapped):
+    """``model`` with its first ``frozen`` blocks, and the layers before them, not trained."""
+
     frozen: int
 
     def __post_init__(self) -> None:
@@ -33,42 +104,24 @@ class FrozenModel:
         """Name of the model, with its frozen blocks."""
         return f"{self.model.name}, {self.frozen} frozen"
 
-    @property
-    def depth(self) -> int:
-        """Number of layers."""
-        return self.model.depth
-
-    @property
-    def parameters(self) -> float:
-        """Parameters of the whole model."""
-        return self.model.parameters
-
-    @property
-    def is_chain(self) -> bool:
-        """True: others are refused."""
-        return True
-
-    @property
-    def repeated(self) -> range:
-        """The layers that are blocks."""
-        return self.model.repeated
-
     def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
         """Return the layers; frozen ones keep nothing for a backward pass."""
         front = self.model.repeated.start + self.frozen
         return tuple(
             replace(
-                layer, frozen=True, backward_flops=0.0, backward=Messages(), kept_nbytes=0.0,
+                layer, frozen=1.0, backward_flops=0.0, backward=Messages(), kept_nbytes=0.0,
                 input_nbytes=0.0,
             )
             if number < front else layer
             for number, layer in enumerate(self.model.layers(shape))
         )  # fmt: skip
 
-    def shared(self, shape: BatchShape) -> float:
-        """Return 0: models that share are refused."""
-        return 0.0
 
-    def refuses(self, shape: BatchShape) -> str | None:
-        """Say why the model cannot be cut into ``shape``; None where it can."""
-        return self.model.refuses(shape)
+def partly_frozen(model: Model, frozen: float | None) -> Model:
+    """Return ``model`` with ``frozen`` blocks or, of a fraction, that share of it not trained.
+
+    Raises ConfigError for what cannot be frozen.
+    """
+    if frozen is None:
+        return model
+    return FrozenModel(model, frozen) if isinstance(frozen, int) else AdaptedModel(model, frozen)

@@ -85,7 +85,9 @@ class ModelLayer:
     ``expert`` ranks. kept_nbytes: kept for backward, the input included. input_nbytes: its input
     alone. work_nbytes: workspace at the peak, beside the kept bytes. output: values of its output
     on this rank. tensors, expert_tensors: values of each of its parameters, in their order; empty
-    where not known. frozen: it has no backward pass, and no gradients and optimizer states.
+    where not known. frozen: share of its parameters without gradients and optimizer states; 1: it
+    has no backward pass either. spared_flops: of the gradients of frozen weights, which are not
+    among ``backward_flops``.
     """
 
     name: str
@@ -104,7 +106,8 @@ class ModelLayer:
     inputs: tuple[int, ...] = ()  # layers whose output it reads, in a model that is no chain
     tensors: tuple[float, ...] = ()
     expert_tensors: tuple[float, ...] = ()
-    frozen: bool = False
+    frozen: float = 0.0
+    spared_flops: float = 0.0
 
 
 class Model(Protocol):

@@ -88,6 +88,10 @@ class AllowedChoices:
         wanted = [] if copy == "native" else [COPIES["exact"], COPIES[copy]]
         return all(choice in allowed for choice in wanted)
 
+    def keeps_frozen(self) -> bool:
+        """Return whether ranks may keep frozen weights encoded, exactly: where ``zero`` may act."""
+        return bool(dict(self.allowed).get("zero"))
+
     def sums_in_nodes(self) -> bool:
         """Return whether micro-batches may be summed inside of nodes: where ``dp`` has a codec."""
         return bool(dict(self.allowed).get("dp"))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hybridcomp.config.directional import STATE_CODECS
 from hybridcomp.config.hierarchy_level import SUMMED
 from hybridcomp.dimensions import KEYS, ROWS, Key
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
@@ -214,6 +215,8 @@ def options_of(
     """
     options = budget.options(key, zero_stage)
     found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))
+    if key[1] == "states":
+        found = tuple(one for one in found if one.codec is None or one.codec.name in STATE_CODECS)
     if not ROWS[key[0]].between_ranks and not job.cluster.codes_on_host:
         return found[:1]
     if key[0] in SUMMED and job.cluster.nodes_per_site:

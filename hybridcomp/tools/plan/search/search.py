@@ -16,7 +16,7 @@ from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calibrate import calibrated
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.predict import plan_of
-from hybridcomp.tools.plan.cost.work import Work
+from hybridcomp.tools.plan.cost.work import KEPT, Work, work_of
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.models.model import Model
@@ -24,7 +24,7 @@ from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Batch, Found, Nearest, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 from hybridcomp.tools.plan.search.evaluate import Evaluator
-from hybridcomp.tools.plan.search.nearest import NO_ROOM, nothing
+from hybridcomp.tools.plan.search.nearest import NO_HOST_ROOM, NO_ROOM, nothing
 from hybridcomp.tools.plan.search.placing import Placer
 from hybridcomp.tools.plan.search.space import layouts, world
 from hybridcomp.tools.plan.search.tiers import divisions
@@ -92,11 +92,7 @@ class _Search:
 
     def run(self) -> Found:
         """Search, and return the answer."""
-        sums = self.budget.sums_in_nodes()
-        every = [
-            one for one in layouts(self.job, self.refused)
-            if self.budget.keeps(one.copy) and (sums or one.accumulate == "native")
-        ]  # fmt: skip
+        every = [one for one in layouts(self.job, self.refused) if self._allows(one)]
         for layout in every:
             self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
         ranked: dict[Layout, tuple[Work, Choices]] = {}
@@ -111,10 +107,21 @@ class _Search:
         plans = tuple(
             plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
         )
-        best = [work for work, choices in [*ranked.values()][:1] if choices.items]
-        native = plan_of(self.job, best[0], Choices(), NATIVE) if best else None
+        native = None
+        for work, choices in [*ranked.values()][:1]:
+            if choices.items or work.layout.frozen != "gathered":
+                bare = work_of(self.job, work.layout.replace(frozen="gathered"))
+                native = plan_of(self.job, bare, Choices(), NATIVE)
         found = Found(plans, self.considered, self.simulated, dict(self.refused), native=native)
         return found if plans else nothing(self.job, self.placer, every, found)
+
+    def _allows(self, layout: Layout) -> bool:
+        """Return whether the budget has what the layout's copies and sums are encoded with."""
+        sums = layout.accumulate == "native" or self.budget.sums_in_nodes()
+        kept = layout.frozen == "gathered" or (
+            self.budget.keeps_frozen() and self.job.can_price("zero", KEPT)
+        )
+        return self.budget.keeps(layout.copy) and sums and kept
 
     def _push(self, bound: float, what: Waiting) -> None:
         self._count += 1
@@ -128,7 +135,10 @@ class _Search:
         if not works:
             self.refused[self.placer.unable.get(layout, NO_ROOM)] += 1
         for work in works:
-            for one in divisions(self.job, self.evaluator, work):
+            found = list(divisions(self.job, self.evaluator, work))
+            if not found:
+                self.refused[NO_HOST_ROOM] += 1
+            for one in found:
                 self._push(self.evaluator.bound(one), one)
 
     def _judge(self, work: Work) -> None:
@@ -145,7 +155,7 @@ def _family(layout: Layout) -> Layout:
 
     Nor how memory is divided.
     """
-    slices, rest = (1, 1) if layout.slices else (), {"ratio": 1.0, "knobs": ()}
+    slices, rest = (1, 1) if layout.slices else (), {"ratio": 1.0, "drive": 0.0, "knobs": ()}
     return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices, **rest)
 
 

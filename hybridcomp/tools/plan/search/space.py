@@ -102,7 +102,8 @@ def _refined(
         refused["the samples of a step cannot be divided among the replicas"] += 1
         return
     names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
-             "hierarchy", "slices", "hpz", "copy", "accumulate", "ratio", "knobs")  # fmt: skip
+             "hierarchy", "slices", "hpz", "copy", "frozen", "accumulate", "ratio",
+             "knobs")  # fmt: skip
     for sequence in (False, True) if _sequences(job, base) else (False,):
         for micro_batch in divisors(samples):
             if micro_batch > job.limits.most_micro_batch:
@@ -172,6 +173,8 @@ def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
                 yield from (found.replace(knobs=knobs) for knobs in _knobs(job, found))
                 if not offload:
                     copied = [found.replace(hpz=n, copy=what) for n, what in _copies(job, found)]
+                    if _keeps_frozen(job, found):
+                        copied.append(found.replace(frozen="device"))
                     yield from copied
                     if _sums_in_nodes(job, found):
                         yield from (one.replace(accumulate="node") for one in (found, *copied))
@@ -207,6 +210,13 @@ def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:
     if job.dtype.itemsize == 2:  # steps are those of bf16 and fp16
         yield ranks // nodes, "exact"
         yield ranks // nodes, "bits8"
+
+
+def _keeps_frozen(job: PlannedJob, layout: Layout) -> bool:
+    """Return whether ZeRO 3 gathers weights below adapters, which ranks may keep (DeepSpeed)."""
+    gathers = layout.zero_stage == 3 and layout.size("replicas") > 1
+    adapted = any(0 < layer.frozen < 1 for layer in job.layers(layout))
+    return gathers and adapted and job.limits.engine == "deepspeed"
 
 
 def _sums_in_nodes(job: PlannedJob, layout: Layout) -> bool:

@@ -1,4 +1,4 @@
-"""The dynamic programs against all that there is to choose from."""
+"""The dynamic programs against exhaustive search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cut_seconds(
     stops: Sequence[int],
     micro_batches: int,
 ) -> float:
-    """Seconds of a 1F1B step with these cuts, infinite where a stage does not fit."""
+    """Return seconds of a 1F1B step with these cuts, infinite if a stage does not fit."""
     costs, first = [], 0
     for stage, (device, stop) in enumerate(zip(devices, stops, strict=True)):
         inside = layers[first:stop]
@@ -41,7 +41,7 @@ def cut_seconds(
 def test_cuts_are_the_best_of_all(any_order: bool) -> None:
     draw, fits = random.Random(1), 0
     for _ in range(300):
-        # integers: sums are exact in whatever order they are made
+        # integers: sums are exact in any order
         layers = [
             ChainLayer(*(float(draw.randrange(1, 9)) for _ in range(5)))
             for _ in range(draw.randrange(2, 8))
@@ -81,7 +81,7 @@ def test_a_slow_device_gets_fewer_layers() -> None:
 def split_seconds(
     nodes: Sequence[Node], devices: Sequence[Device], stage_of: Sequence[int]
 ) -> float:
-    """The slowest stage, infinite where one does not fit or an edge goes back."""
+    """Return the slowest stage's time, infinite if one does not fit or an edge goes back."""
     costs = []
     for node, stage in zip(nodes, stage_of, strict=True):
         if any(stage_of[source] > stage for source in node.inputs):
@@ -147,8 +147,8 @@ def test_graphs_that_cannot_be_split_are_told() -> None:
 
 
 def segmentations(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Every choice of segments to recompute."""
-    for marks in product((0, 1, 2), repeat=count):  # kept, begins a segment, goes on in it
+    """Yield every choice of segments to recompute."""
+    for marks in product((0, 1, 2), repeat=count):  # kept, begins a segment, continues it
         segments: list[tuple[int, int]] = []
         valid = True
         for index, mark in enumerate(marks):

@@ -1,4 +1,4 @@
-"""Plans and a cluster made by hand, for the tests of what a person gets."""
+"""Hand-made plans and a cluster, for tests of a plan's output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prediction(seconds: float = 0.5, **changed: Any) -> Prediction:
 
 
 def plan(layout: Layout | None = None, told: Prediction | None = None, **changed: Any) -> Plan:
-    """A plan for four ranks in two stages, some fields changed."""
+    """Return a plan for four ranks in two stages, with changed fields."""
     fields: dict[str, Any] = {
         "model": "tiny", "cluster": "made", "budget": "recommended", "length": 128,
         "dtype": "bf16", "engine": "deepspeed",

@@ -46,7 +46,7 @@ def words(tmp_path: Path) -> list[str]:
 def test_islands_are_noted_beside_the_plans(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A note, as islands change a training; not where dp and zero hardly lengthen a step."""
+    """Only a note, as islands change a training; none if dp and zero hardly lengthen a step."""
     alone = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1", "--budget", "native"]
     assert cli.main([*words, *alone]) == 0
     assert "note: messages of dp and zero lengthen" in (said := capsys.readouterr().out)
@@ -99,7 +99,7 @@ def test_what_the_cluster_lacks_is_said(
     assert 'write "host_codecs" into it' in said
     assert "steps there are planned as fast as on the devices" in said
     assert 'write "host_memory_gbytes_per_second" into it' in said
-    # decided by the user, offload needs no --offload
+    # chosen by the user, offload needs no --offload
     fixed = ["--fix", "offload=true", "--fix", "zero_stage=2", "--fix", "stages=1"]
     assert cli.main([*words, *fixed]) == 0
     assert "nothing about the optimizer on the hosts" in capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_codecs_without_a_price_are_named_once(
     assert len(notes) == 1 and said.count("expcode") == 1
     chosen = Plan.read(tmp_path / "plans" / "plan.json").choices
     assert {choice.codec.name for _, choice in chosen if choice.codec} == {"blockint"}
-    # a bound is kept by the codec that is left; settings that nobody can price are an error
+    # the remaining codec satisfies a bound; settings without a known price are an error
     assert cli.main([*words, "--budget", '{"dp": 0.02}']) == 0
     assert "says nothing about expcode, radix" in capsys.readouterr().out
     (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "codecs": {}}))
@@ -206,7 +206,7 @@ def test_codecs_without_a_price_are_named_once(
 def test_the_bytes_between_nodes_are_said(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two levels most bytes stay inside of a node, where nothing is encoded."""
+    """With two levels most bytes stay inside a node, where nothing is encoded."""
     fixed = ["--fix", "stages=1", "--fix", "tensor=1", "--fix", "zero_stage=0"]
     assert cli.main([*words, *fixed]) == 0
     told = Plan.read(tmp_path / "plans" / "plan.json").prediction
@@ -238,14 +238,14 @@ def test_the_models_file_is_looked_for_first(capsys: pytest.CaptureFixture[str])
 def test_the_pages_example_plans_models_of_7_and_of_20_billion(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cluster of docs/planning.md, as it stands there, and one with room for 20B."""
+    """Uses the cluster in docs/planning.md, and a cluster with room for 20B."""
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     described = page.split("```json")[1].split("```")[0]
     (tmp_path / "cluster.json").write_text(described)
     llama = {**CONFIG, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
              "num_attention_heads": 32}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(llama))
-    # of the search a part, which has all of its steps: tensor and micro_batch are decided
+    # part of the search, with all its steps: tensor and micro_batch are fixed
     fixed = ["--fix", "micro_batch=1", "--fix", "tensor=2", "--no-recompute"]
     assert cli.main([*words[:-5], "256", *words[-4:], *fixed]) == 0
     assert "| 1 |" in capsys.readouterr().out
@@ -316,7 +316,7 @@ def test_options_of_the_users_command_are_not_ours() -> None:
 def test_a_frozen_front_asks_for_other_stages(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fewer stages and more replicas, where what is frozen needs neither memory nor messages."""
+    """Fewer stages and more replicas, as frozen layers need neither memory nor messages."""
     small = {**CLUSTER, "memory_gb": 2.0, "between": {"gbytes_per_second": 20}}
     (tmp_path / "cluster.json").write_text(json.dumps(small))
     fixed = ["--fix", "tensor=1", "--fix", "zero_stage=0", "--fix", "context=1", "--no-recompute"]

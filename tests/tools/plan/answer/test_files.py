@@ -1,4 +1,4 @@
-"""The files that start a plan say what the plan says, and the block reads its own plan."""
+"""Start files of a plan agree with the plan, and the block reads its plan."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
     every = files.neox_config(plan(uneven.replace(recompute=tuple((n, n + 1) for n in range(1, 5))),
                                    engine="neox"), {}, {})  # fmt: skip
     assert every["checkpoint_activations"] and every["checkpoint_num_layers"] == 1
-    groups = ((1, 3), (3, 5), (5, 6))  # and not the last block, beside which others stand
+    groups = ((1, 3), (3, 5), (5, 6))  # and not the last block, which is followed by other layers
     pairs = plan(uneven.replace(cuts=(6, 2), recompute=groups), engine="neox")
     assert files.neox_config(pairs, {}, {})["checkpoint_num_layers"] == 2
 
 
 def test_blocks_of_a_module_are_what_its_list_holds(tmp_path: Path) -> None:
-    """A module without embedding and head: no layer of its ends is left out of {cuts}."""
+    """For a module without embedding and head {cuts} omits no layer."""
     layout = Layout(stages=2, cuts=(3, 3), recompute=((0, 1), (4, 5)))
     found = start_command.places(plan(layout, blocks=(0, 6)), CLUSTER, tmp_path)
     assert found["{cuts}"] == "3,3" and found["{recompute}"] == "0,4"
@@ -185,7 +185,7 @@ def test_what_is_no_plan_is_told_with_its_file(tmp_path: Path, written: str) -> 
 
 
 def test_what_a_start_still_lacks_is_said() -> None:
-    """start.sh had the word SCRIPT, and ds_config.json no optimizer, without a line about it."""
+    """start.sh had the word SCRIPT, and ds_config.json no optimizer, without a message."""
     script, optimizer = start_command.left_to_user(plan(), (), {})
     assert "SCRIPT" in script and "behind --" in script
     assert '"optimizer"' in optimizer and "--base FILE" in optimizer

@@ -1,4 +1,4 @@
-"""What a ``config.json``, a cluster's file and a path say never runs, whatever a plan writes."""
+"""Texts of a ``config.json``, a cluster file and a path never run, in any file of a plan."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.tools.plan.answer.test_command import CLUSTER as DESCRIBED
 from tests.tools.plan.answer.test_command import CONFIG
 
 ENGINES: tuple[Engine, ...] = ("deepspeed", "megatron", "neox")
-#: stands for every launcher: writes its words, a line for each
+#: stands in for every launcher: writes its arguments, a line for each
 LAUNCHER = '#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n'
 
 
 @pytest.fixture
 def launchers(tmp_path: Path) -> dict[str, str]:
-    """An environment whose launchers only say how they were started."""
+    """Return an environment whose launchers only record how they were started."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("deepspeed", "torchrun", "python"):
@@ -37,7 +37,7 @@ def launchers(tmp_path: Path) -> dict[str, str]:
 
 
 def names(canary: Path) -> list[str]:
-    """Hostile texts that can be the name of a folder as well."""
+    """Return hostile texts that are valid folder names."""
     return [text for text in armed(canary) if not {"\x00", "\ud800"} & set(text) and text]
 
 
@@ -62,7 +62,7 @@ def test_a_name_runs_nothing_in_the_script(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_path_is_one_word(engine: Engine, tmp_path: Path, launchers: dict[str, str]) -> None:
-    canary = Path("canary")  # of the working folder: a slash ends the name of a folder
+    canary = Path("canary")  # in the working folder: a folder name cannot contain a slash
     for number, text in enumerate(names(canary)):
         if "/" in text:
             continue
@@ -108,7 +108,7 @@ def test_settings_of_the_users_own_file_stay_settings(tmp_path: Path) -> None:
 def test_the_command_plans_a_hostile_config(
     engine: Engine, tmp_path: Path, launchers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fault as it was found: `_name_or_path` ended the comment of start.sh."""
+    """A regression test: `_name_or_path` had ended the comment of start.sh."""
     canary = tmp_path / "canary"
     hostile = "".join(armed(canary))
     config = {**CONFIG, "_name_or_path": hostile}

@@ -149,7 +149,7 @@ def test_reasons_that_differ_in_a_number_are_one_line_most_layouts_first() -> No
 
 
 def test_the_links_are_drawn_with_the_bytes_of_a_node() -> None:
-    """Four ranks on two nodes: of all ranks' bytes half are a node's, of which some leave it."""
+    """Four ranks on two nodes: half of all ranks' bytes belong to a node, and some leave it."""
     pytest.importorskip("jinja2")
     told = prediction(
         job_nbytes={"dp": 4e6, "offload": 9e9}, job_native_nbytes={"dp": 32e6, "offload": 9e9},

@@ -1,4 +1,4 @@
-"""--try and --check, with a training that writes logs and does nothing else."""
+"""--try and --check, with a training that only writes logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.tools.plan.answer.trial import check_command, tried
 from hybridcomp.tools.plan.layout import Layout
 from tests.tools.plan.answer.made import CLUSTER, plan, prediction
 
-#: stands in for a training: two stages take 0.4 s a step, one takes 0.3, four fail
+#: a fake training: two stages take 0.4 s a step, one takes 0.3, four fail
 TRAINING = """
 import json, pathlib, sys
 folder, stages = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -57,8 +57,21 @@ def test_the_fastest_that_ran_is_kept_and_a_failure_is_told(
     (tmp_path / "train.py").write_text("raise SystemExit('must not run again')")
     again = tried([TWO], CLUSTER, command, tmp_path / "out", {}, said.append)
     assert again[0].seconds == pytest.approx(0.4)
-    with pytest.raises(CompareError, match="no plan ran"):
-        tried([FOUR], CLUSTER, command, tmp_path / "other", {}, said.append)
+
+
+def test_plans_that_all_fail_are_one_line_that_names_the_rank(
+    tmp_path: Path, command: list[str]
+) -> None:
+    ends = "print('[rank1]: ValueError: a batch is missing', flush=True); raise SystemExit(1)"
+    (tmp_path / "train.py").write_text(ends)
+    said: list[str] = []
+    with pytest.raises(CompareError) as error:
+        tried([TWO, FOUR], CLUSTER, command, tmp_path / "out", {}, said.append)
+    text = str(error.value)
+    assert text.startswith("--try: no plan ran; plan 2, ") and "\n" not in text
+    assert "status 1: [rank1]: ValueError: a batch is missing; all of it is in" in text
+    assert sum("failed: " in line and "[rank1]" in line for line in said) == 2
+    assert not list(tmp_path.rglob("done.json"))
 
 
 def test_a_command_that_does_not_take_what_plans_differ_in(tmp_path: Path) -> None:
@@ -72,7 +85,7 @@ def test_a_command_that_does_not_take_what_plans_differ_in(tmp_path: Path) -> No
 
 
 def finished(folder: Path, seconds: float, wire_mb: dict[str, float]) -> Path:
-    """A run of ten steps with a log and a ledger."""
+    """Return a run of ten steps with a log and a ledger."""
     folder.mkdir()
     tokens = 4 * 8 * 128
     steps = [

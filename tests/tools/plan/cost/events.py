@@ -1,8 +1,8 @@
-"""A step as a graph of events, slow and obvious: the oracle of ``plan.cost.step``.
+"""A step as a graph of events, slow and simple: the oracle of ``plan.cost.step``.
 
 Every pass, send and reduction is an event that waits for others and takes seconds of a resource. A
-resource does one event at a time, in the order in which they become ready, ties by the smaller
-name: the order of FlexFlow's simulator (Jia et al. 2019).
+resource runs one event at a time, in the order they become ready, ties by the smaller name, as in
+FlexFlow's simulator (Jia et al. 2019).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridcomp.tools.plan.layout import Layout
 
 
 class Event(NamedTuple):
-    """Work that takes ``seconds`` of ``resource`` once all events of ``after`` have ended."""
+    """Work that takes ``seconds`` of ``resource`` after all events of ``after``."""
 
     what: str
     resource: str
@@ -29,7 +29,7 @@ Events = dict[int, Event]
 
 
 def simulate(events: Events) -> dict[int, tuple[float, float]]:
-    """Return when each event begins and ends."""
+    """Return each event's start and end."""
     spans: dict[int, tuple[float, float]] = {}
     free: dict[str, float] = {}
     missing = {name: set(event.after) for name, event in events.items()}
@@ -53,7 +53,7 @@ def simulate(events: Events) -> dict[int, tuple[float, float]]:
 def step_spans(
     layout: Layout, times: tuple[StageTimes, ...], micro_batches: int
 ) -> list[tuple[str, str, float, float]]:
-    """Return kind, resource, start and end of every event of a step that takes time."""
+    """Return kind, resource, start and end of every event with a duration."""
     events = _blocking(layout, times, micro_batches) if are_blocking(times) else _Builder(
         layout, times, micro_batches).build()  # fmt: skip
     spans = simulate(events)
@@ -72,7 +72,7 @@ class _Builder:
             for stage in range(layout.stages)
         ]
         passes = [(stage, op) for stage, ops in enumerate(self._orders) for op in ops]
-        #: the event whose end is the end of a pass and of its send
+        #: last event of a pass including its send
         self._sent = {key: 2 * index + 1 for index, key in enumerate(passes)}
         self._fresh = 2 * len(passes)
 
@@ -112,7 +112,7 @@ class _Builder:
         return (coded,)
 
     def _source(self, stage: int, op: Op) -> tuple[int, ...]:
-        """Return the event that sends the input of a pass; empty for the first chunk's input."""
+        """Return the event that sends a pass's input; empty for the first chunk's input."""
         stages, virtual = self.layout.stages, self.layout.virtual
         step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
         if 0 <= stage + step < stages:
@@ -149,7 +149,7 @@ def _blocking(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int)
             for what in ("send", "wait") if move.what == "send" else (move.what,):
                 if what != "receive":
                     numbers[what, stage, move.pass_] = len(numbers)
-    # the events of the stage that a pass, or an end of a message, waits for
+    # the stage's events that a pass, or an end of a message, waits for
     before: dict[tuple[str, int, Op], tuple[int, ...]] = {}
     last: list[tuple[int, ...]] = []
     for stage, row in enumerate(rows):
@@ -183,7 +183,7 @@ def _blocking(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int)
 
 
 def _put_end(events: Events, stage: int, own: StageTimes, after: tuple[int, ...]) -> None:
-    """Add the reduction, the optimizer and the gather, in series, to ``events``."""
+    """Add reduction, optimizer and gather, in series, to ``events``."""
     _, wire, hidden = own.behind(own.backward[0], False, True)
     for what, resource, seconds in (
         ("reduce", "replicas", wire - hidden), ("code", "stage", own.reduce.coding),

@@ -1,4 +1,4 @@
-"""What small trainings say about an engine's own cost, and that plans have it on top."""
+"""An engine's overhead from small trainings, and plans that include it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hybridcomp.tools.plan.request import Batch, SearchLimits
 from tests.tools.plan.clusters import cluster, small
 
 FEEDBACK: Mapping[str, Any] = {"preset": "recommended", "dp": {"error_feedback": True}}
-#: what the made-up engine takes: for a micro-batch and a step, each time and for each value
+#: overhead of the made-up engine: per micro-batch and step, constant and per value
 MICRO, STEP, MORE = Line(2e-3, 1e-9), Line(5e-3, 3e-9), 4e-9
 PARAMETERS = 1_000_000
 
 
 def taken(stage: int, blocks: int, block: Mapping[str, Any], machines: Cluster) -> TrainedSmall:
-    """A training of that engine on ``machines``: its price, and what the engine takes on top."""
+    """Train with that engine on ``machines``; return the price, and the engine's overhead."""
     zero = Estimate.exact(0.0)
     row = TrainedSmall(
         "deepspeed", stage, "fp32", blocks, 1e8, PARAMETERS, 2, 64, zero, zero, block
@@ -41,7 +41,7 @@ def taken(stage: int, blocks: int, block: Mapping[str, Any], machines: Cluster) 
 
 
 def measured(stage: int = 0, factor: float = 1.0) -> Cluster:
-    """A cluster with small trainings; ``factor``: of their seconds."""
+    """Return a cluster with small trainings, their seconds multiplied by ``factor``."""
     machines = cluster(nodes=2, ranks_per_node=1)
     rows = [taken(stage, blocks, {}, machines) for blocks in (1, 3)]
     rows.append(taken(stage, 3, FEEDBACK, machines))
@@ -64,7 +64,7 @@ def test_the_lines_of_an_engine_come_back() -> None:
     assert more.micro.per_value == pytest.approx(MICRO.per_value, rel=1e-6)
     assert more.step.per_value == pytest.approx(STEP.per_value + MORE, rel=1e-6)
     assert native.overlap == 0.0
-    # a stage and a style that nobody trained are those that are most like them
+    # an untrained stage or style uses the most similar ones
     assert nearest(job.hosts, 2, "native") == native
     assert nearest(job.hosts, 2, "feedback") == more
     assert nearest({}, 0, "native") == Host()

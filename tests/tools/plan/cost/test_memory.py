@@ -1,4 +1,4 @@
-"""Predicted memory against torch's MemTracker, and what codecs keep."""
+"""Predicted memory against torch's MemTracker, and memory of codecs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEGMENTS = {"kept": (), "some": ((1, 3),), "all": tuple((n, n + 1) for n in rang
 
 def measured(config: ModelConfig, batch: int, length: int, dtype: torch.dtype,
              segments: tuple[tuple[int, int], ...]) -> int:  # fmt: skip
-    """The peak of a second training step on real tensors."""
+    """Return the peak of a second training step on real tensors."""
     model = GPT(config).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     loss, stops = loss_of(config), dict(segments)
@@ -53,7 +53,7 @@ def measured(config: ModelConfig, batch: int, length: int, dtype: torch.dtype,
 
     step()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MemTracker's, of modules that checkpoint runs again
+        warnings.simplefilter("ignore")  # MemTracker's, about recomputed modules
         return peak_nbytes(model, optimizer, step)
 
 
@@ -93,7 +93,7 @@ def test_what_codecs_keep() -> None:
     assert kept["residuals"] == 4 * values
     assert kept["references"] == 2 * values / 4
     assert kept["payloads"] == pytest.approx(2 * values * 4.2578125 / 8)
-    # buckets with few owners are encoded once more, by the ranks that add them up
+    # buckets with few owners are encoded again by the summing ranks
     limits = SearchLimits(bucket_numel=1000)
     small_buckets = PlannedJob(small(), cluster(1, 4), Batch(8, 128), limits)
     summed = memory_of(small_buckets, work_of(small_buckets, layout), 0, Choices.of_block(block))

@@ -1,4 +1,4 @@
-"""What a plan has a ring encode and decode is what real ranks do."""
+"""A plan's encodings and decodings of a ring equal those of real ranks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from tests.ranks import RunRanks
 from tests.tools.plan.clusters import cluster, small
 
 EIGHT = {"codec": "blockint", "bits": 8}
-#: tokens of a rank, heads of keys, their width
+#: tokens per rank, key heads, their width
 LENGTH, HEADS, WIDTH = 128, 2, 64
-#: values of the keys of a rank, and of its values
+#: number of a rank's keys, and of its values
 KEYS = LENGTH * HEADS * WIDTH
-#: calls and values, by pass and what a codec does
+#: calls and values, by pass and codec operation
 Counts = dict[tuple[str, str], tuple[float, float]]
 
 
 def done() -> Counts:
-    """What this rank's codec does in one call of ring attention with a causal mask."""
+    """Return this rank's codec work in a call of ring attention with a causal mask."""
     calls: Counter[tuple[str, str]] = Counter()
     values: Counter[tuple[str, str]] = Counter()
     block = {"cp": EIGHT, "min_bytes": 0, "ledger": {"sample_every": 0}}
@@ -68,7 +68,7 @@ def done() -> Counts:
 
 
 def kept() -> int:
-    """Bytes of messages that one call keeps between its passes."""
+    """Return the bytes of messages that a call keeps between its passes."""
     nbytes = 0
     process.use(Channels(CompressionConfig.parse({"cp": EIGHT, "min_bytes": 0})))
 
@@ -93,7 +93,7 @@ def items(ranks: int, way: Direction) -> list[Item]:
 
 
 def planned(ranks: int) -> Counts:
-    """What the plan has a rank do, on average."""
+    """Return a rank's average work according to the plan."""
     found: Counts = {}
     ways: tuple[Direction, ...] = ("forward", "backward")
     for way in ways:
@@ -109,7 +109,7 @@ def planned(ranks: int) -> Counts:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_keys_are_encoded_once_and_decoded_at_every_hop(on_ranks: RunRanks, ranks: int) -> None:
-    """The owner encodes in the forward pass alone; half of the keys before a rank's own is seen."""
+    """The owner encodes in the forward pass only; a rank uses half of the keys before its own."""
     real, plan = on_ranks(ranks, done), planned(ranks)
     assert set(plan) == {
         ("forward", "encode"), ("forward", "decode"), ("backward", "encode"),
@@ -122,7 +122,7 @@ def test_keys_are_encoded_once_and_decoded_at_every_hop(on_ranks: RunRanks, rank
 
 
 def test_encoded_keys_are_kept_between_passes(on_ranks: RunRanks) -> None:
-    """By their owner, of every layer that does not run forward twice, in every pass in flight."""
+    """By the owner, for every layer without recomputation, for every pass in flight."""
     (nbytes, _) = on_ranks(2, kept)
     job = PlannedJob(
         small(), cluster(2, 1), Batch(8, 256), SearchLimits(dtype="fp32", own=("ring",))
@@ -134,7 +134,7 @@ def test_encoded_keys_are_kept_between_passes(on_ranks: RunRanks) -> None:
         return memory_of(job, work_of(job, layout), stage, choices)["keys"]
 
     whole = planned(layout, encoded)
-    # 4 blocks of 128 tokens of a rank, 256 wide, against the 128 of one call
+    # 4 blocks of 128 tokens per rank, 256 wide, against the 128 of one call
     assert nbytes == pytest.approx(whole / 4 * KEYS / (128 * 256), rel=0.01)
     assert planned(layout, Choices()) == planned(layout.replace(context=1, data=2), encoded) == 0
     assert planned(layout.replace(recompute=((1, 4),)), encoded) == pytest.approx(whole / 4)
@@ -146,14 +146,14 @@ def test_encoded_keys_are_kept_between_passes(on_ranks: RunRanks) -> None:
 
 
 def test_a_longer_ring_encodes_its_keys_no_more_often() -> None:
-    """At 1.1e9 bytes a second (20 us a call), with a host that takes no time."""
+    """At 1.1e9 bytes a second (20 us a call), with no host time."""
 
     def coding(ranks: int, way: Direction) -> float:
         machine = cluster(ranks, 1, message={"us": 0.0, "us_per_rank": 0.0})
         job = PlannedJob(small(), machine, Batch(4, 128), SearchLimits(dtype="fp32"))
         return priced(job, tuple(items(ranks, way)), Choices.of_block({"cp": EIGHT})).coding.value
 
-    whole = 2 * KEYS * 4 / 1.1e9  # keys and values, each once through the codec
+    whole = 2 * KEYS * 4 / 1.1e9  # keys and values, once each through the codec
     for ranks in (2, 3, 8):
         hops = ranks - 1
         ahead = whole * (1 + 0.75 * hops) + 20e-6 * (4 + 3 * hops)

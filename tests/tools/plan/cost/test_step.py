@@ -1,4 +1,4 @@
-"""One simulated step: schedules, seconds and tasks against events, bytes that were measured."""
+"""A simulated step: schedules, seconds and tasks against events, bytes against measured ones."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def random_times(
 
 
 def assert_events_say_so(layout: Layout, times: tuple[StageTimes, ...], count: int) -> None:
-    """The step takes as long as its events, each task begins and ends as its event does."""
+    """Check the step's duration, and each task's start and end, against the events."""
     tasks: list[Task] = []
     seconds = step_seconds(layout, times, count, tasks)
     assert seconds == step_seconds(layout, times, count), "tasks cost no seconds"
@@ -169,7 +169,7 @@ def job_of(layout: Layout, **limits: object) -> PlannedJob:
                SearchLimits(bucket_numel=4e6, **limits))  # type: ignore[arg-type]  # fmt: skip
 
 
-#: layouts of the bench of trainings: ranks to a node 1, samples and tokens of a micro-batch
+#: layouts of the training benchmark: 1 rank per node, samples and tokens of a micro-batch
 LAYOUTS = {
     "dp2": Layout(data=2, micro_batch=2, cuts=(6,)),
     "zero1": Layout(data=2, micro_batch=2, cuts=(6,), zero_stage=1),
@@ -184,9 +184,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("arm", ["native bf16", "recommended"])
 def test_bytes_are_those_that_the_bench_has_measured(name: str, arm: str) -> None:
-    """Of docs/results/speed.md: the interface's bytes, TCP and Ethernet headers included.
+    """Against docs/results/speed.md: the interface's bytes, including TCP and Ethernet headers.
 
-    Of ZeRO 3 docs/results/bytes.csv: without headers, the bits of a host for each parameter.
+    For ZeRO 3 against docs/results/bytes.csv: a host's bits per parameter, without headers.
     """
     if name == "zero3":
         rows = count_bytes.read(ROOT / "docs/results/bytes.csv")
@@ -217,14 +217,14 @@ def test_messages_cost_what_the_cluster_says() -> None:
     assert flat.nbytes / native.nbytes == pytest.approx(8.2578125 / 16)
     two_levels = prices.of(call, bits_8, torch.bfloat16)
     assert two_levels.wire.value < flat.wire.value and two_levels.inside.value > 0
-    # small messages stay native, as min_bytes says
+    # small messages stay native, because of min_bytes
     small_one = EngineCall("all_reduce", 1000.0, 4, 2)
     assert prices.of(small_one, bits_8, torch.bfloat16).coding.value == 0
     assert native_nbytes("send", 10, torch.bfloat16, 2) == 20
 
 
 def test_three_levels_send_least_over_uplinks() -> None:
-    """Eight ranks, two sites of two nodes of two: bytes as the collectives send them over NCCL."""
+    """Eight ranks, two sites of two nodes of two: the bytes that the collectives send over NCCL."""
     uplink = {"gbytes_per_second": 0.00625, "latency_us": 50}
     machines = cluster(4, 2, gbits=1.0, nodes_per_site=2, uplink=uplink)
     assert machines.sites_of(range(8)) == 2 and machines.sites_of(range(4)) == 1
@@ -238,17 +238,17 @@ def test_three_levels_send_least_over_uplinks() -> None:
     # a native ring over the slow uplink: 2 * 7 steps of an eighth, at 6.25 MB/s
     assert flat.wire.value == pytest.approx(14 * (4e6 / 8 / 6.25e6 + 50e-6), rel=1e-3)
     payload = 1e6 * 8.2578125 / 8
-    # sites swap a quarter's payload; 2 MB there and back in a node, then 1 MB between its nodes
+    # sites exchange a quarter's payload; 2 MB both ways in a node, then 1 MB between its nodes
     assert found[3].nbytes == pytest.approx(payload / 4 + 6e6)
     assert found[3].between_nbytes == pytest.approx(payload / 4 + 2e6)
     assert found[3].native_nbytes == flat.native_nbytes
-    # a gather: of a quarter of the values 1/2 from the other site, half of the payloads between
-    # the nodes of a site, and half of the values inside a node
+    # a gather sends half of a quarter of the payload to the other site, half of the payloads
+    # between the nodes of a site, and half of the values inside a node
     gather = EngineCall("all_gather", 1e6, 8, 4, None, levels=3, sites=2)
     gathered = prices.of(gather, bits_8, torch.float32)
     assert gathered.nbytes == pytest.approx(payload / 8 + payload / 4 + 2e6, rel=1e-4)
     assert gathered.between_nbytes == pytest.approx(payload / 8 + payload / 4, rel=1e-4)
-    # without sites the third level is the second
+    # without sites the third level equals the second
     plain = Prices(cluster(4, 2))
     same = [EngineCall("all_reduce", 1e6, 8, 4, "all_reduce", levels=n) for n in (2, 3)]
     assert len({plain.of(call, bits_8, torch.float32) for call in same}) == 1
@@ -295,5 +295,5 @@ def test_offload_and_zero_3_are_slower_here_and_smaller() -> None:
     assert found[host].memory["host"] == found[plain].memory["optimizer"] > 0
     assert found[host].device_nbytes < found[plain].device_nbytes
     assert found[three].memory["weights"] < found[plain].memory["weights"]
-    # all parameters stay gathered until backward, where they are few
+    # a few parameters stay gathered until backward
     assert found[three].nbytes["zero"] == pytest.approx(found[plain].nbytes["zero"], rel=0.01)

@@ -1,4 +1,4 @@
-"""``hybridcomp plan --jobs`` from the command line: decisions, files, refusals."""
+"""``hybridcomp plan --jobs`` from the command line: decisions, files, errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(name: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cluster of 2 x 2 ranks and a model, in the working folder."""
+    """Create a cluster of 2 x 2 ranks and a model, in the working folder."""
     monkeypatch.chdir(tmp_path)
     fast = {**CLUSTER, "between": {"gbytes_per_second": 20}}
     (tmp_path / "cluster.json").write_text(json.dumps(fast))
@@ -74,14 +74,16 @@ def test_jobs_get_files_that_start_them(folder: Path, capsys: pytest.CaptureFixt
 def test_the_next_decision_goes_on_from_the_last(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are not predicted again, what keeps its ranks is not written, what moves is told."""
+    """Steps are not predicted again, jobs that keep their ranks get no files, moves are listed."""
     assert decide([job("a"), job("b")]) == 0
     then = json.loads(Path("plans/next.json").read_text())
     monkeypatch.setattr(rates.Rates, "found", lambda *_: pytest.fail("was predicted already"))
     for start in Path("plans").glob("*/start.sh"):
         start.unlink()
     assert cli.main(["plan", "--jobs", "plans/next.json"]) == 0
-    assert capsys.readouterr().out.count("keeps its ranks") == 2
+    said = capsys.readouterr().out
+    assert said.count("keeps its ranks") == 2
+    assert "no job starts or changes now; next time give plans/next.json" in said
     assert not [*Path("plans").glob("*/start.sh")] and ranks_of() == {
         one["name"]: one["ranks"]["now"] for one in then["jobs"]
     }

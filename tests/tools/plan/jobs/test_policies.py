@@ -1,4 +1,4 @@
-"""Where jobs are placed, and that the search is never expected to be worse than greedy."""
+"""Placement of jobs; the search's expected result is never worse than greedy's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shape(nodes: int = 2, of_node: int = 4) -> Shape:
 
 
 def task(name: str, total: float = 1000.0, power: float = 0.8, **more: object) -> JobRates:
-    """A job whose rate is ``ranks ** power`` on every number of ranks of ``shape``."""
+    """Return a job with rate ``ranks ** power`` on every number of ranks of ``shape``."""
     rates = {size: float(size) ** power for size in shape().sizes}
     return JobRates(name, **{"rates": rates, "total": total, "asked": 4, **more})  # type: ignore[arg-type]
 
@@ -69,7 +69,7 @@ def test_expected_seconds_of_an_allocation_by_hand() -> None:
 
 
 def drawn(seed: int) -> ClusterState:
-    """A state in the life of a cluster: some jobs run somewhere, one of them for good."""
+    """Draw a cluster state: some jobs are running, one of them fixed."""
     chance = random.Random(seed)
     where = shape(chance.choice((1, 2, 3)), chance.choice((2, 4, 8)))
     tasks, running, free = [], {}, list(range(where.world_size))
@@ -127,7 +127,7 @@ def test_a_small_search_comes_near_the_best_of_all_allocations(seed: int) -> Non
 
 
 def test_the_last_population_is_refreshed() -> None:
-    """What has ended is gone from it, and what has arrived is in it."""
+    """Ended jobs are removed from it, and new ones are added."""
     search = Evolution(kept=[{"gone": 4, "a": 4}, {"a": 3}])
     assert search(state(task("a"), task("b"))).keys() == {"a", "b"}
     assert search.kept and all({*one} <= {"a", "b"} for one in search.kept)
@@ -147,14 +147,14 @@ def test_first_in_first_out_moves_nobody() -> None:
 
 
 def test_a_replay_by_hand() -> None:
-    """Two jobs of 400 samples on one node: one rank trains a sample a second."""
+    """Two jobs of 400 samples on one node: a rank trains a sample a second."""
     one, two = task("a", 400.0, 1.0), task("b", 400.0, 1.0, arrival=50.0)
     where = shape(1)
     fifo = replay([one, two], where, 30.0, FirstIn())
     assert fifo.mean_seconds == pytest.approx((100 + 150) / 2)
     assert fifo.last_seconds == pytest.approx(200.0) and fifo.changes == 0
     halves = replay([one, two], where, 30.0, lambda now: dict.fromkeys(now.tasks, 2))
-    # a has 300 samples left at 50 s where it ran alone on 2 ranks: it goes on undisturbed
+    # a has 300 samples left at 50 s, running alone on 2 ranks: it continues undisturbed
     assert halves.mean_seconds == pytest.approx((200 + 200) / 2) and halves.changes == 0
 
     def grows(now: ClusterState) -> dict[str, int]:

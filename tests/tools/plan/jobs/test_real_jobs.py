@@ -1,4 +1,4 @@
-"""Three real jobs on four ranks, started by the files that were written for them."""
+"""Three real jobs on four ranks, started by their generated files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLUSTER: dict[str, Any] = {
     "memory_gb": 4, "tflops": {"fp32": 0.05}, "memory_gbytes_per_second": 10,
     "inside": {"gbytes_per_second": 10}, "codecs": {"blockint": {"gbytes_per_second": 1}},
 }  # fmt: skip
-#: a DeepSpeed job that knows nothing of other ranks: it loads what its file says
+#: a DeepSpeed job without knowledge of other jobs: it loads the checkpoint that its file names
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -70,9 +70,9 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone",
 
 
 def job(name: str, **more: Any) -> dict[str, Any]:
-    """A job of train_elastic.py, which resumes by itself."""
+    """Return a job of train_elastic.py, which resumes by itself."""
     script = str(ROOT / "scripts" / "examples" / "train_elastic.py")
-    block = {"dp": {"codec": "blockint", "bits": 8}, "on_unsupported": "native"}  # or one rank
+    block = {"dp": {"codec": "blockint", "bits": 8}, "on_unsupported": "native"}  # or a single rank
     options = {"checkpoints": f"{name}/saved", "losses": f"{name}.jsonl", "steps": 12,
                "samples": SAMPLES, "length": LENGTH, "micro-batch": "{micro_batch}",
                "block": json.dumps(block)}  # fmt: skip
@@ -86,7 +86,7 @@ def job(name: str, **more: Any) -> dict[str, Any]:
 
 
 def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Run the file that was written for a job."""
+    """Run a job's generated file."""
     environment = {
         **os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "GLOO_SOCKET_IFNAME": "lo",
@@ -97,7 +97,7 @@ def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def samples_of(folder: Path, step: int) -> list[int]:
-    """What all ranks of c trained on in ``step``, by the last of those that did it."""
+    """Return the samples of all ranks of c in ``step``, by the last run of that step."""
     found: dict[int, list[int]] = {}
     for log in folder.glob("c.*.log"):
         for line in log.read_text().splitlines():
@@ -110,7 +110,7 @@ def samples_of(folder: Path, step: int) -> list[int]:
 
 @pytest.mark.nightly
 def test_three_jobs_share_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """c runs on all; a and b come, c stops and goes on on half of them, and all of them end."""
+    """c runs on all; a and b arrive, c stops and resumes on half of them, and all finish."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))

@@ -1,4 +1,4 @@
-"""Replays of random traces: the evolutionary search beside greedy and first in, first out."""
+"""Replays of random traces: the evolutionary search against greedy and first-in-first-out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridcomp.tools.plan.jobs.replay import Replayed, compared
 
 
 def shares(found: list[dict[str, Replayed]]) -> dict[str, float]:
-    """The mean completion of the search, over all seeds, as a share of each policy's."""
+    """Return the search's mean completion, over all seeds, as a share of each policy's."""
     means = {name: mean(one[name].mean_seconds for one in found) for name in found[0]}
     return {name: means["evolutionary"] / seconds for name, seconds in means.items()}
 
@@ -26,7 +26,7 @@ def test_a_trace_ends_sooner_than_greedily() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRACES)
 def test_all_traces(name: str) -> None:
-    """20 jobs, 10 seeds: at most 0.98 of greedy's mean completion, and 0.65 of first in's."""
+    """20 jobs, 10 seeds: at most 0.98 of greedy's mean completion, and 0.65 of FIFO's."""
     where, every = kinds()
     trace = TRACES[name]
     found = [compared([*drawn(seed, 20, trace.gap, every)], where, trace.pause)

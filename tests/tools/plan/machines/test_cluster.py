@@ -1,4 +1,4 @@
-"""A cluster's lookups: lines between sizes, rings for other groups, codecs, overheads, speeds."""
+"""A cluster's lookups: interpolated sizes, rings for other groups, codecs, overheads, speeds."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_sender_goes_on_before_its_message_has_arrived() -> None:
     cluster = machine(*sends)
     assert cluster.returned(1 << 16, 2) == pytest.approx(0.1)
     assert cluster.returned(1 << 24, 2) == 1.0  # it cannot wait for more than all of it
-    assert cluster.returned(1 << 16, 1) == 1.0  # nobody timed it
+    assert cluster.returned(1 << 16, 1) == 1.0  # not timed
     assert machine(*SENDS).returned(1 << 16, 2) == 1.0
 
 
@@ -216,7 +216,7 @@ def test_a_cpu_is_known_by_its_threads(device: str, is_cpu: bool) -> None:
 
 
 def test_every_rank_codes_what_it_sends_and_gets() -> None:
-    """What a collective of more ranks codes for others and for itself adds up."""
+    """The coding of a collective of more ranks, for others and for itself, adds up."""
     for ranks in (2, 3, 8):
         shape = encoded_shape("reduce_scatter", ranks)
         assert dict(shape.coded)["encode"] == pytest.approx((ranks - 1) / ranks)

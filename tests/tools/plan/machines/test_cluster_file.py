@@ -1,4 +1,4 @@
-"""The file of a cluster: what is written is read, what is wrong is said in one sentence."""
+"""Cluster files: round trip, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ WHOLE = Cluster(
     (Copy("to_host", 100, SECONDS),),
     (Kernel(0, "block_forward", "fp32", 123456789.0, SECONDS, "width 8", 77),),
     made={"torch": "2.13"},
+    drives=(Copy("to_drive", 100, SECONDS),),
+    host_nbytes=1 << 33,
 )
 DESCRIBED: dict[str, Any] = {
     "version": 1, "kind": "described", "nodes": 2, "ranks_per_node": 2, "device": "V100",
@@ -37,7 +39,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     cluster_file.write(WHOLE, path)
     assert cluster_file.read(path) == WHOLE
-    assert len(path.read_text().splitlines()) > 10  # a row a line
+    assert len(path.read_text().splitlines()) > 10  # one row per line
 
 
 def test_a_description_becomes_a_cluster_of_assumed_figures(tmp_path: Path) -> None:
@@ -56,6 +58,10 @@ def test_a_description_becomes_a_cluster_of_assumed_figures(tmp_path: Path) -> N
         20e-6 + 2 / 250
     )
     assert cluster.copy("to_device", 12e9).value == pytest.approx(1.0, rel=1e-4)
+    drive = {"drive": {"gbytes_per_second": 4, "latency_us": 0}, "host_memory_gb": 64}
+    more = cluster_file.parse({**DESCRIBED, **drive})
+    assert more.copy("from_drive", 2e9).value == pytest.approx(1.0)  # two ranks share it
+    assert (more.host_nbytes, cluster.host_nbytes) == (64_000_000_000, 0)
     path = tmp_path / "cluster.json"
     cluster_file.write(cluster, path)
     again = cluster_file.read(path)

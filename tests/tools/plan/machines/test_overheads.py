@@ -1,4 +1,4 @@
-"""What messages cost in the channels of their dimensions, and what is said where nobody knows."""
+"""Overhead of messages in the channels of their dimensions, and messages about unknown ones."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PER_VALUE = 1e-9
 
 
 def through(dimension: Any, operation: Operation, beside: Any, more: float) -> list[Carried]:
-    """Messages of two ranks through a channel that takes ``more`` seconds beside coding and wire.
+    """Return messages of two ranks through a channel with ``more`` seconds beside coding and wire.
 
-    Seconds are written out: an all-to-all codes and sends half of its values, and where all groups
-    send, the 4 ranks of a node share its link.
+    Seconds are computed here: an all-to-all codes and sends half of its values, and if all groups
+    send, a node's 4 ranks share its link.
     """
     share = 0.5 if operation == "all_to_all" else 1.0
     per_byte = share * (4 if beside == "groups" else 1) * PER_BYTE
@@ -59,7 +59,7 @@ SENT = tuple(through("pp", "send", "alone", 1.0))
 
 
 def test_channels_have_costs_of_their_own() -> None:
-    """By dimension, and by whether others send as well; other dimensions have the collectives'."""
+    """By dimension, and by concurrent sends; other dimensions use the collectives'."""
     rows = (*through("pp", "send", "alone", 1e-3), *through("pp", "send", "groups", 2e-3),
             *through("ep", "all_to_all", "alone", 3e-3))  # fmt: skip
     cluster = replace(CODED, channels=rows)
@@ -77,7 +77,7 @@ def test_channels_have_costs_of_their_own() -> None:
 
 
 def test_prices_know_whose_message_it_is() -> None:
-    """What a plan pays for a message is what its channel took, natively and encoded."""
+    """A plan's price of a message is its channel's measured time, native and encoded."""
     cluster = replace(CODED, channels=tuple(through("pp", "send", "groups", 2e-3)))
     call, eight = EngineCall("send", 1 << 18, 2, 2), Choice.of({"codec": "blockint", "bits": 8})
     for choice, more in ((eight, 2e-3), (Choice(), 2e-4)):
@@ -128,7 +128,7 @@ COMPLETE = replace(
     ],
 )
 def test_what_a_file_lacks_is_said(without: dict[str, Any], said: str) -> None:
-    """Each in a sentence of its own, with what a plan takes in its place."""
+    """Each in a separate sentence, with the plan's assumption."""
     on_gpus = tuple(replace(rank, device="a GPU") for rank in COMPLETE.ranks)
     gpus = replace(COMPLETE, ranks=on_gpus, host_codecs=CODED.codecs)
     assert not list(missing(gpus))
@@ -141,7 +141,7 @@ def test_what_a_file_lacks_is_said(without: dict[str, Any], said: str) -> None:
 def test_trainings_are_those_of_the_engine() -> None:
     (said,) = missing(COMPLETE, engine="megatron")
     assert said.startswith("nothing about small trainings by megatron")
-    assert "measure" not in said  # it trains by DeepSpeed alone
+    assert "measure" not in said  # it trains with DeepSpeed only
 
 
 def test_a_cpu_is_its_own_host() -> None:
@@ -150,7 +150,7 @@ def test_a_cpu_is_its_own_host() -> None:
 
 
 def test_a_described_cluster_has_the_hosts_time_of_a_message() -> None:
-    """Where no message was timed: of each message, and more in a larger group."""
+    """Untimed messages cost host time each, and more in a larger group."""
     fields = {"nodes": 2, "ranks_per_node": 2, "device": "GPU", "memory_gb": 80,
               "tflops": {"bf16": 300}, "inside": {"gbytes_per_second": 300},
               "between": {"gbytes_per_second": 50}}  # fmt: skip

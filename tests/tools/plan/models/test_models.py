@@ -1,4 +1,4 @@
-"""Models of the planner: known sizes, and closed forms against what torch traces."""
+"""Models of the planner: known sizes, and closed forms against torch's traces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.paths import ROOT
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}  # fmt: skip
-#: parameters that the models' publishers state; of the last two, that transformers builds
+#: parameters published with the models; of the last two, those that transformers builds
 PUBLISHED: list[tuple[int, dict[str, Any]]] = [
     (6738415616, LLAMA),
     (8030261248, {**LLAMA, "num_key_value_heads": 8, "intermediate_size": 14336,
@@ -81,10 +81,10 @@ def test_closed_forms_are_what_torch_traces(norm: Any, width: int) -> None:
     traced = TracedModel("traced", lambda: GPT(config))
     seen, said = traced.layers(shape), closed.layers(shape)
     assert traced.is_chain and traced.parameters == closed.parameters
-    # the example's norm is a layer of its own, and its loss is no part of the module
+    # the example's norm is a separate layer, and its loss is outside the module
     assert [layer.parameters for layer in seen[:3]] == [layer.parameters for layer in said[:3]]
     block, form = seen[2], said[2]
-    assert sorted(block.tensors)[-2:] == sorted(form.tensors)[-2:]  # both feed forward
+    assert sorted(block.tensors)[-2:] == sorted(form.tensors)[-2:]  # both MLP matrices
     assert sum(block.tensors) == sum(form.tensors) == block.parameters
     assert block.flops == form.flops
     assert block.backward_flops == pytest.approx(form.backward_flops, rel=0.01)
@@ -136,7 +136,7 @@ def test_files_and_lines_say_the_same() -> None:
 
 
 class Towers(nn.Module):
-    """Two towers of two layers whose outputs meet: no chain."""
+    """Two towers of two layers whose outputs meet: not a chain."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Towers(nn.Module):
 
 
 def towers(width: int = 8) -> tuple[nn.Module, Any]:
-    """What ``package:callable`` may return: a module, and what makes its inputs."""
+    """A valid result of ``package:callable``: a module, and a function that makes its inputs."""
     return Towers(width), lambda samples, length: (torch.zeros(samples, width),)
 
 
@@ -165,7 +165,7 @@ def wide_towers() -> tuple[nn.Module, Any]:
 
 
 def peeking() -> nn.Module:
-    """A module that looks at its values, which do not exist."""
+    """A module that reads its values, which do not exist on meta tensors."""
 
     class Peeking(nn.Linear):
         def forward(self, values: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def test_sizes_that_are_none_are_told(changed: dict[str, Any], said: str) -> Non
 
 
 def test_heads_may_be_wider_than_their_share() -> None:
-    """What ``head_dim`` says holds, whatever the hidden width is."""
+    """``head_dim`` counts, for any hidden width."""
     config = {**LLAMA, "hidden_size": 100, "num_attention_heads": 3, "head_dim": 64}
     assert decoder(config, "model").head_width == 64
 
@@ -272,8 +272,8 @@ def test_sizes_of_a_yaml_that_are_none_are_told(lines: dict[str, Any], said: str
         neox.decoder({**known, **lines}, "file")
 
 
-#: values of GPT-NeoX's own configurations that decide a size, and the size that is published: of
-#: Pythia, GPT-NeoX-20B, LLaMA and Llama 2; for the others, what GPT-NeoX's own layers hold
+#: values of GPT-NeoX's configurations that determine a size, and the published size: of Pythia,
+#: GPT-NeoX-20B, LLaMA and Llama 2; for the others, the size of GPT-NeoX's layers
 SHIPPED: list[tuple[str, int, dict[str, Any]]] = [
     (name, parameters, {
         "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
@@ -348,7 +348,7 @@ def test_files_of_gpt_neox_that_are_no_plain_decoders(lines: dict[str, Any], sai
 
 @pytest.mark.parametrize("activation", sorted(neox.GATED))
 def test_gated_files_of_gpt_neox(activation: str) -> None:
-    """What is written is three times the width, as its matrices share two thirds of it."""
+    """The file has three times the width, as its matrices share two thirds of it."""
     found = neox.decoder({**GATED, "activation": activation, "intermediate_size": 43008}, "file")
     assert (found.gated, found.intermediate) == (True, 14336)
     assert neox.decoder({**GATED, "expansion_factor": 10.5}, "file").intermediate == 14336

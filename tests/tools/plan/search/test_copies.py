@@ -1,4 +1,4 @@
-"""Secondary copies of ZeRO 3 in plans: taken where links are slow and whole weights do not fit."""
+"""Secondary shards of ZeRO 3 in plans: chosen if links are slow and full weights do not fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COPIED = Layout(data=4, zero_stage=3, cuts=(6,), hpz=2, copy="exact")
 
 
 def machines(memory_gb: float, nodes: int = 4, ranks: int = 8, **codecs: Any) -> Cluster:
-    """Nodes of GPUs with 25 Gb/s between them."""
+    """Return nodes of GPUs with 25 Gb/s between them."""
     return parse({
         "version": 1, "kind": "described", "nodes": nodes, "ranks_per_node": ranks,
         "device": "a GPU", "memory_gb": memory_gb, "tflops": {"bf16": 100.0},
@@ -62,7 +62,7 @@ def planned(memory_gb: float, model: Any, budget: str = "recommended", **fixed: 
 
 
 def test_a_7b_llama_over_25_gbits_keeps_a_copy(tmp_path: Path) -> None:
-    """Where a rank cannot hold all weights; 2,000 candidates are looked at, not more."""
+    """A rank cannot hold all weights; the search evaluates at most 2,000 candidates."""
     found = planned(24, llama(tmp_path), tensor=1, stages=1, context=1)
     best = found.plans[0]
     assert best.layout.hpz == 8 and best.layout.copy in ("exact", "bits8"), best.layout
@@ -105,7 +105,7 @@ def test_the_written_file_is_valid_and_says_its_bits(
     [("native", 16.0, 2.0), ("exact", 2.9, 2.0), ("bits8", 2.9, 33 / 32)],
 )
 def test_bytes_and_memory_of_a_copy(copy: str, crosses: float, held: float) -> None:
-    """Parameters cross nodes once a step, whatever is accumulated; all else stays inside."""
+    """Parameters cross nodes once per step, for any accumulation; everything else stays inside."""
     model = small(blocks=4)
     for accumulation in (1, 4):
         batch = Batch(4 * accumulation, 128)
@@ -115,21 +115,21 @@ def test_bytes_and_memory_of_a_copy(copy: str, crosses: float, held: float) -> N
         told = predicted(job, work, Choices())
         values = work.stages[0].dense
         bits = 8 * 2 * told.between_nbytes["zero"] / values
-        # a ring of 4 ranks natively, two nodes that swap halves with steps
+        # a ring of 4 ranks natively, two nodes that exchange halves as deltas
         assert bits == pytest.approx(crosses * (3 / 4 if copy == "native" else 1 / 2), rel=0.02)
         kept = memory_of(job, work, 0, Choices())["copy"]
         assert kept == pytest.approx(held * values / 2, rel=0.01)
 
 
 def test_the_fastest_that_cuts_nothing_stands_beside_those_that_do(tmp_path: Path) -> None:
-    """Freely two stages of two tensor ranks are faster: each gradient crosses fewer links."""
+    """Two stages of two tensor ranks are faster: each gradient crosses fewer links."""
     model = llama(tmp_path)
     found = planned(24, model)
     assert not any(plan.layout.is_uncut for plan in found.plans)
     assert found.uncut == planned(24, model, tensor=1, stages=1, context=1).plans[0]
     best, uncut = found.plans[0].prediction, found.uncut.prediction
     assert best.seconds < uncut.seconds
-    # the bytes say the same: half of the parameters cross between two nodes, not all among four
+    # the bytes agree: half of the parameters cross between two nodes, not all among four
     assert sum(best.between_nbytes.values()) < sum(uncut.between_nbytes.values()) / 2
     text = "\n".join(report.answer(found, machines(24)))
     assert "uncut  " in text and "The fastest that cuts no layer and has no stages:" in text

@@ -1,4 +1,4 @@
-"""Plans that encode sums between the nodes of a site, where these links are slow as well."""
+"""Plans that also encode sums between the nodes of a site, if these links are slow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIXED: dict[str, Any] = {"data": 8, "micro_batch": 2, "cuts": (6,)}
 
 
 def sites(gbits: float, uplink: float) -> Cluster:
-    """Two sites of two nodes of two ranks; ``gbits`` of a node, ``uplink`` of a site."""
+    """Return two sites of two nodes of two ranks; ``gbits`` of a node, ``uplink`` of a site."""
     return cluster(
         4, 2, gbits=gbits, nodes_per_site=2, uplink={"gbytes_per_second": 0.125 * uplink}
     )
@@ -45,7 +45,7 @@ def sites(gbits: float, uplink: float) -> Cluster:
     [(0.2, 0.02, [2, {"size": 2, **BITS_8}]), (20.0, 0.05, [2, 2]), (0.2, 100.0, None)],
 )
 def test_the_best_of_all_is_found(gbits: float, uplink: float, levels: Any) -> None:
-    """Among all values of hierarchy and all choices, written out here."""
+    """Among all values of hierarchy and all choices, enumerated here."""
     machines, limits = sites(gbits, uplink), SearchLimits(dtype="fp32", fixed=FIXED)
     job = PlannedJob(small(), machines, BATCH, limits)
     best: list[tuple[float, str]] = []
@@ -71,14 +71,14 @@ def test_the_best_of_all_is_found(gbits: float, uplink: float, levels: Any) -> N
 
 
 def test_prices_of_encoded_sums_inside() -> None:
-    """Bytes: the way from node to node takes 8 bits in place of fp32, all else is as it was."""
+    """Messages between nodes take 8 bits instead of fp32; all other bytes are unchanged."""
     prices = Prices(sites(0.2, 0.05))
     call = EngineCall("all_reduce", 1e6, 8, 4, "all_reduce", levels=3, sites=2)
     plain, own = (
         prices.of(call, Choice.of({**BITS_8, **more}), torch.float32)
         for more in ({}, {"inside": True})
     )
-    # half of a node's stretch of 500,000 values goes to the other node
+    # half of a node's chunk of 500,000 values goes to the other node
     assert plain.nbytes - own.nbytes == pytest.approx(250_000 * (4 - 8.2578125 / 8))
     assert own.wire.value < plain.wire.value and own.coding.value > plain.coding.value
     assert own.inside == plain.inside

@@ -1,4 +1,4 @@
-"""The optimizer on the host: taken where memory is short, natively or encoded, and written so."""
+"""Optimizer offload in plans: chosen if memory is short, native or encoded, and its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hybridcomp.channels.pinned_receive_buffers import LONG_NUMEL
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.answer import files
-from hybridcomp.tools.plan.answer.report import details
+from hybridcomp.tools.plan.answer.report import codecs, details
+from hybridcomp.tools.plan.answer.start_command import left_to_user
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import Price
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying, Whole, whole_of
@@ -27,6 +28,7 @@ from hybridcomp.tools.plan.cost.prices import Prices
 from hybridcomp.tools.plan.cost.work import StageWork, price, work_of
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.models.model import BatchShape
 from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Batch, Found, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
@@ -34,6 +36,7 @@ from hybridcomp.tools.plan.search.search import search
 from tests.tools.plan.clusters import cluster, small
 from tests.tools.plan.search.test_planning import best_of_all
 
+BATCH_SHAPE = BatchShape(1, 128, 2)
 EIGHT = {"codec": "blockint", "bits": 8}
 BUDGET = AllowedChoices.parse({"offload": EIGHT})
 BATCH = Batch(32, 128)
@@ -41,7 +44,7 @@ FAST = {"blockint": {"gbytes_per_second": 100.0}, "expcode": {"gbytes_per_second
 
 
 def machines(bus: float = 0.5, memory_gb: float = 10.0, **more: Any) -> Cluster:
-    """Two GPUs beside one host, whose codecs are known unless ``more`` says otherwise."""
+    """Return two GPUs with a shared host, whose codecs are known unless ``more`` says otherwise."""
     found = {"device": "a GPU", "host": {"gbytes_per_second": bus}, "host_codecs": FAST, **more}
     return cluster(1, 2, gbits=100.0, memory_gb=memory_gb, **found)
 
@@ -55,7 +58,7 @@ def planned(
 
 
 def tight() -> float:
-    """GB in which only a layout with its optimizer on the host fits."""
+    """Return GB that only a layout with an offloaded optimizer fits."""
     fixed = {"tensor": 1, "stages": 1, "zero_stage": 2}
     limits = SearchLimits(recompute=False, keep=20, fixed=fixed)
     roomy = search(small(blocks=8), machines(), BUDGET, BATCH, limits)
@@ -71,7 +74,7 @@ def test_too_little_memory_puts_the_optimizer_on_the_host() -> None:
     assert plan.layout.offload and plan.prediction.memory["host"] > 0
     assert plan.prediction.device_nbytes <= 0.92e9 * short
     told = plan.prediction
-    assert not plan.choices["offload", "backward"].native  # a bus of 0.5 GB/s is worth 8 bits
+    assert not plan.choices["offload", "backward"].native  # a bus of 0.5 GB/s makes 8 bits pay
     assert not plan.choices["offload", "forward"].native
     assert told.nbytes["offload"] < 0.6 * told.native_nbytes["offload"]
     native = planned(short, budget=AllowedChoices.parse("native")).plans[0]
@@ -84,7 +87,7 @@ BOTH = AllowedChoices.parse({"offload": [EIGHT, {"codec": "expcode"}], "dp": EIG
 
 
 def few_of(bus: float, share: float) -> Cluster:
-    """Hosts that copy and code, with and without room for anything else."""
+    """Return hosts that copy and encode, with and without spare memory."""
     return machines(bus, share * tight() / 0.9, host_codecs={
         "blockint": {"gbytes_per_second": 5.0}, "expcode": {"gbytes_per_second": 0.5},
     })  # fmt: skip
@@ -110,7 +113,7 @@ def seconds_of(plan: Plan) -> float:
 
 @pytest.mark.parametrize(("bus", "share"), [(0.1, 0.7), (5.0, 0.7), (5.0, 1.1)])
 def test_memory_goes_to_what_saves_most(bus: float, share: float) -> None:
-    """No share of states on the device with DeepSpeed's gathers or none kept is any faster."""
+    """No smaller share of states, with DeepSpeed's gathers or with none kept, is faster."""
     few = few_of(bus, share)
     fixed: dict[str, Any] = {"context": 1, "stages": 1, "zero_stage": 3, "offload": True}
     limits = SearchLimits(recompute=False, keep=1, most_micro_batch=4, fixed=fixed)
@@ -131,7 +134,7 @@ def test_memory_goes_to_what_saves_most(bus: float, share: float) -> None:
 
 
 def test_sub_groups_and_gathers_are_deepspeeds(tmp_path: Path) -> None:
-    """Written as its keys, and searched again in the run."""
+    """They are written as its keys, and searched again in the run."""
     fixed: dict[str, Any] = {"context": 1, "zero_stage": 3, "offload": True, "ratio": 0.5}
     limits = SearchLimits(keep=1, fixed=fixed)
     (plan,) = search(small(blocks=8), few_of(5.0, 1.0), BOTH, BATCH, limits).plans
@@ -145,10 +148,72 @@ def test_sub_groups_and_gathers_are_deepspeeds(tmp_path: Path) -> None:
     sizes = [10, 10, 30, 10, 40]
     model = ModelPass(tuple(((size,), True) for size in sizes), (), False)
     assert model.sub_group(2) == 2
-    # of 3 sub-groups (20, 30 and 50 of 100 values, on each of 2 ranks half) the first stays
+    # the first of 3 sub-groups stays (20, 30 and 50 of 100 values, half on each of 2 ranks)
     assert model.on_host(2, 0.6, 8) == 0.8 and model.on_host(2, 0.7, 8) == 1.0
     assert model.on_host(2, 0.5, 0) == 1.0, "one sub-group by default"
     assert Layout.from_json(layout.to_json()) == layout
+
+
+def tiers(
+    host_gb: float, drive: float, budget: str = "lossless", keep: int = 1
+) -> tuple[Found, Cluster]:
+    """Answer for two ranks whose host has ``host_gb``, and a drive of ``drive`` GB/s (0: none)."""
+    more: dict[str, Any] = {"host_memory_gb": host_gb, "host_codecs": {
+        "expcode": {"gbytes_per_second": 2.0}}}  # fmt: skip
+    if drive:
+        more["drive"] = {"gbytes_per_second": drive}
+    machine = machines(5.0, 0.6 * tight() / 0.9, **more)
+    fixed: dict[str, Any] = {"context": 1, "stages": 1, "zero_stage": 3, "offload": True}
+    limits = SearchLimits(recompute=False, keep=keep, most_micro_batch=1, fixed=fixed)
+    return search(small(blocks=8), machine, AllowedChoices.parse(budget), BATCH, limits), machine
+
+
+def test_states_that_the_host_cannot_hold_go_to_its_drive(tmp_path: Path) -> None:
+    (roomy,) = tiers(1.0, 1.0)[0].plans
+    assert not roomy.layout.drive and roomy.prediction.memory["host"] > 0
+    for host_gb, share in ((0.05, 0.58), (1e-9, 1.0)):
+        found, machine = tiers(host_gb, 0.2, keep=5)
+        plan = found.plans[0]
+        for one in found.plans:  # those with DeepSpeed's own gathers, too
+            values = one.prediction.memory["host"] / 12
+            assert 2 * 16 * values <= 0.92e9 * host_gb * (1 + 1e-9), one.layout
+        assert plan.layout.drive == pytest.approx(share, abs=0.01) and plan.layout.ratio == 1
+        assert plan.prediction.seconds > roomy.prediction.seconds
+        assert plan.block == {"offload": {"states": {"codec": "expcode"}}}
+        assert Choices.of_block(plan.block) == plan.choices
+        assert Plan.from_json(plan.to_json()).layout == plan.layout
+        assert "states are on the drive" in " ".join(details(plan, machine))
+        assert codecs(plan) == "offload states expcode()"
+        base = {"zero_optimization": {"offload_optimizer": {"nvme_path": "/a drive"}}}
+        (note,) = (one for one in left_to_user(plan, ("x",), {"optimizer": {}}))
+        assert '"nvme_path": "/local_nvme": name a folder' in note
+        assert not list(left_to_user(plan, ("x",), {"optimizer": {}, **base}))
+        files.write(plan, machine, tmp_path, base)
+        config = json.loads((tmp_path / "ds_config.json").read_text())
+        offload = config["zero_optimization"]["offload_optimizer"]
+        assert (offload["device"], offload["nvme_path"]) == ("nvme", "/a drive")
+        memory = CompressionConfig.parse(config["compression"]).memory
+        # as a run divides it (patches.ds.planned_memory): whole sub-groups, 16 bytes a parameter
+        numel, count = config["zero_optimization"]["sub_group_size"], 0
+        while memory.host_gb is not None and 16 * numel * (count + 1) <= 1e9 * memory.host_gb / 2:
+            count += 1
+        assert (memory.host_gb or 0) <= 0.92 * host_gb and bool(count) == (host_gb > 0.01)
+    nothing = tiers(0.05, 0.0)[0]
+    assert not nothing.plans and "no drive takes the rest: measure or describe" in nothing.reason
+
+
+def test_a_fast_drive_leaves_states_plain_and_a_slow_one_encodes_them() -> None:
+    """Both by the cluster's figures: 16 bytes a parameter each way, encoded 0.64 of them."""
+    (fast,), (slow,) = (tiers(1e-9, speed)[0].plans for speed in (100.0, 0.2))
+    assert fast.choices["offload", "states"].native and not fast.block.get("offload")
+    assert slow.choices["offload", "states"].codec is not None
+    (plain,) = tiers(1e-9, 0.2, "native")[0].plans
+    values = sum(layer.parameters for layer in small(blocks=8).layers(BATCH_SHAPE)) / 2
+    gone = slow.prediction.exposed["offload"], plain.prediction.exposed["offload"]
+    drive, coding = 32 * values / 0.1e9, 2 * 16 * values / 2e9
+    assert gone[1] - gone[0] == pytest.approx(0.36 * drive - coding, rel=0.01)
+    assert plain.prediction.nbytes["offload"] - slow.prediction.nbytes["offload"] == pytest.approx(
+        0.36 * 32 * values, rel=0.01)  # fmt: skip
 
 
 def test_hosts_that_code_slowly_leave_the_bus_native() -> None:
@@ -158,7 +223,7 @@ def test_hosts_that_code_slowly_leave_the_bus_native() -> None:
 
 
 def test_unknown_hosts_leave_the_bus_native() -> None:
-    """A cluster of GPUs that was measured before hosts were, or described without them."""
+    """A GPU cluster that was measured before hosts were, or described without them."""
     plan = planned(tight(), host_codecs={}).plans[0]
     assert plan.layout.offload and plan.choices["offload", "backward"].native
     with pytest.raises(HybridcompError, match=r"no figure for blockint\(bits=8\) of bf16 \(decode"):
@@ -205,7 +270,7 @@ def test_gradients_land_behind_the_last_pass() -> None:
     native = predicted(job, work, Choices())
     assert native.hidden["offload"] < 1e-9 < told.hidden["offload"]
     assert told.low <= told.seconds <= told.high and told.exposed["offload"] > 0
-    # the bus is a resource of its own: gradients before the optimizer, parameters behind it
+    # the bus is a separate resource: gradients before the optimizer, parameters after it
     bus, device = (
         [span for span in native.spans if span.resource == name] for name in ("bus 0", "stage 0")
     )
@@ -219,15 +284,15 @@ def test_parameters_on_a_cut_are_whole_on_both_sides() -> None:
     equal = (8.0,) * 4
     assert whole_of([(equal, 4)]) == whole_of([(equal, 2)]) == whole_of([((0.0,), 2)]) == Whole()
     assert whole_of([(equal, 8)]) == Whole(2.0, 2.0)
-    # a part of 3: one has 2 + 4, the others 4 and 4 + 1 + 2 and 2
+    # in 3 parts: one has 2 + 4, the others 4 and 4 + 1 + 2 and 2
     assert whole_of([((2.0, 4.0, 1.0, 2.0), 3)]) == Whole((6 + 4 + 3) / 9, 6 / 3)
-    # digits that floating point loses are no part of a parameter
+    # rounding errors of floating point do not add to a parameter
     assert whole_of([((0.1,) * 30, 3)]).most == pytest.approx(1.0)
     assert whole_of([(equal, 4), ((6.0,), 2)]) == Whole(14 / 11, 14 / 11)
 
 
 def test_sums_of_micro_batches_are_those_of_whole_parameters() -> None:
-    """At ZeRO 2 alone; the rank that moves most is the one that others wait for."""
+    """The case is ZeRO 2; the rank that moves the most bytes determines the time."""
     job, layout, stage = stage_and_job(3, 0.5)
     tensors = tuple(chain.from_iterable(layer.tensors for _, layer in stage.layers))
     whole = whole_of([(tensors, 2)])

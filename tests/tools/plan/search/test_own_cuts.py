@@ -1,4 +1,4 @@
-"""Cuts of hybridcomp.nn in the planner: rings, meshes and token slices."""
+"""Sharding by hybridcomp.nn in the planner: rings, meshes and token slices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def every(made: PlannedJob) -> list[Layout]:
 
 
 def sent(made: PlannedJob, layout: Layout) -> dict[tuple[str, str], float]:
-    """Values that a rank of the first stage sends in a pass forward and backward, by key."""
+    """Return the values that a first-stage rank sends per forward and backward pass, by key."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for layer in made.layers(layout):
         for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
@@ -54,7 +54,7 @@ def sent(made: PlannedJob, layout: Layout) -> dict[tuple[str, str], float]:
     return found
 
 
-# ---- what is proposed
+# ---- candidates
 
 
 def test_own_cuts_are_proposed_where_the_script_knows_them() -> None:
@@ -126,7 +126,7 @@ def test_older_plans_are_read_and_their_layouts_written_as_ever() -> None:
     assert meshed.members("data", 6) == (2, 6)
 
 
-# ---- what it sends, keeps and takes
+# ---- messages, memory, time
 
 
 def test_a_mesh_sends_the_blocks_of_every_product() -> None:
@@ -192,7 +192,7 @@ def test_slices_go_forward_and_come_back_in_reverse() -> None:
 
 
 def test_slices_fill_a_pipeline_at_batch_one() -> None:
-    """Their passes follow the paper's formula where messages cost nothing; whole ones stand."""
+    """With free messages their passes follow the paper's formula; unsliced stages idle."""
     made = job(samples=1, length=4096)
     made = PlannedJob(
         made.model, cluster(nodes=4, ranks_per_node=1, gbits=1e6), made.batch, made.limits
@@ -217,7 +217,7 @@ def test_slices_fill_a_pipeline_at_batch_one() -> None:
 
 
 def test_a_slice_travels_while_its_stage_goes_on() -> None:
-    """The step takes as long as its events, and the bound is one."""
+    """The step's time is that of its events, and the bound holds."""
     for gbits, samples, count in itertools.product((0.01, 1.0), (1, 3), (2, 8)):
         made = job(samples=samples, length=1024)
         machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits)
@@ -270,7 +270,7 @@ def test_one_long_sequence_wants_slices_or_a_ring() -> None:
     limits = SearchLimits(dtype="fp32", own=("slices",), fixed={"stages": 4}, keep=3)
     plan = search(small(), machines, BUDGET, Batch(1, 4096), limits).plans[0]
     assert len(plan.layout.slices) >= 4 and not plan.layout.recompute
-    # Ulysses sends less where it can, and it cannot beside stages
+    # Ulysses sends less where it applies, which excludes stages
     limits = SearchLimits(dtype="fp32", own=("ring",), fixed={"stages": 2}, keep=3)
     found = search(small(), machines, BUDGET, Batch(1, 4096), limits)
     assert found.plans[0].layout.context == 2
@@ -290,7 +290,7 @@ def test_megatron_recomputes_heads_of_chunks_or_segments_of_all() -> None:
         assert can_recompute("megatron", layout.replace(recompute=asked), blocks) is can
     virtual = Layout(stages=2, virtual=2, cuts=(3, 2, 2, 2))
     assert ((1, 2), (3, 4), (5, 6), (7, 8)) in recomputations("megatron", virtual, range(1, 8))
-    # its first stage has two modules before the blocks, its last one three behind them
+    # its first stage has two modules before the blocks, its last one three after them
     every_one = tuple((n, n + 1) for n in blocks)
     pairs, three = ((1, 3), (3, 4), (4, 6)), ((2, 4),)
     assert list(recomputations("neox", layout, blocks)) == [every_one, pairs, three]

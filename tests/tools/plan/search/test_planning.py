@@ -1,4 +1,4 @@
-"""The whole search: the best of all there is, memory that is never crossed, unequal devices."""
+"""The whole search: optimal among all layouts, within memory, for unequal devices."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BATCH = Batch(16, 128)
 
 
 def every_layout(job: PlannedJob) -> Iterator[Layout]:
-    """All ways to train on two or four ranks, with up to 4 samples in a pass, nothing recomputed.
+    """Yield all layouts on two or four ranks, with up to 4 samples per pass, nothing recomputed.
 
-    Written out here: neither the search's space nor its placer or evaluator is asked.
+    They are enumerated here, without the search's space, placer or evaluator.
     """
     engine, depth, ranks = job.limits.engine, job.model.depth, len(job.cluster.ranks)
     for tensor, stages in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)):
@@ -60,7 +60,7 @@ def every_layout(job: PlannedJob) -> Iterator[Layout]:
 def best_of_all(
     job: PlannedJob, budget: AllowedChoices
 ) -> tuple[dict[tuple[int, ...], float], int]:
-    """By cuts, the fastest of all layouts with all combinations of choices; how many do not fit."""
+    """Return by cuts the fastest of all layouts and choices; and how many do not fit."""
     best: dict[tuple[int, ...], float] = {}
     refused = 0
     for layout in every_layout(job):
@@ -79,7 +79,7 @@ def best_of_all(
     return best, refused
 
 
-#: two links, plenty and little memory; 8 bits or native, so that all combinations can be tried
+#: two links, ample and little memory; 8 bits or native, so that all combinations can be tried
 SMALL_BUDGET = AllowedChoices.parse(
     {name: {"codec": "blockint", "bits": bits}
      for name, bits in (("dp", 4), ("zero", 8), ("tp", 8), ("pp", 8))}
@@ -89,7 +89,7 @@ SMALL_BUDGET = AllowedChoices.parse(
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
 @pytest.mark.parametrize(("gbits", "memory_gb"), [(0.05, 1.0), (5.0, 1.0), (0.2, 0.05)])
 def test_the_best_of_all_is_found(engine: Any, gbits: float, memory_gb: float) -> None:
-    """Exactly where cuts are given; near it (see below) where the search cuts as well."""
+    """Exactly for given cuts; near the optimum (see below) if the search chooses them."""
     machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits, memory_gb=memory_gb)
     fixed: dict[str, Any] = {"context": 1, "virtual": 1}
     limits = SearchLimits(engine=engine, most_micro_batch=4, recompute=False, fixed=fixed)
@@ -234,7 +234,7 @@ def test_graphs_are_split_by_their_ideals() -> None:
 def test_cuts_are_near_the_fastest_simulated_ones(
     engine: Any, gbits: float, slow: dict[int, float]
 ) -> None:
-    """Also where messages take as long as layers: both ends of a cut wait for them."""
+    """Also if messages take as long as layers: both ends of a cut wait for them."""
     layout, blocks = Layout(stages=3, micro_batch=2, accumulation=8), 6
     machines = cluster(nodes=3, ranks_per_node=1, gbits=gbits, speeds=slow)
     limits = SearchLimits(dtype="fp32", engine=engine, recompute=False)
