@@ -40,6 +40,10 @@ from hybridcomp.tools.plan.engines import (
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import Plan
 
+#: pinned buffers of a sub-group's length: three Adam states and a gradient, each of the sub-group
+#: that steps, of the one being read and of the one being written. DeepSpeed's default, 4, does not
+#: suffice for reading and writing beside the step: its first step fails an assertion
+BUFFERS = 12
 #: keys of ZeRO 3 in the order of ``Layout.knobs``
 KNOBS = (
     "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
@@ -142,7 +146,7 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
     if layout.drive:
         zero["offload_optimizer"] = {
             "device": "nvme", "nvme_path": nvme_path(base),
-            "pipeline_read": True, "pipeline_write": True,
+            "pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS,
         }  # fmt: skip
     if layout.sub_group:
         zero["sub_group_size"] = layout.sub_group
