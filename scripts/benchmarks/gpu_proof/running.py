@@ -76,7 +76,9 @@ class Running:
             for beside in _groups(todo):
                 left = self._deadline - time.monotonic()
                 # a step longer than any call still runs if the call has just begun
-                fits = [step for step in beside if step.begins(left) or not begun]
+                fits = [
+                    step for step in beside if step.has_data and (step.begins(left) or not begun)
+                ]
                 self.later += [step.name for step in beside if step not in fits]
                 if fits:
                     self._say(fits, number, todo)

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.training_bench.gpu_cells import MEASURED
@@ -81,6 +82,12 @@ class Step:
     beside: str = ""
     env: dict[str, str] = field(default_factory=dict)
     makes: Path | None = None
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the data that its command names is there; the step that makes it may be later."""
+        named = [Path(f"{b}_valid.idx") for a, b in pairwise(self.command) if a == "--data"]
+        return all(path.exists() for path in named)
 
     def begins(self, left: float) -> bool:
         """Return whether the step may start with ``left`` seconds."""

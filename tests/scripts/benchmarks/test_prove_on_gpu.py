@@ -135,6 +135,21 @@ def test_a_call_of_some_minutes_does_what_fits(
     assert prove_on_gpu.main(words) == 0 and not capsys.readouterr().out
 
 
+def test_a_step_waits_for_the_data_that_a_later_call_makes(
+    tmp_path: Path, set_steps: Callable[[list[Step]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that stop in time fit where the one that makes their data does not."""
+    data = tmp_path / "text"
+    command = (sys.executable, "-c", "print('told')", "--data", str(data))
+    set_steps([Step("losses", "", 0.001, command, "--budget")])
+    words = ["--out", str(tmp_path / "out"), "--minutes", "9"]
+    assert prove_on_gpu.main(words) == 1
+    assert capsys.readouterr().err == "for the next call, by the same command: losses\n"
+    data.with_name("text_valid.idx").touch()
+    assert prove_on_gpu.main(words) == 0
+    assert "losses: done" in capsys.readouterr().out
+
+
 def test_a_step_is_ended_with_the_call(tmp_path: Path) -> None:
     """By SIGTERM, as ``timeout`` sends: a surviving process would keep the GPU's memory."""
     code = f"""if True:
