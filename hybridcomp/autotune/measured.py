@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import remembered_file
-from hybridcomp.autotune.remembered import NETWORK, hashed
+from hybridcomp.autotune.remembered import hashed, transport
 from hybridcomp.autotune.trials import StepTraffic
-from hybridcomp.job.agreement import tell, versions
-from hybridcomp.job.devices import device_name
+from hybridcomp.job.agreement import tell
 
 #: factor, up or down, by which a short message may differ from the table
 OFF = 1.5
@@ -100,9 +98,7 @@ def _between(numels: Sequence[int], seconds: Sequence[float], numel: int) -> flo
 
 def path_of(device: torch.device, group: dist.ProcessGroup | None = None) -> Path | None:
     """Return the file of these machines on rank 0; None where there is no folder for it."""
-    network = {name: os.environ.get(name) for name in NETWORK}
-    where = [platform.node(), dist.get_world_size(), device_name(device)]
-    name = hashed([*where, str(dist.get_backend(group)), network, versions()])
+    name = hashed([platform.node(), dist.get_world_size(), *transport(device, group)])
     folder = remembered_file.folder()
     return None if folder is None else folder / remembered_file.LINKS.replace("*", name)
 

@@ -101,8 +101,7 @@ class Remembered:
     ) -> dict[str, Any]:
         """Return this rank's statement: its messages and groups, and on rank 0 the file read."""
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-        network = {name: os.environ.get(name) for name in NETWORK}
-        where = [device_name(device), str(dist.get_backend(group)), network, versions()]
+        where = transport(device, group)
         sent = {name: hashed([where, len(ranks), ranks[0], row]) for name, row in messages.items()}
         found: Any = None
         if dist.get_rank() == 0:
@@ -180,6 +179,12 @@ def _told(name: Dimension, verdict: Decision, day: str) -> str:
     )
     todo = 'checked in passing; "remember": false measures anew'
     return f"{name}: {how}, as found on {day} on the same machines ({figures}; {todo})"
+
+
+def transport(device: torch.device, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return on what the seconds of this rank's messages in ``group`` depend, as JSON values."""
+    network = {name: os.environ.get(name) for name in NETWORK}
+    return [device_name(device), str(dist.get_backend(group)), network, versions()]
 
 
 def hashed(facts: Sequence[Any]) -> str:

@@ -80,8 +80,7 @@ def read(path: Path) -> FoundVerdicts | str | None:
         return f"{path} is damaged, or of another version"
     del written["format"]
     found = FoundVerdicts(**written)
-    age = (time.time() - found.written) / DAY_S
-    if not 0 <= age <= DAYS:
+    if not _is_recent(found.written):
         return f"{path} is of {found.day}, and {DAYS} days are the limit"
     return found
 
@@ -97,10 +96,13 @@ def read_links(path: Path) -> Any:
     """Return what ``measured.write`` wrote; None: nothing, not readable or too old."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        age = (time.time() - float(found["written"])) / DAY_S
+        return found if _is_recent(float(found["written"])) else None
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    return found if 0 <= age <= DAYS else None
+
+
+def _is_recent(written: float) -> bool:
+    return 0 <= time.time() - written <= DAYS * DAY_S
 
 
 def write_text(path: Path, text: str) -> str:

@@ -33,8 +33,8 @@ class StepFollower(Protocol):
         """Free its resources. No collective."""
 
 
-class FiguresFollower:
-    """A ``StepFollower`` that has figures to report and nothing to do around steps."""
+class FollowerBase:
+    """A ``StepFollower`` that does nothing and reports nothing, for followers of single events."""
 
     def before_step(self) -> None:
         """Do nothing."""
@@ -44,6 +44,10 @@ class FiguresFollower:
 
     def after_skip(self) -> None:
         """Do nothing."""
+
+    def row(self) -> Mapping[str, float] | None:
+        """Return no figures."""
+        return None
 
     def close(self) -> None:
         """Do nothing."""

@@ -6,11 +6,12 @@ its treatment depends on the engine, and no engine prints a message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from hybridcomp import log
+from hybridcomp.session.followers import FollowerBase
 
 #: most names in a message
 SHOWN = 3
@@ -79,7 +80,7 @@ class TrainedSet:
         log.say(told, anywhere=True)
 
 
-class TrainedFollower:
+class TrainedFollower(FollowerBase):
     """Follower of a session that checks its model's ``TrainedSet`` before every step."""
 
     name = "trained set"
@@ -91,19 +92,6 @@ class TrainedFollower:
     def accept(self) -> None:
         """Accept the changes so far without a message: ``hybridcomp.freeze`` has made them."""
         raise NotImplementedError
-
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def after_skip(self) -> None:
-        """Do nothing."""
-
-    def row(self) -> Mapping[str, float] | None:
-        """Return no figures."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def accept(followers: Iterable[object]) -> None:

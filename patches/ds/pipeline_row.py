@@ -5,10 +5,10 @@ from __future__ import annotations
 import weakref
 
 from hybridcomp.patches.ds.async_pipeline import AsyncPipeline
-from hybridcomp.session.followers import FiguresFollower
+from hybridcomp.session.followers import FollowerBase
 
 
-class PipelineRow(FiguresFollower):
+class PipelineRow(FollowerBase):
     """Report a pipeline, which is held weakly: the session outlives engines."""
 
     name = "pipeline"

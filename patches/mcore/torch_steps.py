@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common import optimizer_steps
 from hybridcomp.patches.common.optimizer_steps import NO_PASS, backward_pass
 from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.session.followers import FollowerBase
 
 #: attributes that Megatron's layers, or hybridcomp, set on parameters
 MARKS = (NAME, "tensor_model_parallel", "allreduce")
@@ -57,7 +58,7 @@ def _of(session: EngineSession) -> TorchSteps | None:
     return next((one for one in session.followers if isinstance(one, TorchSteps)), None)
 
 
-class TorchSteps:
+class TorchSteps(FollowerBase):
     """Follower of a session that calls ``end_step`` after the steps of torch's optimizers.
 
     Attributes:
@@ -75,21 +76,6 @@ class TorchSteps:
         self._has_looked = self._is_marked = self._has_gradients = self._is_due = False
         self._counted_behind = NO_PASS
         session.channels.on_pass = self._heard
-
-    # follower
-
-    def before_step(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def after_skip(self) -> None:
-        """Do nothing."""
-
-    def row(self) -> Mapping[str, float] | None:
-        """Return no figures."""
-        return None
 
     def close(self) -> None:
         """Remove the hooks."""

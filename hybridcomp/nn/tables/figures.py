@@ -11,10 +11,10 @@ import torch
 from hybridcomp.nn.tables.slots import RowTable
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
-from hybridcomp.session.followers import FiguresFollower
+from hybridcomp.session.followers import FollowerBase
 
 
-class TableFigures(FiguresFollower):
+class TableFigures(FollowerBase):
     """Follower of a session: hits, asked rows, rows copied in and out, over the ranks of tables."""
 
     name = "embed"

@@ -91,9 +91,7 @@ def _check(options: argparse.Namespace) -> None:
             why = "one rank sends nothing; " if found == 1 and least == 2 else ""
             todo = f"{why}expected a whole number from {least} to {MOST_RANKS}"
             raise ConfigError(f"--{name.replace('_', '-')}", found, todo)
-    if not 0 <= options.frozen < 1:
-        todo = "expected a share from 0 to below 1, such as 0.99"
-        raise ConfigError("--frozen", options.frozen, todo)
+    bits_between.check_frozen(options.frozen)
     lacking = [f"--{name}" for name, found in figures.items() if found is None]
     if 0 < len(lacking) < len(figures):
         todo = "a step is estimated from --parameters, --compute and --link together; give all"

@@ -68,8 +68,7 @@ def lines(
     Raises ConfigError where the block cannot act, the checkpoint cannot be resumed, or the memory
     of a device is too small.
     """
-    if not 0 <= frozen < 1:
-        raise ConfigError("--frozen", frozen, "expected a share from 0 to below 1, such as 0.99")
+    bits_between.check_frozen(frozen)
     found = read_job_file(file)
     bare, neox = found.whose == "block", found.whose == "neox"
     source = found.settings

@@ -16,6 +16,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.rank_messages import EXACT_BITS
+from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.layout import Copy, Layout
 from hybridcomp.tools.plan.pays import STEP_BITS, bits, copy_of
 from hybridcomp.tools.plan.plan import Plan
@@ -160,6 +161,12 @@ _COPIES: dict[Copy, str] = {
     "exact": '"secondary": "exact"',
     "bits8": '"secondary": {"bits": 8}, whose passes compute with 8 bits',
 }
+
+
+def check_frozen(share: float) -> None:
+    """Raise ConfigError where the share of frozen parameters is out of range."""
+    if not 0 <= share < 1:
+        raise ConfigError("--frozen", share, "expected a share from 0 to below 1, such as 0.99")
 
 
 def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:

@@ -85,7 +85,7 @@ class Step:
 
     @property
     def has_data(self) -> bool:
-        """Whether the data that its command names is there; the step that makes it may be later."""
+        """True once the data that its command names exists, which an earlier step makes."""
         named = [Path(f"{b}_valid.idx") for a, b in pairwise(self.command) if a == "--data"]
         return all(path.exists() for path in named)
 

@@ -41,7 +41,7 @@ Sizes = tuple[tuple[int, ...], float]
 
 
 class Gathered(NamedTuple):
-    """What a micro-batch gathers.
+    """The gathers of a micro-batch.
 
     times: over the values of all parameters that leave. peak: values at once, with those that never
     leave.

@@ -13,7 +13,7 @@ from hybridcomp.tools.plan.models.model import BatchShape, Messages, Model, Mode
 
 @dataclass(frozen=True)
 class _Wrapped:
-    """What a partly frozen model has of ``model`` itself."""
+    """The properties that a partly frozen model takes from ``model``."""
 
     model: Model
 
