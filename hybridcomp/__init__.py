@@ -209,7 +209,8 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches.torch import state_files, steps
+    from hybridcomp.patches.torch import steps
+    from hybridcomp.patches.torch.state import state_files
     from hybridcomp.session import process
 
     if models := steps.living():
@@ -231,7 +232,8 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches.torch import state_files, steps
+    from hybridcomp.patches.torch import steps
+    from hybridcomp.patches.torch.state import state_files
     from hybridcomp.session import process
 
     if models := steps.living():

@@ -71,7 +71,7 @@ def resume(
 def _adapter(engine: Any) -> tuple[Any, Any]:
     """Return the module of an engine that finds and loads its checkpoints, and what it loads."""
     if "deepspeed" in packages_of(engine):
-        from hybridcomp.patches.ds import replanned as of_deepspeed
+        from hybridcomp.patches.ds.checkpoint import replanned as of_deepspeed
 
         return of_deepspeed, engine
     if is_megatron(engine):

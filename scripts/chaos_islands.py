@@ -53,7 +53,7 @@ KINDS = ("kill", "away", "stop", "pause")
 #: imports of an island, preloaded since they take seconds of a core
 PRELOAD = [
     "torch._dynamo", "torch._inductor.compile_fx", "fuzzing.island_job",
-    "hybridcomp.patches.torch.attach", "hybridcomp.patches.torch.ddp", "hybridcomp.sync",
+    "hybridcomp.patches.torch.attach", "hybridcomp.patches.torch.ddp.ddp", "hybridcomp.sync",
 ]  # fmt: skip
 #: final meetings whose mean loss is compared
 LAST = 10

@@ -46,16 +46,16 @@ ENGINES = {
 #: modules that compare with a dimension's name or list several, for facts outside the rows
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
-    "channels/ledger.py": "by which dimensions generation sends",
+    "channels/accounting/ledger.py": "by which dimensions generation sends",
     "channels/engine_channels.py": "the residuals of gradients",
     "channels/online_tuner.py": "what comparing steps takes, and the group of trials",
-    "channels/offload_tuner.py": "the settings that offload alone has",
+    "channels/accounting/offload_tuner.py": "the settings that offload alone has",
     "tools/commands/job_files.py": "what a DeepSpeed file shows of a job",
     "tools/commands/link_picture.py": "which dimensions the picture draws",
     "tools/commands/memory.py": "which messages a job of such a file sends",
     "config/codec_settings.py": "which codecs one dimension alone may name",
     "config/generation.py": "which messages generation sends",
-    "config/memory.py": "which buffers gradients and parameters of ZeRO take",
+    "channels/accounting/memory.py": "which buffers gradients and parameters of ZeRO take",
     "config/other_names.py": "what other tools call a dimension",
     "config/presets.py": "what the paper calls model parallel",
     "tools/commands/validate.py": "what a file cannot show of a job",
@@ -117,7 +117,8 @@ def test_presets_take_their_settings_from_the_rows() -> None:
 def covered() -> Iterator[tuple[str, str]]:
     """Return engine and dimension of every seam module, and of torch's slots."""
     from hybridcomp.patches import registry
-    from hybridcomp.patches.torch import ddp, fsdp2
+    from hybridcomp.patches.torch.ddp import ddp
+    from hybridcomp.patches.torch.fsdp2 import fsdp2
 
     for package in registry.MODULES:
         for module in registry.modules_of(package):
@@ -138,7 +139,8 @@ def test_the_engines_of_a_row_are_those_with_a_seam() -> None:
 
 
 def tables() -> dict[str, tuple[Rule[object], ...]]:
-    from hybridcomp.patches.torch import fsdp2_rules, rules
+    from hybridcomp.patches.torch import rules
+    from hybridcomp.patches.torch.fsdp2 import rules as fsdp2_rules
 
     return {
         DEEPSPEED: ds_check.TABLES,

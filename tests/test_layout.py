@@ -236,6 +236,41 @@ def test_folders_of_patches_ask_few_others() -> None:
         assert asked - {folder} <= allowed, f"{name} asks {asked}"
 
 
+#: folder -> its rooms and modules, each of which may import only those in front of it
+INNER: dict[str, tuple[str, ...]] = {
+    "channels": (
+        "residuals", "accounting", "engine_state", "error_samples", "known_groups", "memory_use",
+        "channel", "messages", "online_tuner", "offload", "engine_channels", "checkpoint",
+    ),
+    "patches/ds": (
+        "requirement", "job_facts", "settings", "engine_of", "expert_weights", "record",
+        "step_ends", "zero", "offload", "pipeline", "layers", "island_unit", "checkpoint",
+        "gathered", "generation", "rollout", "trained_set", "weights", "step_messages", "freezing",
+        "attach",
+    ),
+    "patches/torch": (
+        "session", "loss_scale", "step_detection", "torch_versions", "rules", "ignored_tables",
+        "context_parallel", "state", "attached", "steps", "trained_set", "ddp", "fsdp2",
+        "island_masters", "weights", "attach", "auto_attach", "freezing", "gathered", "replanned",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", INNER)
+def test_rooms_inside_import_one_way(folder: str) -> None:
+    known, prefix, seen = INNER[folder], f"hybridcomp.{folder.replace('/', '.')}.", set()
+    for path in (PACKAGE / folder).rglob("*.py"):
+        room = path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        seen.add(room)
+        names = (name for name in imported(path) if name.startswith(prefix))
+        asked = {name.removeprefix(prefix).split(".")[0] for name in names}
+        wrong = asked & set(known) - set(known[: known.index(room) + 1])
+        assert not wrong, f"{path} imports {wrong}"
+    assert seen == set(known)
+
+
 def test_a_class_has_a_name_of_its_own() -> None:
     """Classes that share a name cannot be told apart; see ``docs/contributing/index.md``."""
     defined: dict[str, list[str]] = {}

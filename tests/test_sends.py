@@ -37,7 +37,7 @@ PUBLISHED = {"hybridcomp/publishing/groups.py", "hybridcomp/publishing/streams.p
 #: uncompressed weights of islands; meetings' messages through channels are counted there
 ISLANDS = {"hybridcomp/sync/exact_sends.py"}
 #: upstream's messages, sent as upstream would
-UPSTREAM = {"patches/ds/tied_weights.py", "patches/torch/ddp_slot.py"}
+UPSTREAM = {"patches/ds/pipeline/tied_weights.py", "patches/torch/ddp/slot.py"}
 
 
 def _sends(path: Path) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hybridcomp.autotune.trials import StepTraffic
-from hybridcomp.channels.broadcast_reduce import Broadcast, Reduce
 from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.channels.engine_channels import NAME, Channels, channels_of
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
-from hybridcomp.channels.host_copies import HostMoves, Packed
-from hybridcomp.channels.p2p_and_gather import (
+from hybridcomp.channels.messages.all_reduce import AllReduce, ReduceToOwners
+from hybridcomp.channels.messages.broadcast_reduce import Broadcast, Reduce
+from hybridcomp.channels.messages.p2p_and_gather import (
     AllGather,
     AllToAll,
     Posted,
@@ -17,8 +17,8 @@ from hybridcomp.channels.p2p_and_gather import (
     Receive,
     Send,
 )
-from hybridcomp.channels.scatter_sums import ReduceScatter
-from hybridcomp.channels.sums import AllReduce, ReduceToOwners
+from hybridcomp.channels.messages.reduce_scatter import ReduceScatter
+from hybridcomp.channels.offload.host_copies import HostMoves, Packed
 from hybridcomp.collectives import OwnedRange, ReduceScatterHandle, Shards, native_nbytes
 
 __all__ = [

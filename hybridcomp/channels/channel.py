@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import Samples
 from hybridcomp.channels.known_groups import KnownGroups
-from hybridcomp.channels.node_sums import CARRIER
+from hybridcomp.channels.residuals.node_sums import CARRIER
 from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.quantized_residual import Residual

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from hybridcomp.channels.accounting.guard import Guard
+from hybridcomp.channels.accounting.ledger import Ledger
+from hybridcomp.channels.accounting.offload_tuner import OffloadTuner
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
-from hybridcomp.channels.error_feedback import Residuals
-from hybridcomp.channels.guard import Guard
-from hybridcomp.channels.host_copies import HostMoves
-from hybridcomp.channels.ledger import Ledger
-from hybridcomp.channels.offload_tuner import OffloadTuner
+from hybridcomp.channels.offload.host_copies import HostMoves
 from hybridcomp.channels.online_tuner import OnlineTuner
+from hybridcomp.channels.residuals.error_feedback import Residuals
 from hybridcomp.codecs import poll_payloads
 from hybridcomp.collectives import finish_sends, poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover

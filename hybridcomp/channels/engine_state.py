@@ -10,20 +10,20 @@ import torch
 
 from hybridcomp.autotune.traffic_profile import TrafficProfile
 from hybridcomp.autotune.verdicts import Verdicts
-from hybridcomp.channels.error_feedback import Residuals
-from hybridcomp.channels.guard import Guard
-from hybridcomp.channels.late_samples import LateSamples
-from hybridcomp.channels.ledger import Ledger
-from hybridcomp.channels.low_rank import Factors
-from hybridcomp.channels.node_sums import NodeSums
-from hybridcomp.channels.offload_tuner import OffloadTuner
-from hybridcomp.channels.time_saved import TimeSaved
+from hybridcomp.channels.accounting.guard import Guard
+from hybridcomp.channels.accounting.late_samples import LateSamples
+from hybridcomp.channels.accounting.ledger import Ledger
+from hybridcomp.channels.accounting.offload_tuner import OffloadTuner
+from hybridcomp.channels.accounting.rank_messages import RankMessages
+from hybridcomp.channels.accounting.time_saved import TimeSaved
+from hybridcomp.channels.residuals.error_feedback import Residuals
+from hybridcomp.channels.residuals.low_rank import Factors
+from hybridcomp.channels.residuals.node_sums import NodeSums
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.policy import Dimension, Direction, Policy
-from hybridcomp.config.rank_messages import RankMessages
 from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
 

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune.trials import StepTraffic
-from hybridcomp.channels.engine_state import EngineState
-from hybridcomp.collectives import Group
-from hybridcomp.config.memory import (
+from hybridcomp.channels.accounting.memory import (
     MemoryItem,
     frozen,
     meetings,
     published,
     taken,
 )
-from hybridcomp.config.rank_messages import RankMessages, residual_nbytes
+from hybridcomp.channels.accounting.rank_messages import RankMessages, residual_nbytes
+from hybridcomp.channels.engine_state import EngineState
+from hybridcomp.collectives import Group
 from hybridcomp.dimensions import Dimension
 
 

@@ -24,11 +24,11 @@ from hybridcomp.autotune.timing import confirm, judge, judge_seen
 from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels import memory_use
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
 from hybridcomp.codecs import require_kernels
 from hybridcomp.codecs.words import DTYPE_NAMES
-from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import together

@@ -1,8 +1,8 @@
 """stepcode for parameter gathers: ``StepCode`` as a codec that a block may name under ``zero``.
 
 The weights of the last gather are the reference. Every rank holds them: receivers in the buffer
-that they decode into, the sender in the copy of its own share that ``channels/parameter_deltas.py``
-keeps.
+that they decode into, the sender in the copy of its own share that
+``channels/messages/parameter_deltas.py`` keeps.
 """
 
 from __future__ import annotations

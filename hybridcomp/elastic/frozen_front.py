@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridcomp.channels.kept_weights import hashes_together
+from hybridcomp.channels.messages.kept_weights import hashes_together
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.config.error_messages import Shown

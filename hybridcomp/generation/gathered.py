@@ -1,7 +1,8 @@
 """Gather all weights of a model whose ranks hold shares of them, in few large messages.
 
 Weights are gathered in buckets of one dtype and one process group, by the codec of the block's
-``gathered``: deltas from the last gather (``channels/kept_slices``), whole and encoded, or native.
+``gathered``: deltas from the last gather (``channels/messages/kept_slices``), whole and encoded, or
+native.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import collectives
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.channels.channel import Channel
-from hybridcomp.channels.kept_slices import KeptRows, KeptSlice
-from hybridcomp.channels.node_copies import CopyGroups, width_of
+from hybridcomp.channels.messages.kept_slices import KeptRows, KeptSlice
+from hybridcomp.channels.messages.node_copies import CopyGroups, width_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.stepcode import STEP_DTYPES
@@ -30,7 +32,6 @@ from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.config.gathered import GatheredConfig
-from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 

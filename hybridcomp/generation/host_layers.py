@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridcomp.channels.ledger import Ledger
+from hybridcomp.channels.accounting.ledger import Ledger
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.collectives import Meter
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation.gathered import free_nbytes
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from multiprocessing import util
 from typing import Protocol
 
-from hybridcomp.channels.ledger import Entry, Key
-from hybridcomp.channels.time_saved import TimeSaved
+from hybridcomp.channels.accounting.ledger import Entry, Key
+from hybridcomp.channels.accounting.time_saved import TimeSaved
 from hybridcomp.dimensions import Dimension
 from hybridcomp.log import say
 

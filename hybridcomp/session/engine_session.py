@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, Channels, StepTraffic
-from hybridcomp.channels.ledger_file import make_together
+from hybridcomp.channels.accounting.ledger_file import make_together
+from hybridcomp.channels.accounting.memory import MemoryItem, memory_lines
 from hybridcomp.channels.memory_use import memory_of
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
-from hybridcomp.config.memory import MemoryItem, memory_lines
 from hybridcomp.dimensions import MEASURED_EARLY, Dimension
 from hybridcomp.errors import HybridcompError
 from hybridcomp.job import peer_liveness

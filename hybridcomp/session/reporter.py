@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.ledger import KEYS, Entry, Key, entries_of
-from hybridcomp.channels.ledger_file import JsonLines
+from hybridcomp.channels.accounting.ledger import KEYS, Entry, Key, entries_of
+from hybridcomp.channels.accounting.ledger_file import JsonLines
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridcomp.channels import Channels, checkpoint, checkpoint_note, kept_state
+from hybridcomp.channels import Channels
+from hybridcomp.channels.checkpoint import checkpoint_note, kept_state
+from hybridcomp.channels.checkpoint import save_load as checkpoint
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.errors import CheckpointError

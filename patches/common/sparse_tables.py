@@ -2,7 +2,7 @@
 
 torch raises IndexError only on the rank that has such an id, while the others would wait for its
 gradients. So while a table trains, the id is noted and replaced by 0, and the next exchange raises
-the error on all ranks (``channels.row_sums``).
+the error on all ranks (``channels.messages.row_sums``).
 """
 
 from __future__ import annotations

@@ -29,21 +29,19 @@ from hybridcomp.patches.common import early_engines, island_steps, publishing_st
 from hybridcomp.patches.ds import (
     island_unit,
     job_facts,
-    layer_scope,
-    node_sums,
-    nvme,
     record,
-    secondary,
     settings,
-    sparse_rows,
     step_messages,
     trained_set,
     weights,
 )
 from hybridcomp.patches.ds.job_facts import Z0_SCALER, loss_scale
-from hybridcomp.patches.ds.pipe import PIPE, Pipe, close
+from hybridcomp.patches.ds.layers import layer_scope, sparse_rows
+from hybridcomp.patches.ds.offload import nvme
+from hybridcomp.patches.ds.pipeline.pipe import PIPE, Pipe, close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.step_ends import at_the_end
+from hybridcomp.patches.ds.zero import node_sums, secondary
 from hybridcomp.patches.rules import ds_check, neox
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.seams.arming import IN_PLACE
@@ -221,7 +219,7 @@ def _attach(
 def _report_pipeline(engine: Any, session: EngineSession) -> None:
     pipe: Pipe | None = getattr(engine, PIPE, None)
     if pipe is not None and pipe.waitless is not None:
-        from hybridcomp.patches.ds.pipeline_row import PipelineRow
+        from hybridcomp.patches.ds.pipeline.row import PipelineRow
 
         session.follow(PipelineRow(pipe.waitless))
 

@@ -27,11 +27,12 @@ from hybridcomp.elastic.freezing import plain
 from hybridcomp.patches.common import trained_set
 from hybridcomp.patches.common.frozen_layers import Frozen, frozen_of
 from hybridcomp.patches.common.stepped_parts import FlatFragment, SteppedParts, unfit
-from hybridcomp.patches.ds import frozen as kept_weights
-from hybridcomp.patches.ds import frozen_stages, trained_gathers
 from hybridcomp.patches.ds.job_facts import SLICED_STAGE
-from hybridcomp.patches.ds.pipe import PIPE
-from hybridcomp.patches.ds.pipeline import is_dualpipev
+from hybridcomp.patches.ds.pipeline import frozen_stages
+from hybridcomp.patches.ds.pipeline.pipe import PIPE
+from hybridcomp.patches.ds.pipeline.pipeline import is_dualpipev
+from hybridcomp.patches.ds.zero import frozen as kept_weights
+from hybridcomp.patches.ds.zero import trained_gathers
 from hybridcomp.session.engine_session import session_of
 
 #: attribute of an engine: its ``SteppedParts``

@@ -23,7 +23,7 @@ from hybridcomp.generation.gathered import CutWeight, WeightGather
 from hybridcomp.generation.rolling_out import WHAT, rolling_out, without_hooks
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds import island_unit
-from hybridcomp.patches.ds.partitions import filled
+from hybridcomp.patches.ds.zero.partitions import filled
 
 #: attribute of an engine: its ``WeightGather``
 ATTRIBUTE = "_hybridcomp_gathered"

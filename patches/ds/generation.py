@@ -19,8 +19,8 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.generation import GeneratingStage
 from hybridcomp.job import small_messages
 from hybridcomp.nn.slices import SlicedStage
-from hybridcomp.patches.ds.pipe import PIPE, Pipe
-from hybridcomp.patches.ds.pipeline import is_dualpipev
+from hybridcomp.patches.ds.pipeline.pipe import PIPE, Pipe
+from hybridcomp.patches.ds.pipeline.pipeline import is_dualpipev
 
 KEY = "generate"
 #: gloo groups for frames, made if the default ones do not send over gloo between CPUs, by ranks

@@ -23,7 +23,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
 from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.common.parameter_names import named_once
-from hybridcomp.patches.ds import partitions
+from hybridcomp.patches.ds.zero import partitions
 from hybridcomp.sync import Islands, Masters
 from hybridcomp.sync.master_weights import in_memory, piece_of
 

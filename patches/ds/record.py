@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels.ledger_file import JsonLines, make_together
+from hybridcomp.channels.accounting.ledger_file import JsonLines, make_together
 from hybridcomp.job import environment, small_messages
 from hybridcomp.job.together import ending
 from hybridcomp.metric_names import LOSS, SPEED, TOKENS

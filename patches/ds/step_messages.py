@@ -13,7 +13,7 @@ from hybridcomp.channels import StepTraffic
 from hybridcomp.channels.memory_use import note
 from hybridcomp.collectives import Group
 from hybridcomp.config.policy import Dimension
-from hybridcomp.patches.ds.exact_weights import flat_groups
+from hybridcomp.patches.ds.checkpoint.exact_weights import flat_groups
 from hybridcomp.session.engine_session import EngineSession
 
 #: elements that ``DeepSpeedEngine.buffered_allreduce_fallback`` flattens into one bucket

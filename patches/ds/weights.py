@@ -25,7 +25,7 @@ from hybridcomp.patches.common.unchanged import KnownParameters
 from hybridcomp.patches.ds import island_unit
 from hybridcomp.patches.ds.expert_weights import ExpertLayers
 from hybridcomp.patches.ds.job_facts import tensor_ranks
-from hybridcomp.patches.ds.partitions import filled
+from hybridcomp.patches.ds.zero.partitions import filled
 from hybridcomp.publishing import EngineWeights, Held, WeightRange, unless_refused
 
 KEY = "publish"

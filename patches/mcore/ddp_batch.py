@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, AllReduce, ReduceScatter, Shards
-from hybridcomp.channels.parameter_deltas import GatherParameters
-from hybridcomp.channels.pieces import Piece, cut
+from hybridcomp.channels.messages.parameter_deltas import GatherParameters
+from hybridcomp.channels.residuals.pieces import Piece, cut
 from hybridcomp.collectives import Handle, ReduceScatterHandle
 from hybridcomp.patches.common import early_engines
 from hybridcomp.patches.common.collective_wrappers import flat

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import checkpoint, checkpoint_note
+from hybridcomp.channels.checkpoint import checkpoint_note
+from hybridcomp.channels.checkpoint import save_load as checkpoint
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor

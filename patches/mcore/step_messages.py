@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.channels import StepTraffic
+from hybridcomp.channels.accounting.memory import memory_lines
 from hybridcomp.channels.memory_use import note
-from hybridcomp.config.memory import memory_lines
 from hybridcomp.config.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
 

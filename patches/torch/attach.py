@@ -23,10 +23,11 @@ from hybridcomp.job import agreement
 from hybridcomp.job.together import together
 from hybridcomp.log import complain
 from hybridcomp.patches.common import island_steps, publishing_steps
-from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
-from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
+from hybridcomp.patches.torch import island_masters, torch_versions, weights
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.session import Source, read, say
+from hybridcomp.patches.torch.state import claimed_saves
+from hybridcomp.patches.torch.state.at_checkpoint import AtCheckpoint
 from hybridcomp.publishing import EngineWeights
 from hybridcomp.session import process
 from hybridcomp.sync import Masters
@@ -256,7 +257,7 @@ def is_served(model: Module) -> bool:
     """Return whether ``model``, under ``fully_shard``, is part of an attached model."""
     if not is_sharded(model):
         return False
-    from hybridcomp.patches.torch import fsdp2
+    from hybridcomp.patches.torch.fsdp2 import fsdp2
 
     return fsdp2.is_served(model)
 
@@ -272,7 +273,7 @@ def _attach(model: Module, source: Source | None, undo: ExitStack) -> Attached |
         if isinstance(model.module, ParameterList):  # without forward: only ``replicate`` does
             _refuse_replicate(source)
             return None
-        from hybridcomp.patches.torch import ddp
+        from hybridcomp.patches.torch.ddp import ddp
 
         return ddp.attach(model, source, undo)
     if is_sharded(model):
@@ -326,7 +327,7 @@ def _attach_sharded(model: Module, source: Source | None, undo: ExitStack) -> At
         if read(source) is None:
             return None
         raise
-    from hybridcomp.patches.torch import fsdp2
+    from hybridcomp.patches.torch.fsdp2 import fsdp2
 
     return fsdp2.attach(model, source, undo)
 
@@ -352,11 +353,11 @@ def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
 
 def rows() -> Iterable[tuple[str, str, str]]:
     """Return the rows of the support matrix: dimension, messages, versions."""
-    from hybridcomp.patches.torch import ddp
+    from hybridcomp.patches.torch.ddp import ddp
 
     modules: list[Any] = [ddp]
     with suppress(ImportError):  # torch before 2.9
-        from hybridcomp.patches.torch import fsdp2
+        from hybridcomp.patches.torch.fsdp2 import fsdp2
 
         modules.append(fsdp2)
     for module in modules:

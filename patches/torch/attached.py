@@ -11,16 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hybridcomp.channels import Channels, saved_state
-from hybridcomp.channels.resharing import Sends
+from hybridcomp.channels import Channels
+from hybridcomp.channels.checkpoint import saved_state
+from hybridcomp.channels.checkpoint.resharing import Sends
 from hybridcomp.patches.common.optimizer_steps import (
     NO_PASS,
     at_the_end_of_the_pass,
     backward_pass,
 )
-from hybridcomp.patches.torch import stateful
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
+from hybridcomp.patches.torch.state import stateful
 from hybridcomp.patches.torch.step_detection import LOCAL, PATIENCE, UnseenSteps
 from hybridcomp.session.engine_session import EngineSession
 

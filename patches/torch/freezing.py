@@ -20,9 +20,9 @@ from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.elastic.freezing import plain
 from hybridcomp.patches.common import trained_set
 from hybridcomp.patches.common.frozen_layers import Frozen
-from hybridcomp.patches.torch import ddp_slot
 from hybridcomp.patches.torch.attach import ATTRIBUTE
 from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.ddp import slot as ddp_slot
 
 
 class ModelLayers:

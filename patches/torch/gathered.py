@@ -24,8 +24,8 @@ from hybridcomp.generation.gathered import CutWeight, WeightGather
 from hybridcomp.generation.rolling_out import WHAT, rolling_out, without_hooks
 from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import attach
-from hybridcomp.patches.torch.fsdp2 import groups_of
-from hybridcomp.patches.torch.fsdp2_members import names_of
+from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
+from hybridcomp.patches.torch.fsdp2.members import names_of
 from hybridcomp.patches.torch.weights import members_of, mesh_ranks, places_of
 
 #: attribute of a model: its ``WeightGather``

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridcomp.channels.channel import Channel
-from hybridcomp.channels.row_sums import ANY_SIZE, RowSum, as_gradient, touched
+from hybridcomp.channels.messages.row_sums import ANY_SIZE, RowSum, as_gradient, touched
 from hybridcomp.codecs import LOSSLESS
 from hybridcomp.collectives.row_sums import TouchedRows
 from hybridcomp.patches.common.sparse_tables import SparseTables, tables_of

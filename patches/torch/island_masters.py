@@ -81,7 +81,7 @@ def _nothing() -> None:
 
 def _gather_again(model: nn.Module) -> None:
     """Gather parameters anew that are gathered now."""
-    from hybridcomp.patches.torch.fsdp2 import groups_of
+    from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
     for group in groups_of(model):
         if group.is_unsharded or group._all_gather_result is not None:
@@ -92,7 +92,7 @@ def _gather_again(model: nn.Module) -> None:
 
 
 def _sharded(model: nn.Module) -> Sequence[Any]:
-    from hybridcomp.patches.torch.fsdp2 import groups_of
+    from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
     return [one for group in groups_of(model) for one in group.fsdp_params]
 

@@ -31,8 +31,8 @@ from hybridcomp.patches.common.resumed_parts import (
     scale,
     whole_index,
 )
-from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
 from hybridcomp.patches.torch.attach import attach
+from hybridcomp.patches.torch.state.at_checkpoint import AtCheckpoint
 
 #: how a checkpoint names the state of a model, an optimizer, hybridcomp, a scheduler, a sampler
 MODEL, OPTIMIZER, OURS, SCHEDULER, SAMPLER = (

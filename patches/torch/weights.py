@@ -60,7 +60,7 @@ def _whole(name: str, parameter: Tensor) -> Held:
 
 
 def _sharded(model: nn.Module) -> EngineWeights:
-    from hybridcomp.patches.torch.fsdp2_members import names_of
+    from hybridcomp.patches.torch.fsdp2.members import names_of
 
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -93,7 +93,7 @@ def _sharded(model: nn.Module) -> EngineWeights:
 
 def members_of(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield the parameters that FSDP2 manages, each with its group."""
-    from hybridcomp.patches.torch.fsdp2 import groups_of
+    from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
     yield from ((group, one) for group in groups_of(model) for one in group.fsdp_params)
 
@@ -133,7 +133,7 @@ class _KnownShards:
     def __call__(self) -> None:
         model = self._model()
         assert model is not None, "the engine of a publisher is alive"
-        from hybridcomp.patches.torch.fsdp2_members import names_of
+        from hybridcomp.patches.torch.fsdp2.members import names_of
 
         modules = names_of(model)
         for group, one in members_of(model):

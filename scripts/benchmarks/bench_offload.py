@@ -86,7 +86,7 @@ def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict
     """Return seconds per step of every turn by variant, and the bytes of the encoded variants."""
     import hybridcomp
     from hybridcomp.channels import channels_of
-    from hybridcomp.patches.ds.offload_accumulation import sums_of
+    from hybridcomp.patches.ds.offload.offload_accumulation import sums_of
 
     channels = channels_of(engine)
     assert channels is not None

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.quantized_residual import as_fp32
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError
@@ -179,7 +179,7 @@ def try_all(folder: str, seed: int = 1) -> list[tuple[str, str]]:
 
     Every rank must raise a CheckpointError with all names and keep its residuals unchanged.
     """
-    from hybridcomp.channels import checkpoint
+    from hybridcomp.channels.checkpoint import save_load as checkpoint
 
     channels, rank = _channels(), dist.get_rank()
     good = Path(folder, "good")

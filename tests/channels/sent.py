@@ -18,7 +18,7 @@ from hybridcomp.channels import (
     ReduceScatterHandle,
     ReduceToOwners,
 )
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.config.policy import Direction

@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import AllGather, AllReduce, Channels, known_groups, sums
-from hybridcomp.channels.guard import Trip
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels import AllGather, AllReduce, Channels, known_groups
+from hybridcomp.channels.accounting.guard import Trip
+from hybridcomp.channels.messages import all_reduce as sums
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import Dimension

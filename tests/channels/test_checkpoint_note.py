@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.channels import checkpoint_note
-from hybridcomp.channels.checkpoint_note import FILE, PARAMETERS, RESIDUALS
+from hybridcomp.channels.checkpoint import checkpoint_note
+from hybridcomp.channels.checkpoint.checkpoint_note import FILE, PARAMETERS, RESIDUALS
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.channels import Channels, resharing
-from hybridcomp.channels.pieces import Piece, cut
-from hybridcomp.channels.saved_residuals import held_in
+from hybridcomp.channels import Channels
+from hybridcomp.channels.checkpoint import resharing
+from hybridcomp.channels.residuals.pieces import Piece, cut
+from hybridcomp.channels.residuals.saved_residuals import held_in
 from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
 from hybridcomp.job import small_messages

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.ledger import Key, Ledger, entries_of
+from hybridcomp.channels.accounting.ledger import Key, Ledger, entries_of
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock

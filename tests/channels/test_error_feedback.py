@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.deferred_residuals import DeferredResiduals
-from hybridcomp.channels.error_feedback import Residuals
-from hybridcomp.channels.pieces import Piece, cut
-from hybridcomp.channels.saved_residuals import Hop, are_residuals, held_in
+from hybridcomp.channels.residuals.deferred_residuals import DeferredResiduals
+from hybridcomp.channels.residuals.error_feedback import Residuals
+from hybridcomp.channels.residuals.pieces import Piece, cut
+from hybridcomp.channels.residuals.saved_residuals import Hop, are_residuals, held_in
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32, nbytes_of
 
 LIKE = torch.zeros(0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pieces import Piece, cut
+from hybridcomp.channels.residuals.pieces import Piece, cut
 from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
 from tests.channels import sent

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.channels.guard import Guard, are_trips
+from hybridcomp.channels.accounting.guard import Guard, are_trips
 from hybridcomp.config import CompressionConfig, describe
 from hybridcomp.config.policy import Limits
 from hybridcomp.errors import ConfigError

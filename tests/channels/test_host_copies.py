@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from hybridcomp.channels import Channels, Packed, pinned_receive_buffers
-from hybridcomp.channels import host_copies as host_module
+from hybridcomp.channels import Channels, Packed
+from hybridcomp.channels.offload import host_copies as host_module
+from hybridcomp.channels.offload import pinned_receive_buffers
 from hybridcomp.codecs import BlockInt, ExpCode
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config import CompressionConfig

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels.ledger import KEYS, Ledger, entries_of
-from hybridcomp.channels.ledger_file import JsonLines
+from hybridcomp.channels.accounting.ledger import KEYS, Ledger, entries_of
+from hybridcomp.channels.accounting.ledger_file import JsonLines
 from hybridcomp.collectives import Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session.reporter import events_of, line

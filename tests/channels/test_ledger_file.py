@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels, ledger_file
-from hybridcomp.channels.ledger_file import JsonLines
+from hybridcomp.channels import Channels
+from hybridcomp.channels.accounting import ledger_file
+from hybridcomp.channels.accounting.ledger_file import JsonLines
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session.engine_session import EngineSession

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.node_copies import CopyGroups, gather_inside, renew
+from hybridcomp.channels.messages.node_copies import CopyGroups, gather_inside, renew
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.config import CompressionConfig
 from tests.collectives.hierarchical.in_threads import deep_groups, units_of

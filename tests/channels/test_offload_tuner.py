@@ -12,7 +12,13 @@ import torch.distributed as dist
 
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.channels import Channels
-from hybridcomp.channels.offload_tuner import TIMED, TURNS, WARM_UP, OffloadTuner, is_pace
+from hybridcomp.channels.accounting.offload_tuner import (
+    TIMED,
+    TURNS,
+    WARM_UP,
+    OffloadTuner,
+    is_pace,
+)
 from hybridcomp.config import CompressionConfig
 
 CPU = torch.device("cpu")
@@ -29,7 +35,9 @@ def pace_of(offload: dict[str, Any]) -> OffloadTuner:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Fake the clock; sums over ranks use one rank."""
     now = [0.0]
-    monkeypatch.setattr("hybridcomp.channels.offload_tuner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "hybridcomp.channels.accounting.offload_tuner.time.perf_counter", lambda: now[0]
+    )
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     return now
 

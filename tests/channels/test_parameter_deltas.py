@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channels, delta_references, parameter_deltas
+from hybridcomp.channels import Channels
+from hybridcomp.channels.messages import delta_references, parameter_deltas
 from hybridcomp.codecs import StepCode
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.config import CompressionConfig

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from hybridcomp.channels import AllReduce, Channels
-from hybridcomp.channels.ledger import Key
+from hybridcomp.channels.accounting.ledger import Key
 from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.collectives.wire.profiler_ranges import PREFIX, MarkedClock, MarkedMeter
 from hybridcomp.config import CompressionConfig

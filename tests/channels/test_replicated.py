@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pieces import Piece, cut
-from hybridcomp.channels.replicated import Stretch, stretches_of
+from hybridcomp.channels.residuals.pieces import Piece, cut
+from hybridcomp.channels.residuals.replicated import Stretch, stretches_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import OwnedRange
 from hybridcomp.config import CompressionConfig

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels, checkpoint
-from hybridcomp.channels.pieces import Piece
-from hybridcomp.channels.saved_residuals import held_in
+from hybridcomp.channels import Channels
+from hybridcomp.channels.checkpoint import save_load as checkpoint
+from hybridcomp.channels.residuals.pieces import Piece
+from hybridcomp.channels.residuals.saved_residuals import held_in
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pieces import Piece
-from hybridcomp.channels.saved_residuals import held_in
+from hybridcomp.channels.residuals.pieces import Piece
+from hybridcomp.channels.residuals.saved_residuals import held_in
 from hybridcomp.collectives import Shards
 from hybridcomp.config import CompressionConfig
 from tests.channels import sent

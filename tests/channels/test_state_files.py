@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.state_files import FORMS, NEW, SIZE, Footer, StateFiles, sweep
-from hybridcomp.channels.state_io import StateHandle
+from hybridcomp.channels.offload.state_files import FORMS, NEW, SIZE, Footer, StateFiles, sweep
+from hybridcomp.channels.offload.state_io import StateHandle
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import StateFileError
 from tests.paths import ROOT

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels.error_feedback import Residuals
-from hybridcomp.channels.low_rank import (
+from hybridcomp.channels.residuals.error_feedback import Residuals
+from hybridcomp.channels.residuals.low_rank import (
     Factored,
     Factors,
     all_reduce,
     reduce_scatter,
     reduce_to_owners,
 )
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.collectives import Group, Meter, OwnedRange, Transfer
 from hybridcomp.collectives.low_rank import Matrix

@@ -14,7 +14,7 @@ import torch
 
 from hybridcomp import collectives
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pinned_receive_buffers import PinnedReceiveBuffers
+from hybridcomp.channels.offload.pinned_receive_buffers import PinnedReceiveBuffers
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.quantized_residual import split, zeros

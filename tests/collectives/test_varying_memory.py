@@ -12,6 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.channels.accounting.rank_messages import (
+    RankMessages,
+    Way,
+    buffer_nbytes,
+    staged_nbytes,
+)
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.quantized_residual import split, zeros
@@ -20,7 +26,6 @@ from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
 from hybridcomp.collectives import Meter, OwnedRange, all_reduction, chunk_ranges
 from hybridcomp.collectives.wire import staging as wire_staging
 from hybridcomp.collectives.wire import transport
-from hybridcomp.config.rank_messages import RankMessages, Way, buffer_nbytes, staged_nbytes
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.workspaces import Workspaces
 from tests.collectives.calls import (

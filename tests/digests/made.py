@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import OwnedRange

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 import hybridcomp
-from hybridcomp.channels import Channels, checkpoint
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels import Channels
+from hybridcomp.channels.checkpoint import save_load as checkpoint
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session import process
 from tests.channels import sent

@@ -24,7 +24,7 @@ from hybridcomp.channels import channels_of
 from hybridcomp.elastic.batches import micro_batches
 from hybridcomp.errors import HybridcompError
 from hybridcomp.patches.common.frozen_layers import frozen_of
-from hybridcomp.patches.ds import conversion
+from hybridcomp.patches.ds.checkpoint import conversion
 from tests.patches.torch.trainer import forget, sum_of_residuals
 from tests.training.test_checkpoint import sums
 

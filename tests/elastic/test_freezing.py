@@ -341,7 +341,7 @@ def refused() -> list[str]:
     hybridcomp.freeze(engine, engine.module[0])
     found.append(attempt(hybridcomp.freeze, engine, ["1", "0.up"]))
     found.append(attempt(hybridcomp.thaw, engine, "1"))
-    from hybridcomp.patches.ds import trained_gathers
+    from hybridcomp.patches.ds.zero import trained_gathers
 
     fails_once = Mock(side_effect=[OSError("full"), None])
     if rank:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hybridcomp
-from hybridcomp.channels.kept_weights import SMALL, hashes_together
+from hybridcomp.channels.messages.kept_weights import SMALL, hashes_together
 from hybridcomp.errors import ConfigError
 from tests.elastic.jobs import Case, build_deepspeed, loss_of, settings
 from tests.patches.torch.trainer import forget

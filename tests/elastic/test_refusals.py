@@ -14,7 +14,7 @@ import torch
 
 import hybridcomp
 from hybridcomp.errors import CheckpointError, ConfigError
-from hybridcomp.patches.ds import replanned as of_deepspeed
+from hybridcomp.patches.ds.checkpoint import replanned as of_deepspeed
 from hybridcomp.patches.mcore import replanned
 from hybridcomp.patches.torch import replanned as of_torch
 from hybridcomp.tools.commands import cli
@@ -279,7 +279,7 @@ def test_replan_refuses_folders_that_hold_no_checkpoint(
 
 
 def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> None:
-    from hybridcomp.patches.ds import conversion
+    from hybridcomp.patches.ds.checkpoint import conversion
 
     place = tmp_path / "ds"
     shutil.copytree(saved / "zero1_none", place)

@@ -197,7 +197,8 @@ def test_a_job_that_does_not_use_it_imports_nothing_of_it() -> None:
         "import sys, hybridcomp, hybridcomp.patches.ds.attach, hybridcomp.patches.torch.attach\n"
         "hybridcomp.install()\n"
         "wrong = [n for n in sys.modules if n.startswith('hybridcomp.elastic') or n.endswith(("
-        "'.resumed', '.replanned', '.resumed_parts', 'common.first_rank', 'ds.conversion'))]\n"
+        "'.resumed', '.replanned', '.resumed_parts', 'common.first_rank', "
+        "'ds.checkpoint.conversion'))]\n"
         "assert not wrong, wrong\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.ledger import Ledger
+from hybridcomp.channels.accounting.ledger import Ledger
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation import KeyStore, PackedPass, SequencePart, StageRunner
 from hybridcomp.generation.host_layers import HostLayers

@@ -30,7 +30,7 @@ SPARED = tuple(
         "job/gates", "job/agreement", "job/together", "job/statements", "job/processes",
         "job/devices",
         "job/small_messages", "errors", "log", "collectives/wire/transport", "sync/exact_sends",
-        "channels/comparisons", "inference/together",
+        "channels/messages/comparisons", "inference/together",
     )
 )  # fmt: skip
 #: functions before an operation, which check arguments that are equal on all ranks, and after its
@@ -47,9 +47,9 @@ KEPT = {
     ("membership.py", "post"), ("transfer.py", "send"),
     ("transfer.py", "expect"), ("sync_follower.py", "close"),
     ("sync_follower.py", "resume"), ("kept_gradients.py", "stop"),
-    ("fsdp2_frozen.py", "_natively"), ("fsdp2_frozen.py", "gather"),
-    ("fsdp2_frozen.py", "_put"), ("frozen.py", "_gather"),
-    ("fsdp2_frozen.py", "_stretches"), ("fsdp2_members.py", "chunk"),
+    ("frozen.py", "_natively"), ("frozen.py", "gather"),
+    ("frozen.py", "_put"), ("frozen.py", "_gather"),
+    ("frozen.py", "_stretches"), ("members.py", "chunk"),
     ("all_gather_all_to_all.py", "gather_words"), ("channel.py", "group"), ("channel.py", "meter"),
     ("parameter_gathers.py", "_dist_allgather_fn"), ("scope.py", "get"),
     ("steps.py", "transfer"), ("steps.py", "steps"), ("handle.py", "_advance"),

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels
-from hybridcomp.channels.node_copies import CopyGroups
+from hybridcomp.channels.messages.node_copies import CopyGroups
 from hybridcomp.config import CompressionConfig
-from hybridcomp.patches.torch.fsdp2_copies import NodeCopyGather
-from hybridcomp.patches.torch.fsdp2_frozen import FrozenGather
-from hybridcomp.patches.torch.fsdp2_members import Member
+from hybridcomp.patches.torch.fsdp2.copies import NodeCopyGather
+from hybridcomp.patches.torch.fsdp2.frozen import FrozenGather
+from hybridcomp.patches.torch.fsdp2.members import Member
 
 NUMEL, ROWS = 3000, 8
 ENGINES = ("copies", "frozen", "copies3", "frozen3")
@@ -154,7 +154,7 @@ class Copies3(Engine3):
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)
-        from hybridcomp.patches.ds.secondary import copies_of
+        from hybridcomp.patches.ds.zero.secondary import copies_of
 
         found = copies_of(self.job.model.parameters())
         assert found is not None
@@ -180,7 +180,7 @@ class Frozen3(Engine3):
 
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder, engine)
-        from hybridcomp.patches.ds.frozen import weights_of
+        from hybridcomp.patches.ds.zero.frozen import weights_of
 
         found = weights_of(self.job.model.parameters())
         assert found is not None

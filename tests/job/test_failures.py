@@ -28,7 +28,9 @@ from hybridcomp.codecs.blockint import BlockInt
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import agreement
 from hybridcomp.job.waits import awaited
-from hybridcomp.patches.torch import attach, fsdp2, fsdp2_comms
+from hybridcomp.patches.torch import attach
+from hybridcomp.patches.torch.fsdp2 import comms as fsdp2_comms
+from hybridcomp.patches.torch.fsdp2 import fsdp2
 from hybridcomp.session.engine_session import session_of
 from tests.job import renewing
 from tests.job.failing import steps

@@ -32,7 +32,7 @@ NEWEST = os.environ.get("HYBRIDCOMP_UPSTREAM_NEWEST")
 RULES = "".join(
     path.read_text()
     for folder in ("patches/rules", "patches/trainers", "patches/mcore", "patches/torch")
-    for path in sorted((ROOT / folder).glob("*.py"))
+    for path in sorted((ROOT / folder).rglob("*.py"))
 )
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from hybridcomp.autotune.verdicts import Decision, Verdicts
 from hybridcomp.channels import Channels
-from hybridcomp.channels.ledger import Entry
-from hybridcomp.channels.time_saved import TimeSaved
+from hybridcomp.channels.accounting.ledger import Entry
+from hybridcomp.channels.accounting.time_saved import TimeSaved
 from hybridcomp.config import CompressionConfig
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.session.closing import UNTIMED, Account, last_line
@@ -40,7 +40,7 @@ SCRIPT = """
     import hybridcomp, os, sys, torch, torch.distributed as dist
     import torch._dynamo, torch.multiprocessing as mp
     from torch.nn.parallel import DistributedDataParallel
-    import hybridcomp.session.engine_session, hybridcomp.patches.torch.fsdp2
+    import hybridcomp.session.engine_session, hybridcomp.patches.torch.fsdp2.fsdp2
     BLOCK = {"dp": {"codec": "blockint", "bits": 8}, "min_bytes": 0, "ledger": {"every": 2}}
 
     def train(rank, store, end, block=None, steps=4, times=None):
@@ -258,7 +258,7 @@ def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
 def test_trainings_of_a_measurement_are_no_job() -> None:
     """Otherwise the measurement's small trainings would report after "wrote cluster.json"."""
     code = (
-        "from hybridcomp.channels.time_saved import TimeSaved\n"
+        "from hybridcomp.channels.accounting.time_saved import TimeSaved\n"
         "from hybridcomp.session import closing\n"
         "closing.open_account(TimeSaved(), 'l.jsonl')\n"
         "closing.forget()\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels.time_saved import TimeSaved
+from hybridcomp.channels.accounting.time_saved import TimeSaved
 from hybridcomp.session import closing
 from hybridcomp.session.followers import Followers
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import CheckpointError, ConfigError
-from hybridcomp.patches.ds import partitions
+from hybridcomp.patches.ds.zero import partitions
 from hybridcomp.session.engine_session import session_of
 from tests.ranks import run_ranks
 from tests.selection import by_day

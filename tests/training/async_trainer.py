@@ -189,7 +189,7 @@ class Collectives:
 
 def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
     import hybridcomp
-    from hybridcomp.patches.ds.pipe import PIPE
+    from hybridcomp.patches.ds.pipeline.pipe import PIPE
     from hybridcomp.session.engine_session import session_of
 
     engine = engine_of(job, stages)

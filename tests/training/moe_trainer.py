@@ -133,7 +133,7 @@ def exchange_rows(block: dict[str, Any]) -> dict[str, Any]:
 
     from hybridcomp.channels import ATTRIBUTE, Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches.ds import moe
+    from hybridcomp.patches.ds.layers import moe
     from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
     start_deepspeed()

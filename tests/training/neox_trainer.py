@@ -197,7 +197,7 @@ def _ledger(engine: Any) -> dict[Any, tuple[float, float, float, float]]:
 
 
 def _marks(engine: Any) -> list[bool]:
-    from hybridcomp.patches.ds.pipe import PIPE
+    from hybridcomp.patches.ds.pipeline.pipe import PIPE
 
     pipe = getattr(engine, PIPE, None)
     if pipe is None or pipe.outgoing.agreed is None:

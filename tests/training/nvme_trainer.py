@@ -121,7 +121,7 @@ def run(
 def figures(engine: Any) -> dict[str, Any]:
     """Return the states' ledger, and the files' bytes by kind: raw and on disk."""
     from hybridcomp.channels import channels_of
-    from hybridcomp.channels.state_files import DTYPES, SIZE, Footer
+    from hybridcomp.channels.offload.state_files import DTYPES, SIZE, Footer
 
     channels = channels_of(engine)
     if channels is None or not hasattr(engine.optimizer, "optimizer_swapper"):

@@ -95,7 +95,7 @@ def head(block: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, int]:
 
     from hybridcomp.channels import ATTRIBUTE, Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches.ds import autotp
+    from hybridcomp.patches.ds.layers import autotp
     from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
@@ -139,7 +139,7 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
     from hybridcomp.channels import ATTRIBUTE, Channels
     from hybridcomp.collectives import Handle
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches.ds import ulysses
+    from hybridcomp.patches.ds.layers import ulysses
     from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
@@ -183,7 +183,7 @@ def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
 
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches.ds import ulysses
+    from hybridcomp.patches.ds.layers import ulysses
     from hybridcomp.seams.patching import Patch, apply_all, revert_all
     from hybridcomp.session import process
 

@@ -127,7 +127,7 @@ class Zero3:
         return found
 
     def kept(self) -> int:
-        from hybridcomp.patches.ds.frozen import weights_of
+        from hybridcomp.patches.ds.zero.frozen import weights_of
 
         weights = weights_of(self.model.parameters())
         assert weights is not None
@@ -195,7 +195,7 @@ class Sharded:
         return found
 
     def kept(self) -> int:
-        from hybridcomp.patches.torch.fsdp2 import groups_of
+        from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
         return sum(group._all_gather_comm._frozen.nbytes for group in groups_of(self.model))
 

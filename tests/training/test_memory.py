@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels.delta_references import reference_of
+from hybridcomp.channels.messages.delta_references import reference_of
 from tests.patches.torch import trainer as torch_trainer
 from tests.ranks import run_ranks
 
@@ -89,7 +89,7 @@ def figures(session: Any, buffers: list[Any]) -> Figures:
 def trained() -> dict[str, Figures]:
     """Train each job for three steps."""
     import hybridcomp
-    from hybridcomp.patches.ds.exact_weights import flat_groups
+    from hybridcomp.patches.ds.checkpoint.exact_weights import flat_groups
     from hybridcomp.session.engine_session import session_of
 
     found: dict[str, Figures] = {}

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels.delta_references import reference_of
-from hybridcomp.config.memory import taken
-from hybridcomp.config.rank_messages import RankMessages
+from hybridcomp.channels.accounting.memory import taken
+from hybridcomp.channels.accounting.rank_messages import RankMessages
+from hybridcomp.channels.messages.delta_references import reference_of
 from tests.ranks import run_ranks
 from tests.selection import by_day
 from tests.stand_ins.held import Held
@@ -60,7 +60,7 @@ def pipelines(names: tuple[str, ...]) -> dict[str, Figures]:
     import deepspeed
 
     import hybridcomp
-    from hybridcomp.patches.ds.exact_weights import flat_groups
+    from hybridcomp.patches.ds.checkpoint.exact_weights import flat_groups
     from hybridcomp.session.engine_session import session_of
 
     pipe.start_deepspeed()

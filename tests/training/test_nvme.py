@@ -172,7 +172,7 @@ def test_checkpoints_that_cannot_be_read_and_plain_ones(
 
 def refused(folder: str) -> str:
     """Return the error of a job with DeepSpeed's states, which need no libaio here."""
-    from hybridcomp.patches.ds import saved_states
+    from hybridcomp.patches.ds.offload import saved_states
 
     try:
         saved_states.refuse(Path(folder))

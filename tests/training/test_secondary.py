@@ -345,7 +345,7 @@ def test_copies_before_the_first_step_are_upstreams(four: RankPool) -> None:
 def renewed(fails: str) -> tuple[bool, str, bool]:
     """Return whether a failure kept rank 1's copy, the next message, and whether it is right."""
     from hybridcomp.channels import Channels
-    from hybridcomp.channels.node_copies import CopyGroups, renew, state_of
+    from hybridcomp.channels.messages.node_copies import CopyGroups, renew, state_of
     from hybridcomp.config import CompressionConfig
 
     channel = Channels(CompressionConfig.parse(EXACT))["zero"]

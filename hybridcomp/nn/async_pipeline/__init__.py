@@ -1,7 +1,8 @@
 """Weights and updates of pipelines that do not wait for a batch's end; upstream-independent.
 
 ``versions`` keeps the weights with which pending micro-batches were computed; ``corrections``
-change what an optimizer does with late gradients. ``patches/ds/async_pipeline.py`` runs them.
+change what an optimizer does with late gradients. ``patches/ds/pipeline/async_pipeline.py`` runs
+them.
 """
 
 from hybridcomp.nn.async_pipeline.corrections import UpdateCorrection, make_correction

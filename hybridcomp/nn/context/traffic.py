@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import Channel, Channels
-from hybridcomp.channels.rings import record_ring, ring_of
+from hybridcomp.channels.messages.rings import record_ring, ring_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.ring import Contents, PackedMessage, Ring

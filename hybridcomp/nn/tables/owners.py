@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import AllToAll
 from hybridcomp.channels.channel import Channel
-from hybridcomp.channels.row_sums import ANY_SIZE
+from hybridcomp.channels.messages.row_sums import ANY_SIZE
 from hybridcomp.codecs.row_ids import decode_ids, encode_ids
 from hybridcomp.collectives import Group, Meter, Splits
 from hybridcomp.collectives.all_gather_all_to_all import gather_words

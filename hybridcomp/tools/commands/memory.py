@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from hybridcomp.codecs.words import DTYPES
-from hybridcomp.config import CompressionConfig
-from hybridcomp.config.error_messages import show
-from hybridcomp.config.memory import (
+from hybridcomp.channels.accounting.memory import (
     KeptState,
     MemoryItem,
     meetings,
@@ -22,7 +19,10 @@ from hybridcomp.config.memory import (
     size,
     taken,
 )
-from hybridcomp.config.rank_messages import RankMessages, Way
+from hybridcomp.channels.accounting.rank_messages import RankMessages, Way
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import show
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import neox

@@ -53,7 +53,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(options: argparse.Namespace) -> int:
     """Convert and write; returns the exit status. Raises HybridcompError, before any file."""
-    from hybridcomp.patches.ds import conversion
+    from hybridcomp.patches.ds.checkpoint import conversion
 
     job, is_deepspeed = saved_job(options.checkpoint)
     base = _settings(options.base, job)
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 def saved_job(place: Path) -> tuple[SavedJob, bool]:
     """Return the newest whole checkpoint, and whether it is DeepSpeed's. Raises ConfigError."""
-    from hybridcomp.patches.ds import replanned as of_deepspeed
+    from hybridcomp.patches.ds.checkpoint import replanned as of_deepspeed
     from hybridcomp.patches.mcore import replanned as of_megatron
     from hybridcomp.patches.torch import replanned as of_torch
 

@@ -25,9 +25,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(options: argparse.Namespace) -> int:
     """Decode the files of all ranks; returns the exit status. Raises HybridcompError."""
-    from hybridcomp.channels import checkpoint_note
+    from hybridcomp.channels.checkpoint import checkpoint_note
     from hybridcomp.errors import ConfigError
-    from hybridcomp.patches.ds import saved_states
+    from hybridcomp.patches.ds.offload import saved_states
 
     folder = checkpoint_note.folder_of(options.folder)
     paths = sorted(folder.glob(f"{checkpoint_note.STATES}_rank_*.pt"))
@@ -49,8 +49,8 @@ def _decode(folder: Path, rank: int, write: bool) -> int:
     """Check and decode the files of ``rank`` in memory; with ``write`` also on disk."""
     import torch
 
-    from hybridcomp.channels.state_files import DTYPES, NEW, check, unpack
-    from hybridcomp.patches.ds import saved_states
+    from hybridcomp.channels.offload.state_files import DTYPES, NEW, check, unpack
+    from hybridcomp.patches.ds.offload import saved_states
 
     stored = saved_states.stored(folder, rank)
     halves, footers = saved_states.halves_of(stored), saved_states.footers_of(stored)

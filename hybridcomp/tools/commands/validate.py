@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.channels import checkpoint_note
-from hybridcomp.channels.ledger_file import unwritable
+from hybridcomp.channels.accounting.ledger_file import unwritable
+from hybridcomp.channels.checkpoint import checkpoint_note
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.hierarchical.discovery import check_widths
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, Message, Receive, Send
-from hybridcomp.channels.rings import record_ring, ring_of
+from hybridcomp.channels.messages.rings import record_ring, ring_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.transport import all_gather_single, reduce_scatter_single

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hybridcomp.channels.pinned_receive_buffers import fewer_threads
+from hybridcomp.channels.offload.pinned_receive_buffers import fewer_threads
 from hybridcomp.codecs import CODECS, Codec
 from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.codecs.words import DTYPES

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hybridcomp.autotune import measured
 from hybridcomp.autotune.measured import MeasuredRow
+from hybridcomp.channels.accounting.rank_messages import Way
 from hybridcomp.codecs.words import DTYPES
-from hybridcomp.config.rank_messages import Way
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import HybridcompError
 from hybridcomp.job.agreement import tell

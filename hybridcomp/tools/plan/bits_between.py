@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
+from hybridcomp.channels.accounting.rank_messages import EXACT_BITS
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config import CompressionConfig
-from hybridcomp.config.rank_messages import EXACT_BITS
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.layout import Copy, Layout
 from hybridcomp.tools.plan.pays import STEP_BITS, bits, copy_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hybridcomp.channels.accounting.rank_messages import RankMessages, Way
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.rank_messages import RankMessages, Way
 from hybridcomp.tools.plan.cost.prices import native_nbytes
 from hybridcomp.tools.plan.machines.rings import crossing_nbytes, encoded_shape
 from hybridcomp.tools.plan.machines.rows import Operation

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import make_codec
-from hybridcomp.config.memory import size
 from hybridcomp.dimensions import Dimension
 from hybridcomp.tools.plan.answer.report import duration
 from hybridcomp.tools.plan.machines.cluster import Cluster

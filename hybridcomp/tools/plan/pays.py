@@ -23,13 +23,13 @@ from typing import Literal
 
 import torch
 
+from hybridcomp.channels.accounting.rank_messages import EXACT_BITS
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.stepcode import cpu_instructions
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.parameter import FrozenConfig
-from hybridcomp.config.rank_messages import EXACT_BITS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.machines.cluster import Cluster

@@ -24,7 +24,7 @@ from hybridcomp.channels import (
     ReduceScatter,
     Shards,
 )
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives import Group, Levels
 from hybridcomp.collectives.topology import Nodes

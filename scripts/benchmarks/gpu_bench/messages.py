@@ -27,7 +27,7 @@ from hybridcomp.channels import (
     ReduceToOwners,
     Shards,
 )
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs import Codec
 from hybridcomp.collectives.wire import OwnedRange, chunk_ranges, transport
 from hybridcomp.config import CompressionConfig

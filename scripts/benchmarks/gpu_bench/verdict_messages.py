@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.channels import AllReduce, Channels
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs import Codec
 from hybridcomp.config import CompressionConfig
 

@@ -178,7 +178,7 @@ def test_a_job_without_tables_imports_nothing_of_them() -> None:
     """Nor of states on NVMe and planned memory, under DDP and FSDP2."""
     code = (
         "import sys, hybridcomp, hybridcomp.nn\n"
-        "import hybridcomp.patches.torch.ddp_reducer, hybridcomp.patches.torch.fsdp2\n"
+        "import hybridcomp.patches.torch.ddp.reducer, hybridcomp.patches.torch.fsdp2.fsdp2\n"
         "print(*(name for name in sys.modules if name.startswith('hybridcomp.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

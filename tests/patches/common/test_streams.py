@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridcomp.channels import AllReduce
-from hybridcomp.channels.late_samples import MOST, LateSamples
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.accounting.late_samples import MOST, LateSamples
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.job import small_messages
 from hybridcomp.patches.common import collective_wrappers
 from hybridcomp.patches.common.routes import Layers

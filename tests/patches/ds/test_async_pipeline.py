@@ -15,9 +15,9 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn.async_pipeline import make_correction
-from hybridcomp.patches.ds import async_pipeline
-from hybridcomp.patches.ds.async_rules import check, is_adam
-from hybridcomp.patches.ds.micro_batch_prefetch import ReadAhead
+from hybridcomp.patches.ds.pipeline import async_pipeline
+from hybridcomp.patches.ds.pipeline.async_rules import check, is_adam
+from hybridcomp.patches.ds.pipeline.micro_batch_prefetch import ReadAhead
 from hybridcomp.session.agreement import agree_on
 
 STASH = AsyncPipelineConfig(versions="stash")

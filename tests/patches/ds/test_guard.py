@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels, channels_of
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session.reporter import line
 from tests.channels import sent

@@ -17,9 +17,10 @@ from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.routes import SENDER, Sender, make_backward
-from hybridcomp.patches.ds import autotp, job_facts, layer_scope
-from hybridcomp.patches.ds import ulysses as ds_ulysses
-from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, owner
+from hybridcomp.patches.ds import job_facts
+from hybridcomp.patches.ds.layers import autotp, layer_scope
+from hybridcomp.patches.ds.layers import ulysses as ds_ulysses
+from hybridcomp.patches.ds.layers.layer_scope import SEQUENCE, TENSOR, owner
 from hybridcomp.seams.patching import Patch, apply_all, revert_all
 from hybridcomp.session import process
 from tests.ranks import RankPool

@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed")
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import moe
+from hybridcomp.patches.ds.layers import moe
 from hybridcomp.seams.patching import Patch, apply_all, revert_all
 from tests.ranks import run_ranks
 from tests.selection import by_day, wanted

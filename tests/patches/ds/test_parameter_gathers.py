@@ -114,8 +114,8 @@ def test_skipped_steps_leave_all_as_it_is(pool: RankPool) -> None:
 
 
 def small_gathers(job: Job) -> list[tuple[dict[str, str], float, float]]:
-    from hybridcomp.channels import parameter_deltas
-    from hybridcomp.patches.ds import parameter_gathers
+    from hybridcomp.channels.messages import parameter_deltas
+    from hybridcomp.patches.ds.zero import parameter_gathers
 
     with (
         mock.patch.object(parameter_gathers, "GATHER_NUMEL", 1000),

@@ -16,9 +16,8 @@ pytest.importorskip("deepspeed")
 from hybridcomp.channels import Channels, Send
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import pipeline
-from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe
-from hybridcomp.patches.ds.pipeline_agreement import (
+from hybridcomp.patches.ds.pipeline import pipeline
+from hybridcomp.patches.ds.pipeline.agreement import (
     VALUES,
     Agreed,
     Agreement,
@@ -27,7 +26,8 @@ from hybridcomp.patches.ds.pipeline_agreement import (
     set_marks,
     take_marks,
 )
-from hybridcomp.patches.ds.pipeline_values import carries_values, is_mask, passed_through
+from hybridcomp.patches.ds.pipeline.pipe import PIPE, RUNNING, Pipe
+from hybridcomp.patches.ds.pipeline.values import carries_values, is_mask, passed_through
 from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
 FLOAT, HALF, INT = torch.float32, torch.float16, torch.int64

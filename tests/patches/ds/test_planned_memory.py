@@ -105,7 +105,7 @@ def coordinator_of(engine: Any) -> Any:
 
 def compared(kind: str, threshold: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return elements gathered per pass and at once, measured and computed, for each setting."""
-    from hybridcomp.patches.ds import planned_memory as planned
+    from hybridcomp.patches.ds.offload import planned_memory as planned
 
     engine = make_engine(kind, threshold, {"policy": "planned", "device_gb": 1.0})
     step(engine)
@@ -140,7 +140,7 @@ def test_deepspeed_gathers_what_is_computed(pool: RankPool, kind: str, threshold
 
 def planned_steps(share: float) -> tuple[Any, ...]:
     """Plan for a device smaller than the model; return the plan, its steps, later ones."""
-    from hybridcomp.patches.ds import planned_memory as planned
+    from hybridcomp.patches.ds.offload import planned_memory as planned
 
     numel = sum(p.numel() for p in Model().parameters())
     policy = {"policy": "planned", "device_gb": 2 * share * numel / 1e9}

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels
 from hybridcomp.collectives.wire import UNREAD, Header, spec_digest
-from hybridcomp.patches.ds import parameter_gathers, zero3, zero12
-from hybridcomp.patches.ds.pipe import RUNNING, Pipe
-from hybridcomp.patches.ds.pipeline import make_recv, make_send
-from hybridcomp.patches.ds.pipeline_agreement import Agreed
+from hybridcomp.patches.ds.pipeline.agreement import Agreed
+from hybridcomp.patches.ds.pipeline.pipe import RUNNING, Pipe
+from hybridcomp.patches.ds.pipeline.pipeline import make_recv, make_send
+from hybridcomp.patches.ds.zero import parameter_gathers, zero3, zero12
 from tests.stand_ins.gpu.common import (
     QUIET,
     RANK,

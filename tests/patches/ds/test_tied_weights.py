@@ -13,10 +13,10 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.pipe import schedule
 
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.collectives import Handle, Meter
 from hybridcomp.config import CompressionConfig
-from hybridcomp.patches.ds import tied_weights
+from hybridcomp.patches.ds.pipeline import tied_weights
 from hybridcomp.seams.patching import Patch, apply_all, revert_all
 from tests.stand_ins.process_groups import fake_group
 

@@ -69,7 +69,7 @@ def test_training_in_two_levels(pool: RankPool) -> None:
 def residual_sum(job: Job, load: str | None, save: str | None) -> dict[str, float]:
     """Return per parameter the sum of this rank's residuals, after training or as loaded."""
     from hybridcomp.channels import channels_of
-    from hybridcomp.channels.saved_residuals import held_in
+    from hybridcomp.channels.residuals.saved_residuals import held_in
 
     engine = make_engine(job)
     if load is not None:

@@ -35,8 +35,9 @@ def state_of(engine: Any, source: str) -> tuple[Sums, bool]:
     """Return residuals by parameter, and if delta references equal those saved in ``source``."""
     import torch.distributed as dist
 
-    from hybridcomp.channels import channels_of, delta_references
-    from hybridcomp.patches.ds.exact_weights import flat_groups
+    from hybridcomp.channels import channels_of
+    from hybridcomp.channels.messages import delta_references
+    from hybridcomp.patches.ds.checkpoint.exact_weights import flat_groups
 
     channels = channels_of(engine)
     assert channels is not None
@@ -228,7 +229,7 @@ def test_without_the_source_one_line_says_what_is_lost_and_what_brings_it(
 def test_a_conversion_in_a_process_with_hybridcomp_copies_the_files(
     converted: tuple[Path, list[Sums]], tmp_path: Path
 ) -> None:
-    from hybridcomp.patches.ds import universal
+    from hybridcomp.patches.ds.checkpoint import universal
 
     made: list[Any] = []
     source, target = converted[0] / "2" / "global_step3", tmp_path

@@ -35,7 +35,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def apply_and_revert() -> int:
-    from hybridcomp.patches.ds import parameter_gathers, zero0, zero3, zero12, zero12_elsewhere
+    from hybridcomp.patches.ds.zero import parameter_gathers, zero0, zero3, zero12, zero12_elsewhere
     from hybridcomp.seams.patching import Patch
 
     seams = 0
@@ -214,8 +214,8 @@ def test_padding_of_partitions_never_reaches_a_codec(pool: RankPool, value: floa
 
 def small_gathers(job: Job) -> tuple[list[float], int]:
     """Return losses and gathers with a small limit of elements per gather."""
-    from hybridcomp.channels import parameter_deltas
-    from hybridcomp.patches.ds import parameter_gathers
+    from hybridcomp.channels.messages import parameter_deltas
+    from hybridcomp.patches.ds.zero import parameter_gathers
 
     with (
         mock.patch.object(parameter_gathers, "GATHER_NUMEL", 1000),

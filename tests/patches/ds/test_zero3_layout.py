@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME
 from hybridcomp.codecs import make_codec
-from hybridcomp.patches.ds.zero3 import _Gradients
+from hybridcomp.patches.ds.zero.zero3 import _Gradients
 
 CASES: dict[str, tuple[int, list[tuple[int, ...]]]] = {
     "even": (4, [(8, 4), (16,)]),

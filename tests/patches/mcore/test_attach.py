@@ -16,7 +16,7 @@ import torch
 
 import hybridcomp
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.quantized_residual import as_fp32
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError

@@ -64,7 +64,7 @@ def outcome(job: Job, disturb: str = "") -> tuple[list[float], str, list[int], i
 
 
 def gathers(model: Any) -> list[Any]:
-    from hybridcomp.patches.torch.fsdp2 import groups_of
+    from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
     return [group._all_gather_comm for group in groups_of(model)]
 

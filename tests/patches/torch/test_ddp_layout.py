@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridcomp.patches.torch.ddp_layout import BucketLayout
+from hybridcomp.patches.torch.ddp.layout import BucketLayout
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

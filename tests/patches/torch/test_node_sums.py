@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.channels.node_sums import IDLE
+from hybridcomp.channels.residuals.node_sums import IDLE
 from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import digest
 from tests.ranks import RankPool

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hybridcomp
-from hybridcomp.patches.torch.fsdp2 import groups_of
-from hybridcomp.patches.torch.fsdp2_members import PREPARE, Members
+from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
+from hybridcomp.patches.torch.fsdp2.members import PREPARE, Members
 from tests.ranks import run_ranks
 
 BLOCK: dict[str, Any] = {"dp": {"codec": "blockint"}, "ledger": {"every": 1_000_000}}

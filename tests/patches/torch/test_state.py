@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 import hybridcomp
 from hybridcomp.errors import CheckpointError, ConfigError
-from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.patches.torch.ddp_layout import BucketLayout
+from hybridcomp.patches.torch.ddp.layout import BucketLayout
+from hybridcomp.patches.torch.state.at_checkpoint import AtCheckpoint
 from tests.patches.torch.trainer import (
     Job,
     Outcome,

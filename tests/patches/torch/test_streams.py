@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import NAME
-from hybridcomp.channels.pieces import Piece
-from hybridcomp.patches.torch.ddp_reducer import Reducer
-from hybridcomp.patches.torch.fsdp2_sums import EncodedReduceScatter
+from hybridcomp.channels.residuals.pieces import Piece
+from hybridcomp.patches.torch.ddp.reducer import Reducer
+from hybridcomp.patches.torch.fsdp2.sums import EncodedReduceScatter
 from tests.stand_ins.gpu.common import QUIET, RANK, RANKS, channels, cuda, gpu, values_of
 from tests.stand_ins.gpu.machine import Gpu
 from tests.stand_ins.process_groups import fake_group

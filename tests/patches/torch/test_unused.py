@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.channels.saved_residuals import held_in
+from hybridcomp.channels.residuals.saved_residuals import held_in
 from tests.ranks import RunRanks
 
 CODECS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ import hybridcomp
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.patches.torch.identity import identity_of
+from hybridcomp.patches.torch.state.identity import identity_of
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
 from tests.ranks import run_ranks
 

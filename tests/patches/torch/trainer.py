@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.channels.saved_residuals import held_in
+from hybridcomp.channels.residuals.saved_residuals import held_in
 from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import steps
 from hybridcomp.patches.torch.attached import Attached

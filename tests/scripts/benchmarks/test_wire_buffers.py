@@ -11,10 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.channels.accounting.rank_messages import (
+    RankMessages,
+    Way,
+    buffer_nbytes,
+    staged_nbytes,
+)
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire import POOL, transport
-from hybridcomp.config.rank_messages import RankMessages, Way, buffer_nbytes, staged_nbytes
 from tests.collectives.calls import all_reduce
 from tests.collectives.common import values_of
 from tests.paths import SCRIPTS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels import checkpoint_note
+from hybridcomp.channels.checkpoint import checkpoint_note
 from hybridcomp.config import CompressionConfig
 from hybridcomp.tools.commands import cli
 from tests.paths import ROOT

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.quantized_residual import nbytes_of
 from hybridcomp.config import CompressionConfig
-from hybridcomp.config.memory import size
 from hybridcomp.tools.commands import cli
 
 N = 70_000_000_000
@@ -199,7 +199,7 @@ def test_what_is_advised_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_other_codecs_are_named_where_deltas_cannot_be_switched_off() -> None:
-    from hybridcomp.config.memory import KeptState
+    from hybridcomp.channels.accounting.memory import KeptState
 
     for codec, words in (
         ("stepcode", "another codec than stepcode"),

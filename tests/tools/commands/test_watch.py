@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels.ledger_file import JsonLines
+from hybridcomp.channels.accounting.ledger_file import JsonLines
 from hybridcomp.tools.commands import cli, watch
 from hybridcomp.tools.commands.ledger_reader import HEAD, LedgerReader
 from tests.paths import ROOT

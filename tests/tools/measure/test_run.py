@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridcomp.channels.time_saved import TimeSaved
+from hybridcomp.channels.accounting.time_saved import TimeSaved
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.errors import ConfigError, HybridcompError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridcomp.channels.accounting.rank_messages import RankMessages, Way
 from hybridcomp.codecs import make_codec
-from hybridcomp.config.rank_messages import RankMessages, Way
 from hybridcomp.tools.plan.choices import Choice
 from hybridcomp.tools.plan.cost.calls import EngineCall
 from hybridcomp.tools.plan.cost.prices import Prices

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.config.memory import size
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.tools.compare import json_lines
 from hybridcomp.tools.compare.runs import CompareError

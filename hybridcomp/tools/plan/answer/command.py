@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.codecs.words import DTYPES
-from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.foreign import parsed_json, printable
 from hybridcomp.tools.plan.answer import files, start_command

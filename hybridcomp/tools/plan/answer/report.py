@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from hybridcomp.config.memory import size
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.tools.compare.report import aligned
 from hybridcomp.tools.plan import bits_between

@@ -2,9 +2,8 @@
 
 Gradients go to the host (``backward``), updated parameters come back (``forward``). States on a
 drive (``states``) are read and written in each step, sub-group by sub-group. The bytes are those
-that the ledger counts (``patches.ds.offload12``, ``offload3``, ``nvme``). Natively DeepSpeed waits
-for each copy; encoded gradients are decoded behind the last backward pass, unless the device is a
-CPU.
+that the ledger counts (``patches.ds.offload``). Natively DeepSpeed waits for each copy; encoded
+gradients are decoded behind the last backward pass, unless the device is a CPU.
 """
 
 from __future__ import annotations

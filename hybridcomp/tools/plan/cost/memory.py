@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridcomp.config.rank_messages import (
+from hybridcomp.channels.accounting.rank_messages import (
     RankMessages,
     Way,
     node_sums_nbytes,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.config.memory import size
+from hybridcomp.channels.accounting.memory import size
 from hybridcomp.dimensions import KEYS
 from hybridcomp.tools.plan.answer import picture
 from hybridcomp.tools.plan.answer.report import answer, duration, reasons, ruled_out, table

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.channels.pinned_receive_buffers import LONG_NUMEL
+from hybridcomp.channels.offload.pinned_receive_buffers import LONG_NUMEL
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.answer import files

@@ -1,0 +1,1 @@
+"""Count bytes and seconds of the messages, and the limits and timings that follow from them."""

@@ -1,0 +1,283 @@
+"""Update a node's copy of sharded parameters with the changes since its last update.
+
+W ranks own one share each of every parameter, N nodes of R ranks keep a copy of all shares. Global
+rank ``j R + i`` has local index i on node j and owns share ``j R + i``. Of its node's copy it holds
+slice i: shares ``i N`` to ``(i + 1) N - 1``, the cut of DeepSpeed's hpZ and of FSDP2's
+``reshard_after_forward=R``. Only its owner changes a share, so it crosses once to each node:
+
+1 inside the node, natively: the ranks trade the shares of their slices, so that rank i has the old
+  values of shares ``i, R + i, 2 R + i, ...``, one of each node and one of them its own
+2 the ranks of local index i gather the new values of these: as steps from the old ones, which all
+  of them have and decode in place, or whole
+3 inside the node, natively: the shares go back to whoever holds their slice
+
+So no rank keeps its own old values beside the copy, and all ranks of a node send and receive
+equally much. A copy may consist of encoded bytes. They travel as steps as well: each byte becomes a
+16-bit value that steps when the byte does.
+
+Shapes: n values (or bytes), this rank's share of all parameters of one renewal; a *slice* and a
+*column* are (N, n), a row for each share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.messages.comparisons import words_of_all
+from hybridcomp.channels.messages.delta_references import digest
+from hybridcomp.codecs.exact_steps import ExactSteps
+from hybridcomp.codecs.expcode import ExpCode
+from hybridcomp.collectives import Levels, Meter, Transfer, native_nbytes
+from hybridcomp.collectives.topology import Nodes
+from hybridcomp.collectives.wire import transfer, transport
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.job.gates import gate
+from hybridcomp.log import say
+
+KEY = f"{BLOCK}.zero.secondary"
+#: state of all nodes' copies: current, a delta behind, or unusable
+State = Literal["current", "steps", "whole"]
+#: bit pattern of the bf16 value that stands for byte 0 of an encoded copy; byte b is b patterns up
+FIRST = 0x3F00
+
+
+def width_of(nodes: Nodes) -> int:
+    """Return the ranks per node. Raises ConfigError if copies cannot be split over the nodes."""
+    of_rank = nodes.of_rank
+    count = len(set(of_rank))
+    width = len(of_rank) // count
+    blocks = [rank // width for rank in range(len(of_rank))]
+    alike = len(set(zip(of_rank, blocks, strict=True))) == len(set(blocks)) == count
+    if not alike or not 1 < width < len(of_rank):
+        each = sorted(Counter(of_rank).values())
+        shown = f"{count} nodes of {', '.join(map(str, dict.fromkeys(each)))} ranks"
+        todo = (
+            "copies need several nodes of equally many ranks, more than one, numbered node by "
+            "node; remove it"
+        )
+        raise ConfigError(KEY, Shown(f"{shown} (by {nodes.source})"), todo)
+    return width
+
+
+@dataclass(eq=False)
+class CopyGroups:
+    """The ranks of a job by node, for the exchanges of copies.
+
+    Attributes:
+        nodes: keeps the process groups alive.
+        levels: this rank's place, the group of its node and that of its local index.
+    """
+
+    nodes: Nodes
+    levels: Levels
+    _orders: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, width: int, source: str) -> CopyGroups:
+        """Make the groups of a job with ``width`` consecutive ranks per node; a collective.
+
+        ``source``: where the nodes are known from, for messages. Needs several nodes of several
+        ranks.
+        """
+        ranks = tuple(range(dist.get_world_size()))
+        nodes = Nodes([rank // width for rank in ranks], source)
+        nodes.prepare([ranks])
+        levels = nodes.group(None, two_levels=True).levels
+        assert levels is not None, "several nodes of several ranks"
+        return cls(nodes, levels)
+
+    @property
+    def shares(self) -> range:
+        """Return the shares of this rank's slice."""
+        count, local = self.levels.nodes, self.levels.local
+        return range(local * count, (local + 1) * count)
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks, W."""
+        return self.levels.nodes * self.levels.width
+
+    def column_of(self, slice_: Tensor, meter: Meter) -> Tensor:
+        """Trade a slice for the shares of this rank's local index, by node."""
+        there, _ = self._order(slice_.device)
+        rows = slice_.index_select(0, there)
+        return self._trade(rows, self._slice_counts, self._column_counts, meter)
+
+    def slice_of(self, column: Tensor, meter: Meter) -> Tensor:
+        """Undo ``column_of``."""
+        _, back = self._order(column.device)
+        rows = self._trade(column, self._column_counts, self._slice_counts, meter)
+        return rows.index_select(0, back)
+
+    @cached_property
+    def _slice_counts(self) -> list[int]:
+        """Return, for each local rank, how many shares of this rank's slice that rank owns."""
+        found = Counter(share % self.levels.width for share in self.shares)
+        return [found[local] for local in range(self.levels.width)]
+
+    @cached_property
+    def _column_counts(self) -> list[int]:
+        """Return, for each local rank, how many shares of this rank's column are in its slice."""
+        count, width = self.levels.nodes, self.levels.width
+        found = Counter((node * width + self.levels.local) // count for node in range(count))
+        return [found[local] for local in range(width)]
+
+    def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the slice's positions sorted by their owners' local index, and the inverse."""
+        if device not in self._orders:
+            owners = [share % self.levels.width for share in self.shares]
+            order = sorted(range(len(owners)), key=lambda place: (owners[place], place))
+            there = torch.tensor(order, device=device)
+            self._orders[device] = there, torch.argsort(there)
+        return self._orders[device]
+
+    def _trade(
+        self, rows: Tensor, gives: Sequence[int], takes: Sequence[int], meter: Meter
+    ) -> Tensor:
+        """Send ``gives[i]`` rows to local rank i and receive ``takes[i]`` from it, in order."""
+        numel, out, inner = rows.shape[1], torch.empty_like(rows), self.levels.inner
+        sent, come = [count * numel for count in gives], [count * numel for count in takes]
+        flat = out.view(-1), rows.view(-1)  # no work between the gate and the message
+        gate()
+        transfer(lambda: transport.all_to_all(*flat, come, sent, inner, meter), meter)
+        return out
+
+
+def state_of(
+    channel: Channel,
+    groups: CopyGroups,
+    held: Callable[[], tuple[Iterable[Tensor] | None, bool]],
+    device: torch.device,
+) -> State:
+    """Return what to send so that all nodes hold the same new copy; a collective.
+
+    The result is the same on all ranks. Prints a message if nodes differ, as after user code wrote
+    into one.
+
+    Args:
+        held: prepares this rank's send; returns its old slice, 1-D contiguous (None: there is none
+            to take steps from), and whether that slice already has its current share. If it fails
+            on one rank, this raises on all of them.
+    """
+
+    def words() -> Tensor:
+        mine = torch.zeros(3, dtype=torch.int64, device=device)
+        copies, is_sent = held()
+        if copies is not None:
+            mine[0], mine[1] = 1, int(is_sent)
+            for place, copy in enumerate(copies):
+                mine[2] += (2 * place + 1) * _digest(copy).to(device)  # odd: no difference is lost
+        return mine
+
+    states = words_of_all(channel, words, 3, device)
+    if not all(ready for ready, _, _ in states):
+        return "whole"
+    width = groups.levels.width
+    other = [rank for rank, (*_, own) in enumerate(states) if own != states[rank % width][2]]
+    if not other:
+        return "current" if all(sent for _, sent, _ in states) else "steps"
+    if dist.get_rank() == 0:
+        say(
+            f"{channel.dimension}, step {channel.step}: the secondary copies of ranks {other} are "
+            f"not those of ranks 0 to {width - 1} (somebody wrote into them), so steps would go "
+            "wrong; this gather sends the parameters whole"
+        )
+    return "whole"
+
+
+@torch.no_grad()
+def renew(
+    channel: Channel,
+    groups: CopyGroups,
+    own: Tensor,
+    held: Tensor | None,
+    native: tuple[int, torch.dtype],
+) -> Tensor:
+    """Return this rank's slice with the new values of all shares, (N, n); a collective.
+
+    A gate of the operation precedes each of its messages.
+
+    Args:
+        own: (n,) bf16, fp16 or uint8, the new values of this rank's share.
+        held: (N, n), the old slice, the same on all nodes, which is not modified; None: shares are
+            sent whole.
+        native: elements of a share and their dtype, by which the ledger counts what upstream would
+            have sent.
+
+    Raises CodecError where a payload is damaged.
+    """
+    levels, meter = groups.levels, channel.meter(own.device)
+    shape = (levels.nodes, own.numel())
+    # 1
+    column = own.new_empty(shape) if held is None else groups.column_of(held, meter)
+    column, new = _as_steps(column), _as_steps(own)
+    codec = ExpCode() if held is None else ExactSteps().against(column[levels.node].clone())
+    # 2
+    column[levels.node].copy_(new)
+    via = Transfer(codec, levels.outer, meter)
+    collectives.all_gather(column[levels.node], column.view(-1), via).wait()
+    # 3
+    found = groups.slice_of(_as_before(column, own.dtype), meter)
+    # natively one all-gather over all ranks replaces this message and the gather inside the node
+    raw = native_nbytes.all_gather_nbytes(*native, levels.nodes)
+    channel.record(meter, raw, "forward", _crossing(groups, native) / raw)
+    return found
+
+
+@torch.no_grad()
+def gather_inside(
+    channel: Channel,
+    groups: CopyGroups,
+    slice_: Tensor,
+    native: tuple[int, torch.dtype],
+    was_renewed: bool,
+    out: Tensor,
+) -> None:
+    """Gather all ranks' shares into ``out`` (W, n) from the slices of a node; a node collective.
+
+    ``native``: size and dtype of a share in the job's native gather over all ranks, as in
+    ``renew``. ``was_renewed``: whether ``renew`` already counted this gather's bytes between nodes.
+    """
+    levels, meter = groups.levels, channel.meter(slice_.device)
+    flat, inner = slice_.contiguous().view(-1), levels.inner
+    transfer(lambda: transport.all_gather(out.view(-1), flat, inner, meter), meter)
+    raw = native_nbytes.all_gather_nbytes(*native, len(out))
+    crossing = 0 if was_renewed else _crossing(groups, native)
+    raw -= native_nbytes.all_gather_nbytes(*native, levels.nodes) if was_renewed else 0
+    channel.record(meter, raw, "forward", crossing / raw)
+
+
+def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
+    """Return the bytes that this rank sends to another node in a ring over all ranks."""
+    is_last = groups.levels.local == groups.levels.width - 1
+    return is_last * native_nbytes.all_gather_nbytes(*native, groups.size)
+
+
+def _as_steps(values: Tensor) -> Tensor:
+    """Return 16-bit values for delta encoding: one for each byte, or ``values`` unchanged."""
+    if values.dtype != torch.uint8:
+        return values
+    return values.to(torch.int16).add_(FIRST).view(torch.bfloat16)
+
+
+def _as_before(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.uint8:
+        return values
+    return values.view(torch.int16).sub(FIRST).to(torch.uint8)
+
+
+def _digest(copy: Tensor) -> Tensor:
+    """Return a hash of a copy's bits; encoded copies are a multiple of 16 bytes long."""
+    return digest(copy.view(torch.bfloat16) if copy.dtype == torch.uint8 else copy)

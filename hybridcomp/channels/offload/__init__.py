@@ -1,0 +1,1 @@
+"""Encoded copies between device and host, and encoded files of optimizer states."""

@@ -1,0 +1,1 @@
+"""Keep what encodings leave out for later messages, and find it by parameter."""

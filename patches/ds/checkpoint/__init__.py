@@ -1,0 +1,1 @@
+"""Seams of DeepSpeed's checkpoints, and their conversion for another number of ranks."""

@@ -1,0 +1,1 @@
+"""Seams of layers that communicate: tensor, sequence and expert parallel, sparse tables."""

@@ -1,0 +1,1 @@
+"""Seams of ZeRO's reductions and gathers."""

@@ -1,0 +1,393 @@
+"""Secondary copies of ZeRO 3 (hpZ) that only get what an optimizer step changed in them.
+
+DeepSpeed keeps a copy of all parameters on every node with ``zero_hpz_partition_size``, drops it
+after each step and gathers parameters over all ranks again. Here the copy stays, and what the step
+changed in it crosses once to each node (``channels/messages/node_copies.py``); upstream's own path
+then gathers inside the node, natively.
+
+Seams:
+
+* ``invalidate_secondary_tensor`` of the stage-3 optimizer, after each step and each load: the
+  tensors that it drops are kept as what steps are taken from.
+* ``_partition_param_sec`` of ``Init``, where a gathered parameter is released: upstream makes the
+  copy there. What ``GatheredParameters`` changed goes into the kept one.
+* ``parameter_gathers`` calls ``lent`` around each fetch.
+
+Parameters are renewed in buckets, by their order in the model, when the first of a bucket is
+fetched: payloads of single layers would be headers for the most part. With 8 bits a copy consists
+of blockint payloads, one for each share. Upstream gets the decoded slice for the time of a fetch
+and makes no copy. Vectors (norms, biases) and parameters below ``min_bytes`` stay exact then.
+Persistent parameters are gathered by upstream after each step and have no copy.
+
+Copies live and go with their parameters, and checkpoints do not hold them: after a load the first
+gather sends parameters whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.channels import Channel, Channels
+from hybridcomp.channels.messages.delta_references import is_exact
+from hybridcomp.channels.messages.node_copies import KEY, CopyGroups, renew, state_of, width_of
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.topology import discover
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.job.together import ending, together
+from hybridcomp.log import say
+from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.patches.ds.zero.partitions import filled
+from hybridcomp.seams.patching import Seam
+
+INVALIDATE = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.zero.stage3",
+    "DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",
+    ("self",),
+)
+RELEASE = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.zero.partition_parameters",
+    "Init._partition_param_sec",
+    ("self", "param", "buffer", "has_been_updated"),
+)
+SIZE = "zero_hpz_partition_size"
+#: the operation, for messages
+WHAT = "zero: renewing the secondary copies"
+#: attribute of a parameter: its ``NodeCopy``
+ATTRIBUTE = "_hybridcomp_secondary"
+#: elements of the parameters that are renewed together, all ranks' shares
+BUCKET_NUMEL = 1 << 26
+
+
+@dataclass(eq=False)
+class NodeCopy:
+    """Hold this rank's slice of its node's copy of one parameter.
+
+    Attributes:
+        param: DeepSpeed's parameter.
+        copies: of its engine.
+        codec: by which the copy is encoded; None: it is ``ds_secondary_tensor``, or was that before
+            the last step.
+        held: the old or encoded slice; None: there is none, or upstream has it.
+        fresh: whether an encoded slice has the parameter's present values.
+        bucket: what it is renewed with.
+    """
+
+    param: Any
+    copies: SecondaryCopies
+    codec: Codec | None
+    held: Tensor | None = None
+    fresh: bool = False
+    bucket: Bucket = field(init=False)
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of a rank's share, padding included."""
+        return int(self.param.ds_tensor.ds_numel)
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether neither the copy nor upstream has the parameter's present values."""
+        return self.param.ds_secondary_tensor is None and not self.fresh
+
+    def own(self) -> Tensor:
+        """Return this rank's share as it is sent, with zeros behind the parameter's end."""
+        values: Tensor = self.param.ds_tensor.data.view(-1).to(self.copies.device)
+        values = _filled_up(values[: filled(self.param)], self.numel)
+        if self.codec is None:
+            return values
+        self.copies.channel.sample(values, self.codec, "forward")
+        return self._encoded(values)
+
+    def put(self, rows: Tensor) -> None:
+        """Take the new slice, a row for each share."""
+        if self.codec is not None:
+            self.held, self.fresh = rows.reshape(-1), True
+            return
+        held, self.held = self.held, None
+        if held is None:
+            own = self.param.ds_tensor
+            held = _as_upstream(own, own.new_empty(rows.numel(), pin_memory=own.is_pinned()))
+        held.view(rows.shape).copy_(rows)
+        self.param.ds_secondary_tensor = held
+
+    def keep(self) -> None:
+        """Keep what upstream is about to drop, as what steps are taken from."""
+        tensor, self.fresh = self.param.ds_secondary_tensor, False
+        if self.codec is None and tensor is not None:
+            self.held = tensor
+
+    def lend(self) -> bool:
+        """Give upstream the decoded slice; return whether it needed and got one."""
+        if self.codec is None or not self.fresh or self.param.ds_secondary_tensor is not None:
+            return False
+        assert self.held is not None, "fresh"
+        count, own = len(self.copies.groups.shares), self.param.ds_tensor
+        out = torch.empty(count * self.numel, dtype=own.dtype, device=self.copies.device)
+        for payload, values in zip(self.held.view(count, -1), out.view(count, -1), strict=True):
+            self.codec.decode(payload, values)
+        self.param.ds_secondary_tensor = _as_upstream(own, out)
+        return True
+
+    def encode(self, values: Tensor, begin: int) -> None:
+        """Encode this rank's slice of a parameter: ``values`` (1-D) from place ``begin`` on."""
+        shares, numel = self.copies.groups.shares, self.numel
+        parts = [values[share * numel - begin : (share + 1) * numel - begin] for share in shares]
+        self.held = torch.cat([self._encoded(_filled_up(part, numel)) for part in parts])
+        self.fresh = True
+
+    def _encoded(self, values: Tensor) -> Tensor:
+        assert self.codec is not None, "an encoded copy"
+        nbytes = self.codec.wire_nbytes(values.numel(), values.dtype)
+        out = torch.zeros(nbytes, dtype=torch.uint8, device=values.device)
+        self.codec.encode(values, out)
+        return out
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Copies of one kind that are renewed together.
+
+    ``generation``: of the channels when they were last renewed; ``resync`` makes it too old.
+    """
+
+    copies: list[NodeCopy]
+    generation: int
+
+    def forget(self, copies: Iterable[NodeCopy]) -> None:
+        """Have the next gather renew these of its copies, all sent whole."""
+        self.generation = -1
+        for copy in copies:
+            copy.keep()
+            copy.param.ds_secondary_tensor = None
+
+
+class SecondaryCopies:
+    """The secondary copies of one engine's parameters."""
+
+    def __init__(self, channel: Channel, groups: CopyGroups, device: torch.device) -> None:
+        self.channel, self.groups, self.device = channel, groups, device
+        self.buckets: list[Bucket] = []
+
+    @torch.no_grad()
+    def follow(self, params: Iterable[Any], codec: Codec | None) -> None:
+        """Keep the copies of ``params``, of matrices encoded by ``codec`` where that is given."""
+        least = self.channel.state.config.min_bytes
+        alike: dict[tuple[torch.dtype, bool], list[NodeCopy]] = {}
+        for param in sorted(params, key=lambda p: p.ds_id):
+            dtype = param.ds_tensor.dtype
+            encodes = len(param.ds_shape) > 1 and param.ds_numel * dtype.itemsize >= least
+            copy = NodeCopy(param, self, codec if encodes else None)
+            setattr(param, ATTRIBUTE, copy)
+            alike.setdefault((dtype, copy.codec is None), []).append(copy)
+        for copies in alike.values():
+            self.buckets += self._cut(copies)
+        for copy in (copy for bucket in self.buckets for copy in bucket.copies):
+            made = copy.param.ds_secondary_tensor
+            if copy.codec is not None and made is not None and self.acts:
+                copy.encode(made.to(self.device), self.groups.shares[0] * copy.numel)
+                copy.param.ds_secondary_tensor = None
+
+    def _cut(self, copies: Iterable[NodeCopy]) -> list[Bucket]:
+        found: list[Bucket] = []
+        room = 0
+        for copy in copies:
+            if not found or room < copy.numel:
+                found.append(Bucket([], self.channel.generation))
+                room = BUCKET_NUMEL // self.groups.size
+            room -= copy.numel
+            found[-1].copies.append(copy)
+            copy.bucket = found[-1]
+        return found
+
+    @property
+    def acts(self) -> bool:
+        """Return whether copies are renewed now: not before ``start_step``, for example."""
+        channel, group = self.channel, self.groups.levels.outer.process_group
+        return channel.encodes(BUCKET_NUMEL, torch.bfloat16, group)
+
+    @contextmanager
+    def lent(self, params: Iterable[Any], stream: Any) -> Iterator[None]:
+        """Renew the copies of the parameters that upstream gathers in the body; a collective.
+
+        ``stream``: on which upstream gathers. Upstream gathers all other parameters over all ranks.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        wanted = sorted(params, key=lambda p: p.ds_id)
+        away = [p for p in wanted if p.ds_status.name == "NOT_AVAILABLE" and hasattr(p, ATTRIBUTE)]
+        copies: list[NodeCopy] = [getattr(p, ATTRIBUTE) for p in away]
+        lent: list[NodeCopy] = []
+        with get_accelerator().stream(stream), torch.no_grad():
+            if self.acts:
+                for bucket in dict.fromkeys(copy.bucket for copy in copies if copy.is_stale):
+                    self._renew(bucket)
+                with ending("zero: decoding the secondary copies"):  # upstream's gather follows
+                    lent = [copy for copy in copies if copy.lend()]
+        try:
+            yield
+        finally:
+            for copy in lent:
+                copy.param.ds_secondary_tensor = None
+
+    def _renew(self, bucket: Bucket) -> None:
+        """Renew the stale copies of a bucket on all ranks or on none.
+
+        They are sent as steps where all nodes have the same old ones. After a failure they are
+        stale still, and are sent whole.
+        """
+        copies = [copy for copy in bucket.copies if copy.is_stale]
+        held = [copy.held for copy in copies if copy.held is not None]
+        known = len(held) == len(copies) and bucket.generation == self.channel.generation
+        known = known and not is_exact(self.channel)
+        shares: list[Tensor] = []
+
+        def prepared() -> tuple[list[Tensor] | None, bool]:
+            shares.extend(copy.own() for copy in copies)
+            return (held if known else None), False
+
+        native = sum(copy.numel for copy in copies), copies[0].param.ds_tensor.dtype
+        sent = state_of(self.channel, self.groups, prepared, self.device)
+        with together(WHAT, lambda: bucket.forget(copies), votes=True):
+            table = None
+            if sent == "steps":
+                rows = len(self.groups.shares)
+                table = torch.cat([one.view(rows, -1).to(self.device) for one in held], 1)
+            new = renew(self.channel, self.groups, torch.cat(shares), table, native)
+            parts = torch.split(new, [share.numel() for share in shares], 1)
+            for copy, part in zip(copies, parts, strict=True):
+                copy.put(part)
+        bucket.generation = self.channel.generation
+
+    def forget(self) -> Callable[[], None]:
+        """Have the next gathers send all parameters whole, frozen ones too; return an undo."""
+        before = [(bucket, bucket.generation) for bucket in self.buckets]
+        for bucket in self.buckets:
+            bucket.forget(bucket.copies)
+
+        def put_back() -> None:
+            for bucket, generation in before:
+                bucket.generation = generation
+
+        return put_back
+
+
+def _filled_up(values: Tensor, numel: int) -> Tensor:
+    """Return 1-D ``values`` with zeros behind them up to ``numel`` elements."""
+    lacks = numel - values.numel()
+    return torch.cat([values, values.new_zeros(lacks)]) if lacks else values
+
+
+def _as_upstream(share: Any, tensor: Any) -> Tensor:
+    """Give a slice the attributes that DeepSpeed gives a secondary tensor beside ``ds_tensor``."""
+    tensor.ds_numel, tensor.status = tensor.numel(), share.status
+    tensor.final_location = None
+    found: Tensor = tensor
+    return found
+
+
+def copies_of(params: Iterable[Any]) -> SecondaryCopies | None:
+    """Return the copies of the engine that has these parameters, None where it keeps none."""
+    return next((p_copy.copies for p in params if (p_copy := _of(p)) is not None), None)
+
+
+def _of(param: Any) -> NodeCopy | None:
+    found: NodeCopy | None = getattr(param, ATTRIBUTE, None)
+    return found
+
+
+def make_invalidate_secondary_tensor(original: Callable[..., None]) -> Callable[..., None]:
+    """Keep the copies of trained parameters, which upstream drops."""
+
+    @functools.wraps(original)
+    def invalidate_secondary_tensor(self: Any) -> None:
+        for param in (param for group in self.fp16_groups for param in group):
+            copy = _of(param)
+            if copy is not None:
+                copy.keep()
+        original(self)
+
+    return invalidate_secondary_tensor
+
+
+def make_partition_param_sec(original: Callable[..., None]) -> Callable[..., None]:
+    """Put what a released parameter holds into the kept copy, where that lacks it."""
+
+    @functools.wraps(original)
+    def _partition_param_sec(
+        self: Any, param: Any, buffer: Any = None, has_been_updated: bool = False
+    ) -> None:
+        copy = _of(param)
+        if copy is None or param.ds_status.name != "AVAILABLE":
+            original(self, param, buffer, has_been_updated)
+        elif copy.codec is not None and copy.copies.acts:
+            if has_been_updated:
+                copy.encode(param.data.detach().reshape(-1), 0)
+        elif copy.codec is None and copy.held is not None and param.ds_secondary_tensor is None:
+            param.ds_secondary_tensor, copy.held = copy.held, None
+            original(self, param, buffer, True)
+        else:
+            original(self, param, buffer, has_been_updated)
+
+    return _partition_param_sec
+
+
+def give_size(config: Any, block: CompressionConfig | None) -> None:
+    """Set DeepSpeed's ``zero_hpz_partition_size`` to the ranks of a node where a file has none.
+
+    A collective where the block asks for copies. ``config``: DeepSpeed's parsed configuration.
+    Raises ConfigError, on all ranks, where nodes are not alike or have one rank.
+    """
+    zero = config.zero_config
+    if block is None or not block.zero.keeps_copy or zero.stage != 3:
+        return
+    if getattr(zero, SIZE) == 1:
+        nodes = discover("auto")
+        width = width_of(nodes)
+        setattr(zero, SIZE, width)
+        say(f"zero: {SIZE} is {width}, the ranks of a node (by {nodes.source})")
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Follow the secondary tensors of an engine; a collective where the block asks for copies.
+
+    Raises ConfigError, on all ranks, where DeepSpeed keeps none.
+    """
+    settings = channels.config.zero
+    if not settings.keeps_copy:
+        return
+    params = [p for p in engine.module.parameters() if hasattr(p, "ds_id")]
+    if any(p.ds_zero_param_process_group is None for p in params):
+        todo = (
+            f"the model was built under zero.Init without {SIZE}, so its parameters have no copy; "
+            "write it in the configuration that zero.Init gets, too"
+        )
+        raise ConfigError(KEY, settings.secondary, todo)
+    cut = [p for p in params if not p.ds_persist]
+    if not cut:
+        say("zero: all parameters are persistent, so there is no secondary copy to renew")
+        return
+    groups = CopyGroups.of(cut[0].ds_secondary_tensor_group_size, SIZE)
+    codec = None if settings.secondary == "exact" else channels.policy.codecs["zero", "forward"]
+    copies = SecondaryCopies(channels["zero"], groups, torch.device(engine.device))
+    copies.follow(cut, codec)
+
+
+def forget(engine: Any) -> Callable[[], None]:
+    """Have parameters sent whole after a load, which this returns an undo of."""
+    copies = copies_of(engine.module.parameters())
+    return (lambda: None) if copies is None else copies.forget()
+
+
+COVERS = ("zero",)
+ATTACHED = attached
+PATCHES = ((INVALIDATE, make_invalidate_secondary_tensor), (RELEASE, make_partition_param_sec))

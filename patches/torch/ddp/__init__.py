@@ -1,0 +1,1 @@
+"""Models under DistributedDataParallel: their communication hook."""

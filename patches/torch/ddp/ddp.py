@@ -1,0 +1,104 @@
+"""DistributedDataParallel: gradient buckets by ``register_comm_hook``, dimension ``dp``.
+
+DDP holds a slot (``slot``), which references the reducer (``reducer``) weakly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridcomp.autotune.trials import StepTraffic
+from hybridcomp.channels.checkpoint.resharing import Sends
+from hybridcomp.channels.memory_use import note_tables
+from hybridcomp.codecs.base import VALUE_DTYPES
+from hybridcomp.collectives.topology import ranks_of
+from hybridcomp.config.policy import Dimension
+from hybridcomp.patches.torch import rules, steps, torch_versions, trained_set
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.ddp import slot as ddp_slot
+from hybridcomp.patches.torch.ddp.layout import chunk_of
+from hybridcomp.patches.torch.ddp.reducer import Reducer, real_numel
+from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
+from hybridcomp.patches.torch.state.identity import identity_of
+
+REQUIREMENT = torch_versions.DDP
+COVERS = ("dp", "sync", "embed")
+
+
+def attach(
+    model: DistributedDataParallel, source: Source | None, undo: ExitStack
+) -> Attached | None:
+    """Register the hook; return None if there is no block. Raises ConfigError, AgreementError.
+
+    ``undo``: gets what detaches the model.
+    """
+    block, group = read(source), model.process_group
+    ranks = ranks_of(group)
+    agree_on(block, "ddp", ranks)
+    if block is None:
+        return None
+    torch_versions.check("ddp", REQUIREMENT)
+    absent = rules.check(block, rules.DDP, model, "every rank has all weights under DDP")
+    parameters = [p for p in model._module_parameters if p.requires_grad]
+    session = session_of(block, parameters[0].device, absent, ranks, undo)
+    session.name_parameters(model.module.named_parameters())
+    session.place([group], of_user=True)
+    size = dist.get_world_size(group)
+    numels = _buckets(parameters, model)
+    sent: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "sum", together=True)}
+    dtypes = [parameter.dtype.to_real() for parameter in parameters]  # the dtypes of the buckets
+    encoded = next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), dtypes[0])
+    session.measure(group, encoded, sum(numels), sent)
+    tables = _buckets(parameters, model, lambda numel: size * chunk_of(numel, size))
+    note_tables(session.channels, tables)
+    session.warn(set(dtypes))
+    layout = {"ranks": size}
+    divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
+    sends = {n: Sends(((0, real_numel(p)),), ranks) for n, p in model.module.named_parameters()}
+    attached = Attached(
+        "ddp", identity_of(model.module), session, model.parameters, lambda: divisors, layout,
+        lambda: sends,
+        uneven=lambda: bool(model._join_config.enable),
+    )  # fmt: skip
+    undo.callback(attached.detach)
+    reducer = Reducer(model, attached)
+    attached.on_detach(reducer.tables.leave)
+    slot = ddp_slot.occupy(model, reducer)
+    attached.on_detach(functools.partial(slot.leave, reducer))
+    hook = model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
+    attached.on_detach(hook.remove)
+    steps.follow(attached)
+    if dist.get_rank(group) == 0:
+        trained_set.watch(attached, model.module.named_parameters(), averages_all=False)
+    return attached
+
+
+def _enter(model: Any, attached: Attached) -> None:
+    if torch.is_grad_enabled():
+        attached.entered(model.training)
+
+
+def _buckets(
+    parameters: list[Any], model: Any, padded: Callable[[int], int] = int
+) -> tuple[int, ...]:
+    """Return the elements of each bucket; DDP fills buckets from the last parameter on.
+
+    ``padded``: elements that are sent of a parameter, from its own.
+    """
+    most = int(model.bucket_bytes_cap)
+    filled: list[int] = []
+    nbytes = 0
+    for parameter in reversed(parameters):
+        if not filled or nbytes + parameter.nbytes > most:
+            filled.append(0)
+            nbytes = 0
+        filled[-1] += padded(real_numel(parameter))
+        nbytes += parameter.nbytes
+    return tuple(filled)

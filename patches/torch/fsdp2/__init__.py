@@ -1,0 +1,1 @@
+"""Models under FSDP2: the slots of their groups, filled with encoded collectives."""

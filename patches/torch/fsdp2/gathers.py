@@ -1,0 +1,162 @@
+"""All-gather an FSDP2 group's parameters, encoded or as differences from the last gather.
+
+It runs on the stream that FSDP has made current, and completes there before it returns unless FSDP
+calls it asynchronously.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from hybridcomp import channels
+from hybridcomp.channels import Channel
+from hybridcomp.channels.messages import parameter_deltas
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Handle
+from hybridcomp.collectives.wire import given
+from hybridcomp.collectives.wire.transport import Works
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2.copies import NodeCopyGather
+from hybridcomp.patches.torch.fsdp2.frozen import FrozenGather
+from hybridcomp.patches.torch.fsdp2.kept import KeptGather
+from hybridcomp.patches.torch.fsdp2.members import Members
+from hybridcomp.patches.torch.fsdp2.slot import EncodedSlot, HandleWork
+from hybridcomp.patches.torch.session import say
+
+
+@dataclass(eq=False, kw_only=True)
+class _ParameterGather(channels.AllGather):
+    """All-gather of a group's parameters.
+
+    Attributes:
+        stays_exact: returns whether this gather must not be lossy.
+        kept: gathers differences if torch keeps the gathered parameters.
+        held: this rank's values after the last gather, if all ranks send differences.
+        copies: gathers from the nodes' copies, if the block asks for them.
+        places: places of the gathered parameters in the group; None: all.
+    """
+
+    members: Members
+    stays_exact: Callable[[], bool]
+    kept: KeptGather
+    held: Tensor | None = None
+    copies: NodeCopyGather | None = None
+    places: Sequence[int] | None = None
+
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether the gather must be exact but its codec is lossy, or has no reference."""
+        if self.copies is not None:
+            assert self.group is not None, "FSDP2 names its groups"
+            if self.copies.serves(self.group, self.dtype):
+                return False
+            return codec.lossless or self.stays_exact()
+        if codec.references:
+            self.held = self.kept.prepare(self.out, self.group)
+            return self.held is None
+        return not codec.lossless and self.stays_exact()
+
+    def send(self, channel: Channel, codec: Codec) -> Handle:
+        """Gather encoded shards, or their changes since the last gather."""
+        if self.copies is not None:
+            self.copies.gather(self.out, self.shard)
+            return Handle(given(None), channel.meter(self.shard.device), False)
+        if self.held is None:
+            return super().send(channel, codec)
+        rows = self.out.view(-1, self.shard.numel())
+        return parameter_deltas.gather_steps(channel, rows, self.held, codec, self.group)
+
+    def cuts(self, codec: Codec) -> Sequence[int]:
+        """Return the borders of parameters in the shard, which no lossy codec crosses."""
+        ranks = self.out.numel() // self.shard.numel()
+        return () if codec.lossless else self.members.cuts(ranks, self.places)
+
+
+class EncodedAllGather(EncodedSlot[AllGather], AllGather):
+    """All-gather of the parameters of one group, encoded where the policy says so."""
+
+    def __init__(
+        self,
+        members: Members,
+        attached: Attached,
+        native: AllGather,
+        copies: NodeCopyGather | None = None,
+        frozen: FrozenGather | None = None,
+    ) -> None:
+        self._members, self._attached, self.native = members, attached, native
+        self._channel: Channel = attached.channels["zero"]
+        self._kept = KeptGather(members, self._channel)
+        self._copies, self._frozen = copies, frozen
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather all ranks' ``input_tensor``, here a view of ``output_tensor``, into the latter."""
+        if self._frozen is not None and self._frozen.serves(group):
+            trained = functools.partial(self._gather, group=group, async_op=False)
+            self._frozen.gather(output_tensor, input_tensor, group, trained, self.native)
+            return Works([], None) if async_op else None
+        return self._gather(output_tensor, input_tensor, None, group=group, async_op=async_op)
+
+    def _gather(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        places: Sequence[int] | None,
+        *,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Gather the shards of the parameters ``places`` (None: all), as the block says."""
+        message = _ParameterGather(
+            numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
+            shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,
+            single_post=True, members=self._members, stays_exact=self._stays_exact,
+            kept=self._kept, copies=self._copies, places=places,
+        )  # fmt: skip
+        return self._channel.run(
+            message,
+            native=lambda: self.native(output_tensor, input_tensor, group, async_op),
+            encoded=lambda handle: HandleWork(handle) if async_op else None,
+        )
+
+    def _stays_exact(self) -> bool:
+        """Return whether this gather must be exact: it repeats an earlier gather, or is outside of
+        passes.
+        """
+        state = self._members.group
+        if state.is_sharded_post_forward:
+            say(
+                "zero: backward gathers with reshard_after_forward=N stay native: they bring back "
+                "what the forward pass has decoded"
+            )
+            return True
+        if state._training_state == TrainingState.IDLE and not self._is_for_a_pass():
+            say(
+                "zero: unshard() outside of forward and backward passes gathers exact parameters, "
+                "natively"
+            )
+            return True
+        return False
+
+    def _is_for_a_pass(self) -> bool:
+        """Return whether an explicit ``unshard()`` serves several passes of a training step.
+
+        Losses in chunks (torchtitan) need that: the head is gathered between the passes of the
+        layers, and kept with its gradients until all chunks are done. In the first step the forward
+        pass has gathered it already, encoded; exact parameters in later steps would differ from
+        that.
+        """
+        group = self._members.group
+        keeps = not (group.reduce_grads or group.reshard_after_backward)
+        return keeps and self._attached.is_open

@@ -1,0 +1,1 @@
+"""State of attached models in checkpoints, and whose it is."""
