@@ -112,8 +112,8 @@ def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
 def follower_line(named: tuple[str, Mapping[str, float]]) -> str:
     """Format a follower's row for the progress line, leaving out counts of 0."""
     name, row = named
-    told = [_told(figure, value) for figure, value in row.items() if value or figure == "drift"]
-    return f"{name}: {', '.join(told)}"
+    words = [_told(figure, value) for figure, value in row.items() if value or figure == "drift"]
+    return f"{name}: {', '.join(words)}"
 
 
 def _told(figure: str, value: float) -> str:

@@ -272,10 +272,11 @@ def test_rooms_inside_import_one_way(folder: str) -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    """Classes that share a name cannot be told apart; see ``docs/contributing/index.md``."""
+    """Classes that share a name cannot be told apart; private ones only inside their room."""
     defined: dict[str, list[str]] = {}
     for path in sources():
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                defined.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+            if isinstance(node, ast.ClassDef):
+                name = f"{room_of(path)}: " * node.name.startswith("_") + node.name
+                defined.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: files for name, files in defined.items() if len(files) > 1} == {}

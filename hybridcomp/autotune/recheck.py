@@ -160,11 +160,12 @@ class Recheck(StepClock):
         """
         seconds = self.slowest(self.first + REHEARSED, self.stop, device)
         findings = {name: self._judged(name, pays[name], seconds) for name in self.names}
-        if self.rounds < ROUNDS and any(one is None for one in findings.values()):
+        if self.rounds < ROUNDS and any(finding is None for finding in findings.values()):
             self.rounds += 1
             return None
         return {
-            name: Finding(0.0, 0.0, False) if one is None else one for name, one in findings.items()
+            name: Finding(0.0, 0.0, False) if finding is None else finding
+            for name, finding in findings.items()
         }
 
     def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:

@@ -85,12 +85,12 @@ class Remembered:
         same = [name for name in messages if self._found.facts.get(name) == facts[name]]
         self._taken += same
         taken = {name: Decision(**self._found.verdicts[name], checked=True) for name in same}
-        told = [_told(name, verdict, self._found.day) for name, verdict in taken.items()]
+        words = [_told(name, verdict, self._found.day) for name, verdict in taken.items()]
         others = [n for n in messages if n not in same and n in self._found.facts]
         if others:
             why = "the machines, groups or messages are not those of the last run"
-            told.append(f"{', '.join(others)}: measured anew, as {why}")
-        return taken, told
+            words.append(f"{', '.join(others)}: measured anew, as {why}")
+        return taken, words
 
     def _statement(
         self,

@@ -145,19 +145,19 @@ class Verdicts:
         ``without``: dimensions that no step encodes any more. A collective in the step where it
         ends. Returns sentences for the user.
         """
-        told = []
+        words = []
         if not self._is_planned:
             self._is_planned = True
             close = [n for n in self.by_dimension if self._is_open(n) and n not in without]
             if close:
-                told.append(self._begin(close[: recheck.MOST], step))
+                words.append(self._begin(close[: recheck.MOST], step))
         if self.recheck is not None and step <= self.recheck.stop:
             self.recheck.close(step, device)
             pays = {name: self.by_dimension[name].pays for name in self.recheck.names}
             self.recheck.end_early(step, pays, device)
             if step == self.recheck.stop:
-                told += self._end(self.recheck, without, device)
-        return told
+                words += self._end(self.recheck, without, device)
+        return words
 
     def _begin(self, names: Sequence[Dimension], step: int) -> str:
         self.recheck = Recheck(names, step)
@@ -175,7 +175,7 @@ class Verdicts:
         findings = done.judge({n: self.by_dimension[n].pays for n in done.names}, device)
         for name in done.names:
             self.by_dimension[name] = replace(self.by_dimension[name], rounds=done.rounds)
-        told = []
+        words = []
         for name, found in ({} if findings is None else findings).items():
             verdict = replace(self.by_dimension[name], checked=True)
             if found.native_s:
@@ -185,9 +185,9 @@ class Verdicts:
             if name not in without:
                 if not verdict.pays:
                     verdict = replace(verdict, flush=done.stop)
-                told.append(recheck.describe_finding(name, found, verdict.pays, done.stop))
+                words.append(recheck.describe_finding(name, found, verdict.pays, done.stop))
             self.by_dimension[name] = verdict
-        return told
+        return words
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the state that a resumed run needs, as plain dicts."""
@@ -204,13 +204,13 @@ class Verdicts:
 
         ``waiting``: dimensions that would be measured later; those in ``state`` will not be.
         """
-        told = []
+        words = []
         for name, verdict in self.by_dimension.items():
             stored = Decision(**state[name]) if name in state else verdict
             if stored.pays != verdict.pays:
                 was = "compressed" if stored.pays else "native"
                 change = '"codec": "none"' if stored.pays else '"when": "always"'
-                told.append(
+                words.append(
                     f"{name}: stays {was}, as in the run that is continued, although encoding "
                     f"{verdict.nbytes / 1e6:.3g} MB now takes {verdict.coded_s * 1e3:.1f} ms and "
                     f"native {verdict.native_s * 1e3:.1f} ms; {change} changes that"
@@ -220,9 +220,9 @@ class Verdicts:
             if name in state:
                 self.by_dimension[name] = Decision(**state[name])
                 was = "compressed" if self.by_dimension[name].pays else "native"
-                told.append(f"{name}: {was}, as measured in the run that is continued")
+                words.append(f"{name}: {was}, as measured in the run that is continued")
         self._go_on()
-        return told
+        return words
 
     def _go_on(self) -> None:
         """Continue the resumed run's comparison, which was running or about to start."""

@@ -102,11 +102,11 @@ class Channels(EngineState):
             return []
         self.nodes = discover(self.config.widths, self.config.level_codecs)
         notes = self.nodes.prepare(groups)
-        told = ", ".join(name for name in names if name not in self.absent)
+        text = ", ".join(name for name in names if name not in self.absent)
         asked = self.config.dp.accumulate == "node" and self["dp"].active
         if asked and "dp" not in self.absent and self.layout is None:
             notes.append(self._cannot_accumulate(self.nodes))
-        return [f"{told}: {note}" for note in notes] if told else []
+        return [f"{text}: {note}" for note in notes] if text else []
 
     def _cannot_accumulate(self, nodes: Nodes) -> str:
         """Return why no group has two levels; raise ConfigError unless native is allowed."""
@@ -137,13 +137,13 @@ class Channels(EngineState):
         if self.config.start_step < self.step:
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
         payoff = self.payoff
-        told = self.node_sums.idle() if self.sums_in_node else []
-        told += payoff.unmeasured() + payoff.tune_from_profile(device) + payoff.compare(device)
+        words = self.node_sums.idle() if self.sums_in_node else []
+        words += payoff.unmeasured() + payoff.tune_from_profile(device) + payoff.compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
-            told += self._drop_residuals()
+            words += self._drop_residuals()
         if not sampled or not self.guard.watching:
-            return told
-        return told + self._fall_back(self.guard.decide(self.step, device))
+            return words
+        return words + self._fall_back(self.guard.decide(self.step, device))
 
     def _drop_residuals(self) -> list[str]:
         """Free residuals that no future message uses; return a message with the lost norm.

@@ -76,8 +76,8 @@ def memory_of(state: EngineState) -> list[MemoryItem]:
     A dimension that was measured to be faster native takes nothing.
     """
     encoded = {
-        name: one
-        for name, one in state.messages.items()
+        name: message
+        for name, message in state.messages.items()
         if not state.verdicts.native(name, state.step)
     }
     found = taken(state.config, encoded) + frozen(state.config, state.frozen_numels)

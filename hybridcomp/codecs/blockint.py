@@ -43,7 +43,7 @@ SPACED_BITS = 4
 Levels = Literal["uniform", "gaussian", "lloyd"]
 #: kernel setting bit of each spacing, and its number of levels
 _SPACINGS: dict[Levels, tuple[int, int]] = {"gaussian": (32, 16), "lloyd": (128, 15)}
-#: largest error of a spacing as a share of its block's top: kernels/formats/blockint.h
+#: largest error of a spacing over its block's largest magnitude (kernels/formats/blockint.h)
 _SHARES: dict[Levels, float] = {"gaussian": 0.0925, "lloyd": 0.1037}
 #: which of the two levels around a value is sent
 Rounding = Literal["nearest", "random"]

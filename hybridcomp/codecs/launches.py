@@ -73,7 +73,7 @@ class CollectiveKernel(Protocol):
     ) -> None:
         """Sum in fp32 and rank order into ``out``; ``own`` and ``residual`` as in ``reduce``.
 
-        ``begin`` (fp32, as long as ``out``, or ``out`` itself): the sum starts from it.
+        ``begin`` (fp32, as long as ``out``, or ``out`` itself): initial value of the sum.
         """
 
     def decode(

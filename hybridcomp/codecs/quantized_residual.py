@@ -267,7 +267,7 @@ def is_state(value: Any) -> bool:
         return False
     bits, start, numel, data = (value[key] for key in ("bits", "start", "numel", "data"))
     counts = (bits, start, numel)
-    if not all(isinstance(one, int) and one >= 0 for one in counts) or start >= BLOCK:
+    if not all(isinstance(count, int) and count >= 0 for count in counts) or start >= BLOCK:
         return False
     if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
         return False

@@ -100,24 +100,24 @@ class Registry(Mapping[str, type[Codec]]):
         self._refused[name] = f"{self._origins[name]} cannot be used: {reason}"
 
     def _take(self, name: str, found: list[EntryPoint]) -> None:
-        told = [_describe(point) for point in found]
+        words = [_describe(point) for point in found]
         if name in self.built_in or name in RESERVED:
             owner = "hybridcomp has a codec" if name in self.built_in else "the block has a meaning"
             reason = f"{owner} of that name; rename the entry point, or uninstall its package"
-            self._refused[name] = f"{told[0]} cannot be used: {reason}"
+            self._refused[name] = f"{words[0]} cannot be used: {reason}"
         elif len(found) > 1:
-            both = " and ".join(told)
+            both = " and ".join(words)
             self._refused[name] = f"{both} have the same name; uninstall one of them"
         else:
             try:
                 codec = _loaded(found[0])
             except Exception as error:  # other people's code: whatever it raises
                 said = " ".join(f"{type(error).__name__}: {error}".split())
-                self._refused[name] = f"{told[0]} cannot be loaded ({said}); mend or uninstall it"
+                self._refused[name] = f"{words[0]} cannot be loaded ({said}); mend or uninstall it"
             else:
                 assert self._outside is not None
                 self._outside[name] = codec
-                self._origins[name] = told[0]
+                self._origins[name] = words[0]
 
 
 def _built_in() -> list[type[Codec]]:

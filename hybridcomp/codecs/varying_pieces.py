@@ -44,7 +44,7 @@ class VaryingPieces:
         """See ``launches.PieceKernel``."""
         if not values:
             return
-        if not all(one.numel() for one in values):
+        if not all(value.numel() for value in values):
             sizes.zero_()
         held, start = self._held, sizes.data_ptr()
         references = [0] * len(values)

@@ -11,50 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.config.dimension import DimensionConfig
-from hybridcomp.config.directional import (
-    ActivationConfig,
-    DirectionConfig,
-    MeshConfig,
-    OffloadConfig,
-    PipelineConfig,
-    TensorConfig,
-)
 from hybridcomp.config.error_messages import near_key, show
-from hybridcomp.config.gradient import GradientConfig
 from hybridcomp.config.islands import IslandConfig
 from hybridcomp.config.json_schema import schema
 from hybridcomp.config.ledger import LedgerConfig
-from hybridcomp.config.parameter import ParameterConfig
-from hybridcomp.config.presets import ISLAND_PRESETS, PRESETS
+from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.sources import SOURCE, read_source
 from hybridcomp.config.summary import describe, idle_notes, notes
 from hybridcomp.errors import ConfigError
 
 __all__ = [
-    "BLOCK",
-    "PRESETS",
-    "ActivationConfig",
-    "CompressionConfig",
-    "DimensionConfig",
-    "DirectionConfig",
-    "ISLAND_PRESETS",
-    "IslandConfig",
-    "GradientConfig",
-    "LedgerConfig",
-    "MeshConfig",
-    "OffloadConfig",
-    "ParameterConfig",
-    "PipelineConfig",
-    "TensorConfig",
-    "describe",
-    "idle_notes",
-    "load_config",
-    "notes",
-    "SOURCE",
-    "read_source",
-    "schema",
-]
+    "BLOCK", "PRESETS", "SOURCE", "CompressionConfig", "IslandConfig", "LedgerConfig", "describe",
+    "idle_notes", "load_config", "notes", "read_source", "schema",
+]  # fmt: skip
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | None:

@@ -19,7 +19,7 @@ from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config import planned
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.config.bounds import check_kept
-from hybridcomp.config.codec_settings import NONE
+from hybridcomp.config.codec_settings import NONE, Strict
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
@@ -213,11 +213,11 @@ class CompressionConfig(DimensionFields):
             raise problem("remember", self.remember, todo)
 
     @property
-    def others(self) -> bool:
-        """Return whether any key other than the dimensions has an effect."""
-        waitless = self.pipeline.waitless
-        others = self.publish or self.gathered or self.generate
-        return bool(others or waitless or self.memory.planned)
+    def others(self) -> dict[str, Strict]:
+        """Return the objects beside the dimensions that have an effect, by key."""
+        acts = {"pipeline": self.pipeline.waitless, "memory": self.memory.planned}
+        found = {name: getattr(self, name) for name in (*acts, "publish", "gathered", "generate")}
+        return {name: part for name, part in found.items() if part and acts.get(name, True)}
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -294,19 +294,10 @@ class CompressionConfig(DimensionFields):
             settings[f"{BLOCK}.remember"] = False
         # ranks must agree, because a report is a collective
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every
-        if self.pipeline.waitless:
-            settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
-        if self.memory.planned:
-            settings |= {f"{BLOCK}.memory.{key}": value for key, value in self.memory}
-        if self.publish is not None:
-            settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
-        if self.gathered is not None:
-            written = self.gathered.agreed()
-            settings |= {f"{BLOCK}.gathered.{key}": value for key, value in written.items()}
-        if self.generate is not None:
-            settings |= {f"{BLOCK}.generate.{k}": v for k, v in self.generate.model_dump().items()}
-        for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
-            settings[f"{BLOCK}.{name}"] = getattr(self, name)
+        for name, part in self.others.items():
+            settings |= {f"{BLOCK}.{name}.{key}": value for key, value in part.agreed().items()}
+        for key in ("enabled", "min_bytes", "start_step", "on_unsupported"):
+            settings[f"{BLOCK}.{key}"] = getattr(self, key)
         settings[f"{BLOCK}.hierarchy"] = self.widths
         for level, codec in enumerate(self.level_codecs):
             if codec is not None:

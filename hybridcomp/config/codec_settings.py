@@ -43,6 +43,8 @@ ATTRIBUTES = frozenset(
         *dir(BaseModel),
         "more",
         "ways",
+        "under",
+        "built",
         "settings",
         "given",
         "limits",
@@ -124,6 +126,10 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    def agreed(self) -> dict[str, Any]:
+        """Return the settings on which the ranks of a job have to agree, besides codecs."""
+        return self.model_dump()
+
 
 def _explained(codecs: Iterable[type[Codec]]) -> str:
     """Return one sentence for each codec, or for adjacent codecs with the same description."""
@@ -140,25 +146,23 @@ _CODEC = (
     f"{_explained(codec for codec in CODECS.values() if _home(codec) is None)} {AUTO} (default "
     "with an `error_bound`): the cheapest of them that keeps it."
 )
-GRADIENT_CODEC, PARAMETER_CODEC, ISLAND_CODEC = (
-    f"{_CODEC} {_explained(codec for codec in CODECS.values() if _home(codec) == under)}"
-    for under in ("dp", "zero", "sync")
-)
 
 
-def codec_schema(text: str, under: Under = None) -> Callable[[dict[str, Any]], None]:
-    """Return a function that makes the JSON schema of ``codec``, with the description ``text``."""
+def codec_field(under: Under = None, prefix: str = "") -> Any:
+    """Return the field ``codec`` of a model whose messages belong to the dimension ``under``."""
+    own = _explained(codec for codec in CODECS.values() if under and _home(codec) == under)
+    text = f"{prefix}{_CODEC} {own}".rstrip()
 
     def change(schema: dict[str, Any]) -> None:
         schema.clear()
         names = list(codec_names(under))
         schema.update({"type": "string", "enum": names, "description": text})
 
-    return change
+    return Field(None, description=text, json_schema_extra=change)
 
 
 class _Named(Strict):
-    codec: str | None = Field(None, description=_CODEC, json_schema_extra=codec_schema(_CODEC))
+    codec: str | None = codec_field()
 
 
 if TYPE_CHECKING:
@@ -170,6 +174,8 @@ else:
 class CodecSettings(_Declared):
     """A codec and its settings; written as an object, or as the bare name of the codec."""
 
+    #: the dimension whose codecs it may name besides those of all dimensions
+    under: ClassVar[Under] = None
     #: codec settings that only this dimension has
     more: ClassVar[tuple[str, ...]] = ()
     #: example value that an error suggests
@@ -209,6 +215,10 @@ class CodecSettings(_Declared):
         """Return codec and codec settings as written, without those left out."""
         names = [*CodecSettings.model_fields, *self.more]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def built(self) -> Codec | None:
+        """Build the codec as written; None for native."""
+        return build_codec(self.given(), "", under=self.under)
 
 
 def build_codec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -79,11 +80,12 @@ class DimensionConfig(CodecSettings):
         settings = self.settings(direction)
         if self.ramp is None or moving(settings) is None:
             return ()
-        return rungs(settings, self.ramp.start, self.ramp.steps, lambda s: build_codec(s, ""))
+        build = functools.partial(build_codec, prefix="", under=self.under)
+        return rungs(settings, self.ramp.start, self.ramp.steps, build)
 
     def codec_of(self, direction: Direction) -> Codec | None:
         """Build the codec of ``direction``; None for native."""
-        return build_codec(self.settings(direction), "")
+        return build_codec(self.settings(direction), "", under=self.under)
 
     @model_validator(mode="after")
     def _can_act(self) -> DimensionConfig:
@@ -139,7 +141,7 @@ class DimensionConfig(CodecSettings):
             raise problem("guard.residual", self.guard.residual, todo)
 
     def _check_codecs(self) -> None:
-        build_codec(self.given(), "")
+        self.built()
 
     def _check_converges(self, codec: Codec, key: str) -> None:
         """Refuse error feedback or deltas if the codec's errors would grow or only add noise."""

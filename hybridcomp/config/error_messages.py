@@ -6,15 +6,16 @@ import difflib
 import json
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from hybridcomp.config import other_names
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line
 
+Model = TypeVar("Model", bound=BaseModel)
 #: maximum characters of a value in a message
 WIDTH = 60
 
@@ -60,6 +61,28 @@ def problem(field: str, found: object, todo: str) -> PydanticCustomError:
     return PydanticCustomError(
         "hybridcomp", "{todo}", {"field": field, "found": found, "todo": todo}
     )
+
+
+def expecting(todo: str) -> WrapValidator:
+    """Say ``todo`` of any wrong value; pydantic would describe every member of a union."""
+
+    def check(found: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(found)
+        except ValidationError:
+            raise problem("", found, todo) from None
+
+    return WrapValidator(check)
+
+
+def parsed(model: type[Model], found: object, key: str, *, below: bool = False) -> Model:
+    """Parse an object inside a union; errors name the key in it, behind ``key`` if ``below``."""
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        wrong = translate(error, model, key)
+        where = wrong.key if below else wrong.key.removeprefix(f"{key}.")
+        raise problem(where, wrong.found, wrong.todo) from None
 
 
 def show(found: object) -> Shown:

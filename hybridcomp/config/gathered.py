@@ -9,12 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.codec_settings import (
-    PARAMETER_CODEC,
-    CodecSettings,
-    build_codec,
-    codec_schema,
-)
+from hybridcomp.config.codec_settings import CodecSettings, build_codec, codec_field
 
 #: codec used unless one is written
 STEPS = "stepcode"
@@ -23,11 +18,7 @@ STEPS = "stepcode"
 class GatheredConfig(CodecSettings):
     """Configure how the weights are gathered for a roll-out, and what is kept for the next one."""
 
-    codec: str | None = Field(
-        None,
-        description=f"Default: {STEPS}. {PARAMETER_CODEC}",
-        json_schema_extra=codec_schema(f"Default: {STEPS}. {PARAMETER_CODEC}", "zero"),
-    )
+    codec: str | None = codec_field("zero", f"Default: {STEPS}. ")
     keep: Literal["device", "host"] = Field(
         "device",
         description=f"{STEPS}: where the weights of the last gather are kept.",
@@ -50,10 +41,7 @@ class GatheredConfig(CodecSettings):
         return self
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings on which the ranks must agree."""
+        """Return the settings on which the ranks must agree, the codec among them."""
         codec = self.codec_of()
-        return {
-            "codec": "none" if codec is None else codec.spec,
-            "keep": self.keep,
-            "limit_gb": self.limit_gb,
-        }
+        spec = "none" if codec is None else codec.spec
+        return {"codec": spec, "keep": self.keep, "limit_gb": self.limit_gb}

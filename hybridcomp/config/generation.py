@@ -6,17 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hybridcomp.codecs.base import Codec
-from hybridcomp.config.codec_settings import NONE, CodecSettings, Strict, build_codec
+from hybridcomp.config.codec_settings import NONE, CodecSettings, Strict
 from hybridcomp.config.error_messages import problem
 
 
 class HopConfig(CodecSettings):
     """Configure how messages of one dimension are encoded while the job generates."""
-
-    def codec_of(self) -> Codec | None:
-        """Build the codec; None for native."""
-        return build_codec(self.given(), "")
 
 
 class GenerateConfig(Strict):
@@ -65,13 +60,13 @@ class GenerateConfig(Strict):
     @field_validator("pp", "tp", mode="after")
     @classmethod
     def _codec(cls, found: HopConfig) -> HopConfig:
-        found.codec_of()
+        found.built()
         return found
 
     def summary(self) -> str:
         """Return one line on the codecs of messages and the memory of sequences."""
         ways = [f"{name} {codec.spec}" for name, one in (("pp", self.pp), ("tp", self.tp))
-                if (codec := one.codec_of()) is not None]  # fmt: skip
+                if (codec := one.built()) is not None]  # fmt: skip
         sent = ", ".join(ways) or "native messages"
         kept = "" if self.weights_gb is None else f", weights of {self.weights_gb:g} GB at most"
         held = f"batches of {self.batch}, {self.in_flight} in flight, room {self.room}"

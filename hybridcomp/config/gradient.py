@@ -11,18 +11,16 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BITS
 from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.codec_settings import (
-    GRADIENT_CODEC,
     NONE,
     Strict,
-    build_codec,
-    codec_schema,
+    Under,
+    codec_field,
     settings_of,
     with_settings,
 )
 from hybridcomp.config.dimension import MeasuredConfig
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.policy import Limits
-from hybridcomp.dimensions import Direction
 
 #: settings of codecs that reduce gradients themselves instead of encoding messages
 _REDUCTIONS = settings_of(gradients_only=True)
@@ -49,13 +47,10 @@ class FeedbackConfig(Strict):
 class GradientConfig(_Declared):
     """Gradient reduction over the data-parallel group."""
 
+    under: ClassVar[Under] = "dp"
     more: ClassVar[tuple[str, ...]] = tuple(_REDUCTIONS)
 
-    codec: str | None = Field(
-        None,
-        description=GRADIENT_CODEC,
-        json_schema_extra=codec_schema(GRADIENT_CODEC, "dp"),
-    )
+    codec: str | None = codec_field("dp")
     error_feedback: bool | FeedbackConfig = Field(
         False,
         description=f"Add what one reduction left out to the next. true: 4 bytes of memory a "
@@ -121,12 +116,8 @@ class GradientConfig(_Declared):
             return Limits(found.error, None)
         return found
 
-    def codec_of(self, direction: Direction) -> Codec | None:
-        """Build the codec; None for native."""
-        return build_codec(self.settings(direction), "", under="dp")
-
     def _check_codecs(self) -> None:
-        codec = build_codec(self.given(), "", under="dp")
+        codec = self.built()
         self._check_measured(codec)
         refused = "error_feedback" in self.model_fields_set and not self.error_feedback
         if refused and codec is not None and codec.gradients_only:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.codec_settings import CodecSettings, build_codec
-from hybridcomp.config.error_messages import problem, translate
+from hybridcomp.config.codec_settings import CodecSettings
+from hybridcomp.config.error_messages import expecting, parsed, problem
 from hybridcomp.dimensions import ROWS, TWO_LEVELS, Dimension, Direction, listed
 
 #: dimensions whose sums a level may encode
@@ -23,34 +23,24 @@ Widths = Literal["auto", "none"] | int | list[int | Literal["auto"]]
 class HierarchyLevel(CodecSettings):
     """One level of ``hierarchy`` inside the largest units: its size, and the codec of its sums."""
 
-    size: Size = Field(
+    size: Annotated[Size, expecting('expected a number of 2 or more, or "auto"')] = Field(
         description="Units of the level below in a unit of this one: ranks of a node, nodes of a "
         'switch or site. "auto": as the launcher tells.'
     )
 
-    @field_validator("size", mode="before")
-    @classmethod
-    def _counted(cls, found: Any) -> Any:
-        if found != "auto" and (type(found) is not int or found < 2):
-            raise problem("", found, 'expected a number of 2 or more, or "auto"')
-        return found
-
-    _built: Codec | None = PrivateAttr(None)
-
     @model_validator(mode="after")
-    def _build(self) -> HierarchyLevel:
+    def _can_act(self) -> HierarchyLevel:
         given = self.given()
         for key in ("error_bound", "error_bound_mode", "segment"):
             if key in given:
                 todo = "the sums of a level are encoded with a codec of fixed bits, such as"
                 raise problem(key, given[key], f'{todo} "codec": "blockint", "bits": 8; remove it')
-        self._built = build_codec(given, "") if given else None
+        self.built()
         return self
 
-    @property
     def built(self) -> Codec | None:
-        """Return the codec of the sums on this level; None: they are native."""
-        return self._built
+        """Build the codec of the sums on this level; None: they are native."""
+        return super().built() if self.given() else None
 
 
 #: sizes or levels, the innermost first
@@ -69,7 +59,9 @@ def read_hierarchy(found: Any) -> Any:
             todo = "expected two or more numbers of 2 or more, such as [8, 4]: ranks of a node,"
             raise problem("", found, f'{todo} nodes of a site; "auto" where the launcher tells')
         return [
-            _read_level(each, number) if isinstance(each, Mapping) else each
+            parsed(HierarchyLevel, each, str(number), below=True)
+            if isinstance(each, Mapping)
+            else each
             for number, each in enumerate(found)
         ]
     if not _counts(found, 1) and found not in ("auto", "none"):
@@ -82,15 +74,6 @@ def _counts(found: Any, least: int) -> bool:
     return isinstance(found, int) and not isinstance(found, bool) and found >= least
 
 
-def _read_level(found: Mapping[str, Any], number: int) -> HierarchyLevel:
-    """Read level ``number`` of a list; its error names the key in that level."""
-    try:
-        return HierarchyLevel.model_validate(found)
-    except ValidationError as error:
-        wrong = translate(error, HierarchyLevel, str(number))
-        raise problem(wrong.key, wrong.found, wrong.todo) from None
-
-
 def widths_of(hierarchy: Written) -> Widths:
     """Return ``hierarchy`` without the codecs of levels."""
     if not isinstance(hierarchy, list):
@@ -101,7 +84,7 @@ def widths_of(hierarchy: Written) -> Widths:
 def codecs_of(hierarchy: Written) -> tuple[Codec | None, ...]:
     """Return the codec of each level, the innermost first; None: native."""
     levels = hierarchy if isinstance(hierarchy, list) else []
-    return tuple(each.built if isinstance(each, HierarchyLevel) else None for each in levels)
+    return tuple(each.built() if isinstance(each, HierarchyLevel) else None for each in levels)
 
 
 def check_hierarchy(

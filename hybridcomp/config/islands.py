@@ -9,19 +9,17 @@ from pydantic import Field, field_validator, model_validator
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import (
-    ISLAND_CODEC,
     NONE,
     Strict,
-    build_codec,
-    codec_schema,
+    Under,
+    codec_field,
     settings_of,
     with_settings,
 )
 from hybridcomp.config.dimension import DimensionConfig
-from hybridcomp.config.error_messages import near_key, problem
-from hybridcomp.config.presets import ISLAND_PRESETS
+from hybridcomp.config.error_messages import parsed, problem
+from hybridcomp.config.presets import ISLAND_PRESETS, known_preset
 from hybridcomp.config.rendezvous import RendezvousConfig
-from hybridcomp.dimensions import Direction
 
 
 class OuterConfig(Strict):
@@ -41,6 +39,7 @@ else:
 class IslandConfig(_Declared):
     """Islands of ranks that train by themselves and meet every ``every`` optimizer steps."""
 
+    under: ClassVar[Under] = "sync"
     more: ClassVar[tuple[str, ...]] = tuple(settings_of(sparse=True))
 
     preset: str | None = Field(
@@ -48,9 +47,7 @@ class IslandConfig(_Declared):
         description="Settings to start from; the keys beside it override it.",
         json_schema_extra={"enum": [*ISLAND_PRESETS, None]},
     )
-    codec: str | None = Field(
-        None, description=ISLAND_CODEC, json_schema_extra=codec_schema(ISLAND_CODEC, "sync")
-    )
+    codec: str | None = codec_field("sync")
     every: int = Field(30, ge=1, description="Optimizer steps from one meeting to the next.")
     islands: Literal["node"] | Annotated[int, Field(ge=1)] | RendezvousConfig = Field(
         "node",
@@ -109,7 +106,7 @@ class IslandConfig(_Declared):
         if isinstance(found, RendezvousConfig):
             return found
         if isinstance(found, Mapping):
-            return RendezvousConfig.read(found)
+            return parsed(RendezvousConfig, found, "islands")
         if not number and found != "node":
             todo = 'expected "node", the number of consecutive ranks of each, or {"rendezvous": '
             raise problem("", found, f'{todo}"tcp://host:port"}}')
@@ -124,11 +121,7 @@ class IslandConfig(_Declared):
             return data
         name = found.get("preset")
         if name is not None:
-            if not isinstance(name, str) or name not in ISLAND_PRESETS:
-                near = near_key(ISLAND_PRESETS, name) if isinstance(name, str) else None
-                hint = f"did you mean {near!r}? " if near else ""
-                raise problem("preset", name, f"{hint}expected one of {', '.join(ISLAND_PRESETS)}")
-            found = _merged(ISLAND_PRESETS[name], found)
+            found = _merged(ISLAND_PRESETS[known_preset(name, ISLAND_PRESETS)], found)
         native = "codec" not in found and "error_bound" not in found
         return {"codec": NONE, **found} if native else found
 
@@ -136,10 +129,6 @@ class IslandConfig(_Declared):
     def acts(self) -> bool:
         """Return whether there are islands: any key other than ``"codec": "none"`` was written."""
         return bool(self.model_fields_set - {"codec"}) or self.codec not in (None, NONE)
-
-    def codec_of(self, direction: Direction) -> Codec | None:
-        """Build the codec; None for native."""
-        return build_codec(self.settings(direction), "", under="sync")
 
     @property
     def jobs(self) -> RendezvousConfig | None:
@@ -204,7 +193,7 @@ class IslandConfig(_Declared):
         return {**found, **self.outer.model_dump()}
 
     def _check_codecs(self) -> None:
-        codec = build_codec(self.given(), "", under="sync")
+        codec = self.built()
         self._check_feedback(codec)
         if self.jobs is not None:
             self._check_jobs()

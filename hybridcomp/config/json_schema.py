@@ -5,22 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.config.codec_settings import CodecSettings, Under, codec_names
+from hybridcomp.config.codec_settings import CodecSettings, codec_names
 from hybridcomp.config.dimension_fields import MODELS
 from hybridcomp.config.directional import DirectionConfig
-from hybridcomp.config.gradient import GradientConfig
-from hybridcomp.config.islands import IslandConfig
-from hybridcomp.config.parameter import ParameterConfig
 
 _MODELS: tuple[type[CodecSettings], ...] = (*MODELS.values(), DirectionConfig)
-#: models that may also be written as the bare name of a codec
-SHORTHAND = frozenset(model.__name__ for model in _MODELS)
-#: models of the dimensions that have codecs of their own
-HOMES: dict[str, Under] = {
-    GradientConfig.__name__: "dp",
-    ParameterConfig.__name__: "zero",
-    IslandConfig.__name__: "sync",
-}
+#: models that may also be written as the bare name of a codec -> whose codecs they take
+SHORTHAND = {model.__name__: model.under for model in _MODELS}
 
 
 def schema() -> dict[str, Any]:
@@ -48,6 +39,6 @@ def _with_shorthand(node: Any) -> Any:
     name = str(found.get("$ref", "")).removeprefix("#/$defs/")
     if name in SHORTHAND:
         reference = {"$ref": found.pop("$ref")}
-        names = list(codec_names(HOMES.get(name)))
+        names = list(codec_names(SHORTHAND[name]))
         found["anyOf"] = [{"type": "string", "enum": names}, reference]
     return found

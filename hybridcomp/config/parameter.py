@@ -7,25 +7,18 @@ changes of that copy cross between nodes, and the ranks of a node gather from it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import CODECS
-from hybridcomp.config.codec_settings import PARAMETER_CODEC, Strict, build_codec, codec_schema
+from hybridcomp.config.codec_settings import Strict, Under, codec_field
 from hybridcomp.config.dimension import MeasuredConfig
-from hybridcomp.config.error_messages import problem
-from hybridcomp.dimensions import Direction
+from hybridcomp.config.error_messages import expecting, problem
 
 #: codec that sends a whole secondary copy
 COPIED: dict[str, Any] = {"codec": "expcode"}
 ENCODED: dict[str, Any] = {"codec": "blockint", "bits": 8}
-#: allowed places of frozen weights; None: not written
-_PLACES = ("device", "host", None)
-_REFERRING = " ".join(
-    f"{name} always does so." for name, codec in CODECS.items() if codec.references
-)
 
 
 class CopyConfig(Strict):
@@ -46,15 +39,18 @@ class FrozenConfig(Strict):
         "Default: exact, by expcode.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_place(cls, data: Any) -> Any:
+        return {"on": data} if isinstance(data, str) else data
+
 
 class ParameterConfig(MeasuredConfig):
     """Gather of updated parameters (ZeRO 1 and 2) or of parameters before their use (ZeRO 3)."""
 
-    codec: str | None = Field(
-        None,
-        description=PARAMETER_CODEC,
-        json_schema_extra=codec_schema(PARAMETER_CODEC, "zero"),
-    )
+    under: ClassVar[Under] = "zero"
+
+    codec: str | None = codec_field("zero")
     delta: bool = Field(
         False,
         description="Send what changed since the last gather: 4 bits then cost about 1e-3 of a "
@@ -68,7 +64,10 @@ class ParameterConfig(MeasuredConfig):
         "with secondary. 0 (default): only at first, after loading, on request, and"
         " where ranks differ.",
     )
-    secondary: Literal["exact", "native"] | CopyConfig = Field(
+    secondary: Annotated[
+        Literal["exact", "native"] | CopyConfig,
+        expecting('expected "exact", "native" or {"bits": 8}'),
+    ] = Field(
         "native",
         description="ZeRO 3 and FSDP2 over several nodes: each node keeps a copy of the "
         "parameters, cut over its ranks, and receives once what a step changed. "
@@ -78,27 +77,18 @@ class ParameterConfig(MeasuredConfig):
         "or DeepSpeed's own. Replaces `codec`.",
     )
 
-    frozen: Literal["gathered"] | FrozenConfig = Field(
+    frozen: Annotated[
+        Literal["gathered"] | FrozenConfig,
+        expecting(
+            'expected "gathered", "device", "host" or an object of "on", "device" or "host", and '
+            '"bits", 4 or 8'
+        ),
+    ] = Field(
         "gathered",
         description='ZeRO 3 and FSDP2: weights without gradients. device, host or {"on": '
         '"host", "bits": 4}: gathered once, kept encoded on every rank, and '
         "gathered anew if they change. gathered (default): before each use.",
     )
-
-    @field_validator("frozen", mode="before")
-    @classmethod
-    def _kept_where(cls, found: Any) -> Any:
-        if found in ("device", "host"):
-            return {"on": found}
-        known = isinstance(found, Mapping) and set(found) <= {"on", "bits"}
-        known = known and found.get("bits") in (None, 4, 8) and found.get("on") in _PLACES
-        if found != "gathered" and not known and not isinstance(found, FrozenConfig):
-            todo = (
-                'expected "gathered", "device", "host" or an object of "on", "device" or "host", '
-                'and "bits", 4 or 8'
-            )
-            raise problem("", found, todo)
-        return found
 
     @property
     def keeps_frozen(self) -> FrozenConfig | None:
@@ -109,13 +99,6 @@ class ParameterConfig(MeasuredConfig):
     def acts(self) -> bool:
         """Return whether frozen weights are kept, which needs no codec of messages."""
         return self.keeps_frozen is not None
-
-    @field_validator("secondary", mode="before")
-    @classmethod
-    def _one_of_three(cls, found: Any) -> Any:
-        if found not in ("exact", "native", {"bits": 8}) and not isinstance(found, CopyConfig):
-            raise problem("", found, 'expected "exact", "native" or {"bits": 8}')
-        return found
 
     @property
     def remark(self) -> str:
@@ -172,18 +155,14 @@ class ParameterConfig(MeasuredConfig):
         codec = CODECS.get(found["codec"])
         return data if codec is None or not codec.references else {"delta": True, **found}
 
-    def codec_of(self, direction: Direction) -> Codec | None:
-        """Build the codec; None for native."""
-        return build_codec(self.settings(direction), "", under="zero")
-
     @property
     def steps(self) -> bool:
         """Return whether the codec encodes steps from the last gather, for 16-bit weights only."""
-        codec = self.codec_of("forward") if self.codec else None
+        codec = self.built() if self.codec else None
         return codec is not None and codec.references
 
     def _check_codecs(self) -> None:
-        codec = build_codec(self.given(), "", under="zero")
+        codec = self.built()
         self._check_measured(codec)
         if codec is not None and codec.references and not self.delta:
             todo = f"{codec.name} always sends what changed since the last gather; remove it"

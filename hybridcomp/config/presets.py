@@ -11,7 +11,7 @@ counts the traffic, for a baseline. ``planned`` takes the block of a plan (``pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hybridcomp.codecs.registry import without_misfits
@@ -81,12 +81,19 @@ def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
     if planned is not None:
         whole = merged(planned.block)
         return {name: value for name, value in whole.items() if name != "preset"}
-    if not isinstance(preset, str) or preset not in PRESETS:
-        ours = other_names.of_preset(preset) if isinstance(preset, str) else None
-        near = ours or (near_key(NAMES, preset) if isinstance(preset, str) else None)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise problem("preset", preset, f"{hint}expected one of {', '.join(NAMES)}")
-    return {str(name): settings for name, settings in PRESETS[preset].items()}
+    name = known_preset(preset, NAMES, other_names.of_preset)
+    return {str(key): settings for key, settings in PRESETS[name].items()}
+
+
+def known_preset(
+    name: object, names: Collection[str], ours: Callable[[str], str | None] = lambda word: None
+) -> str:
+    """Return ``name`` if it is one of ``names``. ``ours``: the name of other tools' word."""
+    if isinstance(name, str) and name in names:
+        return name
+    near = (ours(name) or near_key(names, name)) if isinstance(name, str) else None
+    hint = f"did you mean {near!r}? " if near else ""
+    raise problem("preset", name, f"{hint}expected one of {', '.join(names)}")
 
 
 def overridden(preset: Any, written: Any) -> Any:

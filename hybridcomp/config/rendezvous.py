@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from hybridcomp.config.codec_settings import Strict
-from hybridcomp.config.error_messages import problem, translate
+from hybridcomp.config.error_messages import problem
 
 
 class RendezvousConfig(Strict):
@@ -40,15 +37,6 @@ class RendezvousConfig(Strict):
         allow_inf_nan=False,
         description="Seconds that a new island waits for the rendezvous and a meeting.",
     )
-
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> RendezvousConfig:
-        """Parse the object below ``islands``; errors name the key inside it."""
-        try:
-            return cls.model_validate(found)
-        except ValidationError as error:
-            wrong = translate(error, cls, "islands")
-            raise problem(wrong.key.removeprefix("islands."), wrong.found, wrong.todo) from None
 
     @property
     def address(self) -> tuple[str, int]:

@@ -77,14 +77,14 @@ def _levels(config: CompressionConfig) -> str:
     """Describe the units of each level, and which levels encode their sums."""
     widths = config.widths if isinstance(config.widths, list) else []
     below = ["ranks", "nodes", *["of these"] * len(widths)]
-    told = [
+    words = [
         f"{'units' if level else 'nodes'} "
         + ("by the launcher" if width == "auto" else f"of {width} {below[level]}")
         + (f" with {codec.spec}" if codec else "")
         for level, (width, codec) in enumerate(zip(widths, config.level_codecs, strict=True))
     ]
     inside = "native inside but for these codecs" if any(config.level_codecs) else "native inside"
-    return f"{', '.join(told)}: {inside}, encoded between the last"
+    return f"{', '.join(words)}: {inside}, encoded between the last"
 
 
 def _waitless(settings: AsyncPipelineConfig) -> str:
@@ -115,22 +115,22 @@ def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
 
 def _ramps(config: CompressionConfig) -> Iterator[str]:
     for (name, way), rungs in config.ramps().items():
-        told = name if ROWS[name].one_way else f"{name} {way}"
+        text = name if ROWS[name].one_way else f"{name} {way}"
         first, last = rungs[0].codec.spec, rungs[-1].stop + config.start_step
         levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
-        yield f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}"
+        yield f"{'ramp':13} {text}: from {first} in {levels}, as written from step {last}"
 
 
 def _measured(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]:
     here = [name for name in config.measured() if name not in absent]
     paced = [name for name, row in ROWS.items() if row.timed == "in real steps"]
     here += [name for name in paced if getattr(config, name).when == "auto"]
-    told: dict[str | None, list[str]] = {}
+    words: dict[str | None, list[str]] = {}
     for name in here:
-        told.setdefault(ROWS[name].timed, []).append(name)
+        words.setdefault(ROWS[name].timed, []).append(name)
     return [
         f"{'measured':13} {', '.join(names)}: native where that is faster, timed {when}"
-        for when, names in told.items()
+        for when, names in words.items()
     ]
 
 
@@ -140,8 +140,8 @@ def _guarded(config: CompressionConfig, absent: Collection[Dimension]) -> list[s
         if name in absent:
             continue
         figures = [("error", limits.error), ("residual", limits.residual)]
-        told = " or ".join(f"{figure} {limit:g}" for figure, limit in figures if limit)
-        parts.append(f"{name} {told}")
+        text = " or ".join(f"{figure} {limit:g}" for figure, limit in figures if limit)
+        parts.append(f"{name} {text}")
     return [f"{'guard':13} native for good beyond {'; '.join(parts)}"] if parts else []
 
 

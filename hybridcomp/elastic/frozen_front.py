@@ -103,7 +103,10 @@ class FrozenFront:
     @property
     def depth(self) -> int:
         """Return how many blocks from the front on are frozen."""
-        trains = (any(one.requires_grad for one in block.parameters()) for block in self._blocks)
+        trains = (
+            any(parameter.requires_grad for parameter in block.parameters())
+            for block in self._blocks
+        )
         return next(itertools.compress(itertools.count(), trains), len(self._blocks))
 
     def free(self) -> None:

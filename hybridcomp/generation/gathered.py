@@ -157,18 +157,22 @@ class WeightGather:
 
     def matches(self, weights: Sequence[CutWeight]) -> bool:
         """Return whether ``weights`` equal this gather's in name, shape, dtype and group."""
-        return [_facts(one) for one in weights] == [_facts(one) for one in self.weights]
+        return [_facts(weight) for weight in weights] == [_facts(weight) for weight in self.weights]
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all whole weights."""
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.weights)
+        return sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in self.weights)
 
     @property
     def kept_nbytes(self) -> int:
         """Return the bytes that this rank keeps between gathers, after a first gather."""
-        steps = [one for one in self._buckets if one.codec is not None and one.codec.references]
-        widths = [1 if (n := self._over_nodes(one)) is None else n.levels.width for one in steps]
+        steps = [
+            bucket
+            for bucket in self._buckets
+            if bucket.codec is not None and bucket.codec.references
+        ]
+        widths = [1 if (n := self._over_nodes(step)) is None else n.levels.width for step in steps]
         return sum(one.nbytes // width for one, width in zip(steps, widths, strict=True))
 
     def check(self, free: int) -> None:

@@ -205,8 +205,8 @@ def _agree(stage: GeneratingStage, said: object) -> None:
         known, theirs = first.setdefault(other["replica"], (rank, other))
         if theirs != other:
             what = "prompts or arguments" if theirs["asked"] != other["asked"] else "settings"
-            told = f"ranks {known} and {rank} share a replica and have other {what}"
-            raise AgreementError(f"{KEY}: {told}; give all ranks of a replica the same")
+            text = f"ranks {known} and {rank} share a replica and have other {what}"
+            raise AgreementError(f"{KEY}: {text}; give all ranks of a replica the same")
 
 
 def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:

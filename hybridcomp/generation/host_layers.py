@@ -247,11 +247,11 @@ def _chosen(
     if fitting := [option for option in options if option[1] <= most]:
         return {at: may[at] for at in min(fitting)[2]}
     least = min((needed for _, needed, _ in options), default=total)
-    told = (
+    text = (
         f"the layers of this stage take {size(total)}, and no less than {size(least)} with all on "
         f"the host that can wait there, as {BUFFERS} have room on the device"
     )
-    raise ConfigError(KEY, Shown(size(most)), f"{told}; allow more, or take more stages")
+    raise ConfigError(KEY, Shown(size(most)), f"{text}; allow more, or take more stages")
 
 
 def _moves(param: nn.Parameter) -> bool:
@@ -262,7 +262,7 @@ def _params_of(layer: Any) -> list[nn.Parameter]:
     """Return the parameters of a layer, or of the modules inside a function."""
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
     modules = [part for part in parts if isinstance(part, nn.Module)]
-    return list(dict.fromkeys(p for one in modules for p in one.parameters() if p.numel()))
+    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.numel()))
 
 
 def _laid_out(params: Iterable[nn.Parameter]) -> list[_Weight]:

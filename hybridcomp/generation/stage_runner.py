@@ -22,8 +22,8 @@ class StageRunner:
 
     One call is one pass over packed tokens. To verify several candidates in one pass, give a
     sequence's part their tree (``SequencePart.parents``) and ``wants`` for all of its nodes, and
-    tell the right ones in its next part (``SequencePart.kept``): all stages then hold what they
-    would hold had the right tokens come one by one.
+    name the accepted ones in its next part (``SequencePart.kept``): all stages then hold the same
+    keys and values as if only the accepted tokens had come, one by one.
 
     Attributes:
         layers: layers of the stage, in order.

@@ -52,7 +52,7 @@ class AdapterFolder:
 
         if self._receiver.update(version) is None:
             return None
-        tensors = {name: one.contiguous() for name, one in self._receiver.tensors()}
+        tensors = {name: tensor.contiguous() for name, tensor in self._receiver.tensors()}
         odd = next((name for name in tensors if ADAPTER not in name), None)
         if odd is not None:
             raise PublishError(

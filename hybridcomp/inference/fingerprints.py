@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: 4-byte words that are summed at once; meanwhile they take 24 bytes each
+#: 4-byte words that are summed at once; each takes 24 bytes of temporary memory
 CHUNK = 1 << 21
 #: odd 64-bit factors for position and word
 _FACTORS = (-7046029254386353131, -4417276706812531889)

@@ -176,7 +176,9 @@ def learn(
 def _homes(parameters: Mapping[str, Tensor]) -> dict[int, str]:
     """Map the storage of each non-empty parameter to its name."""
     return {
-        one.untyped_storage().data_ptr(): name for name, one in parameters.items() if one.numel()
+        parameter.untyped_storage().data_ptr(): name
+        for name, parameter in parameters.items()
+        if parameter.numel()
     }
 
 

@@ -39,7 +39,7 @@ class ModuleFollower:
             wait_s: seconds to wait for a version that is announced but not available yet.
             verify: whether to check that nobody else has written the weights since.
         """
-        count = sum(one.numel() for one in module.parameters())
+        count = sum(parameter.numel() for parameter in module.parameters())
         # a model with a few more weights passes this limit, and the check of names then names them
         self.receiver = WeightReceiver(source, weights=SPARE_WEIGHTS + 2 * count)
         self._follower = Follower(

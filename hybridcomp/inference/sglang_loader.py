@@ -157,4 +157,4 @@ class _ModelWeights:
 
     def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
         """Return a function that reloads, as a whole, each parameter with a changed value."""
-        return lambda: self.load_whole((one.name, one.whole) for one in patches)
+        return lambda: self.load_whole((patch.name, patch.whole) for patch in patches)

@@ -176,7 +176,7 @@ def _is_rearranged(model: Any) -> bool:
         method = getattr(module, "quant_method", None)
         weights = list(module.parameters(recurse=False))
         is_plain = method is None or type(method).__name__ in PLAIN_METHODS
-        if weights and (not is_plain or not all(one.numel() for one in weights)):
+        if weights and (not is_plain or not all(weight.numel() for weight in weights)):
             return True
     return False
 
@@ -262,9 +262,9 @@ class _WorkerWeights:
         """
         layout = self._layout
         assert layout is not None, "``check`` has learned it"
-        if _is_rearranged(self._model) or any(one.name in layout.unknown for one in patches):
+        if _is_rearranged(self._model) or any(patch.name in layout.unknown for patch in patches):
             return lambda: self.load_whole(self._receiver.tensors())
-        changes = [(one.name, one.offsets, one.values) for one in patches]
+        changes = [(patch.name, patch.offsets, patch.values) for patch in patches]
         write = layout.writer(dict(self.weights()), changes)
 
         def switch() -> None:

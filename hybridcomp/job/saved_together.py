@@ -39,10 +39,10 @@ def files_together(what: str) -> Iterator[None]:
         with together(what, lambda: _put_back(files, kept), error=CheckpointError):
             yield
             gates.gate()
-            for one in files:
-                if _has_second_name(one.path):
-                    kept.append(one.path)
-                one.rename()
+            for file in files:
+                if _has_second_name(file.path):
+                    kept.append(file.path)
+                file.rename()
     finally:
         saved.waiting.clear()
     for path in kept:
@@ -69,13 +69,13 @@ def _has_second_name(path: Path) -> bool:
 
 
 def _put_back(files: list[saved.NewFile], kept: list[Path]) -> None:
-    for one in files:
+    for file in files:
         with contextlib.suppress(OSError):
-            if one.part is not None:
-                one.part.unlink(missing_ok=True)
-            if one.path in kept:
-                os.replace(_old(one.path), one.path)
-            elif one.is_named:
-                one.path.unlink(missing_ok=True)
+            if file.part is not None:
+                file.part.unlink(missing_ok=True)
+            if file.path in kept:
+                os.replace(_old(file.path), file.path)
+            elif file.is_named:
+                file.path.unlink(missing_ok=True)
             # ``replace`` does nothing if both names are the same file
-            _old(one.path).unlink(missing_ok=True)
+            _old(file.path).unlink(missing_ok=True)

@@ -130,7 +130,7 @@ def ending(what: str, error: type[HybridcompError] = PeerError) -> Iterator[None
 
 def _is_inside() -> bool:
     """Return whether this rank is in an all-or-none operation."""
-    return any(not isinstance(one, _Ending) for one in here.operations)
+    return any(not isinstance(operation, _Ending) for operation in here.operations)
 
 
 def _is_alone(ranks: Sequence[int] | None) -> bool:

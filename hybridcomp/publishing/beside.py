@@ -221,7 +221,7 @@ class BesideVersion:
             is_there = self._ended.wait(self._left())
             problem = self._unwritten if is_there else self._late("written")
         ends = self._of.tell(problem=problem)
-        if any(one["problem"] for one in ends):
+        if any(end["problem"] for end in ends):
             return self._unreadable(ends, said)
         return self._make(said), said
 
@@ -248,7 +248,7 @@ class BesideVersion:
         kept = None if self.manifest is None else self.manifest.to_json().decode()
         ends = self._of.tell(manifest=kept, is_writing=not self._ended.wait(LOOKS_S))
         if ends[0]["manifest"] is None:
-            if not any(one["is_writing"] for one in ends):
+            if not any(end["is_writing"] for end in ends):
                 saved.attempt(self._folder.abandon)
             check_all(bad, self._of.ranks, f"version {self.version}")
             raise AssertionError("one of the ranks has a problem")
@@ -269,5 +269,5 @@ class BesideVersion:
         problem = self._problem or self._unwritten if is_there else self._late("written")
         if problem is not None:
             rank = dist.get_rank() if dist.is_initialized() else self._of.ranks[self._of.rank]
-            told = f"publish: version {self.version} was not published: rank {rank}: {problem}"
-            say(told, anywhere=True)
+            text = f"publish: version {self.version} was not published: rank {rank}: {problem}"
+            say(text, anywhere=True)

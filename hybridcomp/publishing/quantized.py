@@ -210,19 +210,19 @@ class Quantizer:
         _, problem = saved.attempt(self._measure_mine)
         rows, device = list(self.matrices.values()), _device(self._owned)
         flat = torch.cat([
-            torch.zeros(math.prod(one.blocks), dtype=one.kind, device=device)
-            if one.most is None else one.most.to(device).reshape(-1) for one in rows
+            torch.zeros(math.prod(row.blocks), dtype=row.kind, device=device)
+            if row.most is None else row.most.to(device).reshape(-1) for row in rows
         ])  # fmt: skip
         small_messages.most(flat, self._group)
-        parts = torch.split(flat, [math.prod(one.blocks) for one in rows])
+        parts = torch.split(flat, [math.prod(row.blocks) for row in rows])
         for one, part in zip(rows, parts, strict=True):
             one.most = part.view(one.blocks)
         if problem is not None:
             raise RuntimeError(problem)
 
     def _measure_mine(self) -> None:
-        for one in self.matrices.values():
-            one.most = None
+        for matrix in self.matrices.values():
+            matrix.most = None
         for owned in self._owned:
             matrix = self.matrices[owned.stretch.name]
             # in pieces, so that a partition of a large matrix needs no second copy
@@ -256,7 +256,7 @@ def _values(held: Held, low: int, high: int, dtype: torch.dtype) -> Tensor:
 
 
 def _device(owned: Sequence[Owned]) -> torch.device:
-    """Return the device of the weights, between which ranks exchange magnitudes."""
+    """Return the device of the weights, on which ranks also exchange magnitudes."""
     for one in owned:
         return one.held.read().device
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

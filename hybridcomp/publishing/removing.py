@@ -96,8 +96,8 @@ class Cleaning:
             count = 0 if left is None else left.remove(version)
             if count:
                 where = quoted_path(self._folder)
-                told = f"publish: removed {count} file(s) in {where} of runs that were cut off"
-                say(told, anywhere=True)
+                text = f"publish: removed {count} file(s) in {where} of runs that were cut off"
+                say(text, anywhere=True)
             if full and self._keep is not None:
                 remove_old(self._folder, self._keep)
         except (OSError, PublishError) as error:

@@ -99,7 +99,7 @@ def _pieces(folder: Path, manifest: Manifest, rank: int) -> dict[WeightRange, st
         if entry.rank == rank:
             with open_file(folder / PARTS / entry.file) as file:
                 found = read_part(FileBytes(file), entry, manifest)
-                return {one.stretch: one.after for one in found.pieces}
+                return {piece.stretch: piece.after for piece in found.pieces}
     return {}
 
 

@@ -262,13 +262,13 @@ def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str,
     ``found`` is -1 if ranges overlap, end beyond the parameter, or belong to an unknown one.
     """
     held: dict[str, list[WeightRange]] = {name: [] for name in table}
-    for one in stretches:
-        held.setdefault(one.name, []).append(one)
+    for stretch in stretches:
+        held.setdefault(stretch.name, []).append(stretch)
     wrong = []
     for name, parts in held.items():
         want = math.prod(table[name][0]) if name in table else -1
-        found = sum(one.numel for one in parts)
-        is_beyond = any(one.start < 0 or one.end > want for one in parts)
+        found = sum(part.numel for part in parts)
+        is_beyond = any(part.start < 0 or part.end > want for part in parts)
         if is_beyond or (found == want and not _leave_none(parts, want)):
             found = -1
         if found != want or want < 0:
@@ -278,11 +278,11 @@ def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str,
 
 def _leave_none(parts: Sequence[WeightRange], numel: int) -> bool:
     """Return whether disjoint ranges of ``numel`` values together are all values of a parameter."""
-    if all(one.runs == 1 for one in parts):
-        some = sorted(one for one in parts if one.numel)
+    if all(part.runs == 1 for part in parts):
+        some = sorted(part for part in parts if part.numel)
         ends = [0, *(one.end for one in some)]
         return [*(one.start for one in some), numel] == ends
     seen = torch.zeros(numel, dtype=torch.bool)
-    for one in parts:
-        one.of(seen).fill_(True)
+    for part in parts:
+        part.of(seen).fill_(True)
     return bool(seen.all())

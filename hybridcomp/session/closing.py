@@ -166,8 +166,8 @@ def _saved(accounts: list[Account]) -> str:
 
 def _error(accounts: list[Account]) -> str:
     outside = round(sum(a.outside for a in accounts))
-    told = f", {outside} sampled values OUTSIDE THE BOUND" if outside else ""
+    text = f", {outside} sampled values OUTSIDE THE BOUND" if outside else ""
     worst = max(accounts, key=lambda account: account.error)
     if worst.worst is None:
-        return f"no error sampled{told}"
-    return f"worst error {worst.error:.1e} ({worst.worst}){told}"
+        return f"no error sampled{text}"
+    return f"worst error {worst.error:.1e} ({worst.worst}){text}"

@@ -98,7 +98,11 @@ class Reporter:
             self._account.add(interval)
         rows = ledger.rows(interval, used)
         norm = float(vector[-1]) ** 0.5
-        more = {one.name: dict(row) for one in followers if (row := one.row()) is not None}
+        more = {
+            follower.name: dict(row)
+            for follower in followers
+            if (row := follower.row()) is not None
+        }
         say("; ".join([line(step, rows, dist.get_world_size()), *map(follower_line, more.items())]))
         totals = self._sums()
         if self._jsonl is not None:
@@ -145,7 +149,11 @@ class Reporter:
             sent = {name for entries in (self._totals, interval)
                     for (name, _), entry in entries.items() if entry.messages}  # fmt: skip
             idle = self._channels.payoff.idle_reason(step, sent)
-            also = [one.told() for one in self._followers if isinstance(one, ToldFollower)]
+            also = [
+                follower.told()
+                for follower in self._followers
+                if isinstance(follower, ToldFollower)
+            ]
             self._account.close(interval, idle, filter(None, also))
             self._account = None
         if self._jsonl is not None:

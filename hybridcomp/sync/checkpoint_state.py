@@ -82,10 +82,10 @@ def checked(name: Path | str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         if problem := _odd_part(part):
             raise saved.damaged(name, problem)
     parts, meetings = entry["parts"], entry["meetings"]
-    if not all(_is_meeting(one, entry) for one in meetings):
+    if not all(_is_meeting(meeting, entry) for meeting in meetings):
         raise saved.damaged(name, "what it holds of meetings under way is none")
     for index, part in enumerate(parts):
-        count = sum(one[0] == index for one in meetings)
+        count = sum(meeting[0] == index for meeting in meetings)
         if count != len(part["under_way"]):
             what = f"{len(part['under_way'])} messages of fragment {index} belong to {count}"
             raise saved.damaged(name, f"{what} meetings under way")
@@ -231,13 +231,13 @@ def entry_of_island(
     own = (dist.get_world_size(), dist.get_rank(), 1)
     here = [[part.low, part.high, part.numel] for part in progress.parts]
     fits = len(entries) == 1 and all(
-        (one["world_size"], one["rank"], one["islands"]) == own
-        and [part["cut"] for part in one["parts"]] == here
-        and one["weights"] == weights
-        and isinstance(one.get("run"), str)
-        and saved.is_count(one.get("meeting"))
-        and (not one["meetings"] or one.get("late") == late)
-        for one in entries
+        (entry["world_size"], entry["rank"], entry["islands"]) == own
+        and [part["cut"] for part in entry["parts"]] == here
+        and entry["weights"] == weights
+        and isinstance(entry.get("run"), str)
+        and saved.is_count(entry.get("meeting"))
+        and (not entry["meetings"] or entry.get("late") == late)
+        for entry in entries
     )
     said = tell({"fits": fits}, what=WHAT)
     return entries[0] if all(rank["fits"] for rank in said) else None

@@ -81,7 +81,7 @@ class HeldName:
                 target=self._beat, name="hybridcomp island lives", daemon=True
             )
             self._beating.start()
-            # for the same reason as in the threads of the transfer
+            # as in ``background_transfer``: no thread is inside torch when the interpreter ends
             self._net = util.Finalize(None, self._stop, exitpriority=-1)
 
     def release(self) -> None:

@@ -250,11 +250,11 @@ class JobMeetings(SyncFollower):
             return None
         finite = dict(zip(found, map(bool, least[1:]), strict=True))
         bad = unfit(
-            list(squares), [finite[one] for one in squares],
+            list(squares), [finite[square] for square in squares],
             lambda: like.new_tensor(list(squares.values()), dtype=torch.float64),
             self.config.outlier, None,
         )  # fmt: skip
-        return {one: bad.get(one, found[one]) for one in squares}
+        return {square: bad.get(square, found[square]) for square in squares}
 
     def _message_of(self, island: str, number: int) -> bytes | bytearray | None:
         """Return an island's message for the first pending meeting; None: the store lost it."""

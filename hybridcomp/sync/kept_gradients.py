@@ -89,7 +89,11 @@ def before_output(module: nn.Module, look: Look) -> list[Hook]:
 
 def _any(gradients: Iterable[Tensor | None]) -> bool:
     """Return whether any value is nonzero; waits for the device, if there are any gradients."""
-    local = [getattr(one, "_local_tensor", one) for one in gradients if one is not None]
+    local = [
+        getattr(gradient, "_local_tensor", gradient)
+        for gradient in gradients
+        if gradient is not None
+    ]
     dense = [one._values() if one.is_sparse else one for one in local]
     return bool(dense) and bool(torch.stack([one.detach().any() for one in dense]).any())
 

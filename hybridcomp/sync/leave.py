@@ -77,7 +77,7 @@ def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) ->
         )
 
     def look() -> bool | None:
-        return all(is_counted(one) is not None for one in reversed(numbers)) or None
+        return all(is_counted(number) is not None for number in reversed(numbers)) or None
 
     awaited(look, seconds, notice)
     return next((at for at, number in enumerate(numbers) if not is_counted(number)), len(numbers))

@@ -136,7 +136,7 @@ class Membership:
         """
         self._posted = number
         self.transfer.send(self.own, number, message)
-        self.transfer.expect(number, [one for one in self.last.members if one != self.own])
+        self.transfer.expect(number, [member for member in self.last.members if member != self.own])
 
     def decide(self) -> Roster:
         """Return the decision on the next meeting; a collective of the island.
@@ -158,7 +158,7 @@ class Membership:
         self.meet.forget(before, now, self.own)
         self.left_out += len(now.silent)
         self.joined += len(now.joining)
-        left = [one for one in before.members if one not in (*now.present, *now.silent)]
+        left = [member for member in before.members if member not in (*now.present, *now.silent)]
         words = []
         if now.silent:
             words += [f"without {', '.join(now.silent)}, silent for {self._limit_s:g} s"]
@@ -203,7 +203,7 @@ class Membership:
     def _tell_joined(self) -> None:
         own, last = self.own, self.last
         weights = "its own weights" if last.giver == own else f"the weights of {last.giver}"
-        others = ", ".join(one for one in last.members if one != own) or "none"
+        others = ", ".join(member for member in last.members if member != own) or "none"
         self._say(
             f"sync: island {own} joins after meeting {last.number} with {weights}; "
             f"the others: {others}"

@@ -35,8 +35,8 @@ def unfit(
     bad = {one: NOT_FINITE for one, well in zip(islands, finite, strict=True) if not well}
     if islands and above is not None:
         far = far_off(squares(), finite, above, inside)
-        told = f"moved more than {above:g} times as far as the median of all (outlier)"
-        bad.update({one: told for one, is_far in zip(islands, far, strict=True) if is_far})
+        text = f"moved more than {above:g} times as far as the median of all (outlier)"
+        bad.update({one: text for one, is_far in zip(islands, far, strict=True) if is_far})
     return bad
 
 

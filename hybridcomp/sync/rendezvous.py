@@ -283,7 +283,7 @@ class Rendezvous:
         if found is not None or self.place:
             return found
         last = self.decision(number - 1) if number else Roster(-1, [])
-        if last is None or not all(self._has_left(one, number) for one in last.members):
+        if last is None or not all(self._has_left(member, number) for member in last.members):
             return None
         joining, heard = self._announced(last.heard)
         if len(joining) < self.at_start:

@@ -77,12 +77,12 @@ class ProgressDisplay:
     def show(self, done: float, text: str) -> None:
         """Show that ``done`` parts are complete, and the current part; as a bar or a line."""
         left = self.left(done)
-        told = text if left is None else f"{text}, {left_of(left)}"
+        words = text if left is None else f"{text}, {left_of(left)}"
         if self._bar is None and time.monotonic() - self._told >= self._least_s:
-            self._say(told)
+            self._say(words)
             self._told = time.monotonic()
         elif self._bar is not None:
-            self._bar.update(self._task, completed=done, description=told)
+            self._bar.update(self._task, completed=done, description=words)
 
     def say(self, text: str) -> None:
         """Print a line that stays, above the bar if there is one."""

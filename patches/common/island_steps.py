@@ -42,8 +42,8 @@ def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, tod
     config = session.channels.config
     if config.sync.jobs is not None:
         if len(ranks) != dist.get_world_size():
-            told = f"the island is the whole job, of {dist.get_world_size()} ranks"
-            raise ConfigError(f"{KEY}.islands", Shown(f"ranks {list(ranks)}"), f"{told}; {todo}")
+            text = f"the island is the whole job, of {dist.get_world_size()} ranks"
+            raise ConfigError(f"{KEY}.islands", Shown(f"ranks {list(ranks)}"), f"{text}; {todo}")
         session.follow(JobMeetings(session.channels["sync"], make, session.say))
         return
     islands = islands_in(config)

@@ -26,7 +26,7 @@ BASE = ".base_layer."
 
 
 def adapted(weights: EngineWeights, way: str | None) -> EngineWeights:
-    """Return the ``weights`` of a PEFT model in a way of WAYS; None: unchanged.
+    """Return the ``weights`` of a PEFT model in one of the forms WAYS; None: unchanged.
 
     "adapters": only these, under the names of PEFT's checkpoints. "merged": each matrix with its
     adapter added by the operations of PEFT's ``merge_adapter``. Raises ConfigError if the model has

@@ -42,8 +42,8 @@ class SteppedParts:
         self.frozen: set[str] = set()
         self.missed: dict[str, int] = {}
         self._flats: dict[int, list[FlatFragment]] = {}
-        for one in fragments:
-            self._flats.setdefault(id(one.flat), []).append(one)
+        for fragment in fragments:
+            self._flats.setdefault(id(fragment.flat), []).append(fragment)
         for held in self._flats.values():
             held.sort(key=lambda one: one.start)
         # parameter groups, and the tensors that they had

@@ -34,14 +34,17 @@ class TrainedSet:
     def _hold(self) -> None:
         """Store which parameters require gradients now."""
         self._held = [
-            (wanted, [one for one in self._parameters if one.requires_grad is wanted])
+            (
+                wanted,
+                [parameter for parameter in self._parameters if parameter.requires_grad is wanted],
+            )
             for wanted in (True, False)
         ]
 
     def _is_as_held(self) -> bool:
         for wanted, parameters in self._held:
-            for one in parameters:
-                if one.requires_grad is not wanted:
+            for parameter in parameters:
+                if parameter.requires_grad is not wanted:
                     return False
         return True
 
@@ -76,8 +79,8 @@ class TrainedSet:
             return
         self._told.update(fresh)
         count = f"{len(fresh)} parameter{'s' * (len(fresh) > 1)}"
-        told = f"WARNING: {count} {verb} requiring gradients ({_listed(fresh)}){rest}"
-        log.say(told, anywhere=True)
+        text = f"WARNING: {count} {verb} requiring gradients ({_listed(fresh)}){rest}"
+        log.say(text, anywhere=True)
 
 
 class TrainedFollower(FollowerBase):
@@ -96,9 +99,9 @@ class TrainedFollower(FollowerBase):
 
 def accept(followers: Iterable[object]) -> None:
     """Make the followers of a session accept the parameters that train now."""
-    for one in followers:
-        if isinstance(one, TrainedFollower):
-            one.accept()
+    for follower in followers:
+        if isinstance(follower, TrainedFollower):
+            follower.accept()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -60,8 +60,8 @@ class ExpertLayers:
         """Find the layers; ``plain`` removes the wrappers' parts from a name."""
         self._layers = [
             found
-            for name, one in module.named_modules()
-            if (found := _layer(f"{plain(name)}." if name else "", one)) is not None
+            for name, named_module in module.named_modules()
+            if (found := _layer(f"{plain(name)}." if name else "", named_module)) is not None
         ]
 
     @property

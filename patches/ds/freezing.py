@@ -82,7 +82,7 @@ class EngineLayers:
             return "a pipeline with a schedule of its own", ANEW
         if any(name.startswith("tied_modules.") for name in self.named):
             return "layers that stages share (TiedLayerSpec)", ANEW
-        if any(type(one).__name__ == SLICED_STAGE for one in engine.module.modules()):
+        if any(type(module).__name__ == SLICED_STAGE for module in engine.module.modules()):
             return "token slices", ANEW
         if self.channels is not None and self.channels.config.sync.acts:
             return "islands", "they meet with the parameters that trained when they began"
@@ -185,7 +185,7 @@ def _trained_gradients(optimizer: Any) -> tuple[list[Tensor], dict[str, Any]]:
     flats = zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True)
     views: list[Tensor] = []
     for (buffer, params), flat in zip(flats, optimizer.bf16_groups_flat, strict=True):
-        if any(buffer is one for one in plain_ones):
+        if any(buffer is plain for plain in plain_ones):
             stretches = trained_gathers.stretches(flat, params, trains=True)
             views += [buffer[start:stop] for start, stop in stretches]
     return views, experts

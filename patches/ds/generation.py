@@ -90,8 +90,13 @@ def _frames(group: Any) -> Any:
 def _is_cut(layer: Any) -> bool:
     """Return whether a layer's weight is marked, as Megatron's are, as sharded over ranks."""
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
-    modules = [one for part in parts if isinstance(part, nn.Module) for one in part.modules()]
-    cut = [one for one in modules for weight in one.parameters(recurse=False) if _by_rows(weight)]
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    cut = [
+        module
+        for module in modules
+        for weight in module.parameters(recurse=False)
+        if _by_rows(weight)
+    ]
     return bool(cut) and not getattr(cut[-1], "gather_output", False)
 
 

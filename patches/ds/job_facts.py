@@ -56,8 +56,8 @@ def layout(engine: Any) -> dict[str, int | None]:
     """Return the layout of an engine, by a plan's names (``config.planned``); None: unknown."""
     stages = getattr(engine, "num_stages", None)  # only PipelineEngine has it
     if stages is None:
-        stages = next((one.count for one in engine.module.modules()
-                       if type(one).__name__ == SLICED_STAGE), None)  # fmt: skip
+        stages = next((module.count for module in engine.module.modules()
+                       if type(module).__name__ == SLICED_STAGE), None)  # fmt: skip
     experts = getattr(engine, "expert_data_parallel_group", None) or {}
     ring, mesh = _own_cuts(engine.module)
     return {

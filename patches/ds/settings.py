@@ -121,7 +121,9 @@ def _key(owner: Any, settings: dict[str, Any], error: Exception) -> tuple[str, A
     It is the key that is also rejected alone; DeepSpeed's errors seldom name it.
     """
     words = _words(error)
-    name = next((one for one in settings if _same(owner, {one: settings[one]}, words)), None)
+    name = next(
+        (setting for setting in settings if _same(owner, {setting: settings[setting]}, words)), None
+    )
     if name is None:  # only several keys together are rejected
         return SOURCE, settings
     value = settings[name]

@@ -55,7 +55,9 @@ def leave(session: EngineSession) -> None:
 
 
 def _of(session: EngineSession) -> TorchSteps | None:
-    return next((one for one in session.followers if isinstance(one, TorchSteps)), None)
+    return next(
+        (follower for follower in session.followers if isinstance(follower, TorchSteps)), None
+    )
 
 
 class TorchSteps(FollowerBase):
@@ -159,7 +161,9 @@ class TorchSteps(FollowerBase):
             raise ConfigError(
                 f"{BLOCK}.sync", Shown(f"steps of {type(optimizer).__name__}"), ISLANDS
             )
-        if block.publish is not None and all(one.name != "publish" for one in session.followers):
+        if block.publish is not None and all(
+            follower.name != "publish" for follower in session.followers
+        ):
             shown = Shown("a model outside of DistributedDataParallel")
             session.say(idle(f"{BLOCK}.publish", shown, UNWRAPPED, block.on_unsupported))
 

@@ -96,7 +96,7 @@ def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ..
     ``table``: the engine's rules; a dimension that one of them declares absent has its message
     there.
     """
-    told = {name for rule in table if rule.verdict == "absent" for name in rule.dimensions}
+    words = {name for rule in table if rule.verdict == "absent" for name in rule.dimensions}
     return tuple(
         Rule(
             "absent", (name,), f"a job under {engine}",
@@ -104,7 +104,7 @@ def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ..
             lambda job: True,
         )
         for name, row in ROWS.items()
-        if engine not in row.engines and name not in told
+        if engine not in row.engines and name not in words
     )  # fmt: skip
 
 

@@ -23,9 +23,9 @@ def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> N
     plan = block.planned
     if plan is None:
         return
-    told = {**FACTS, **LATER}
+    words = {**FACTS, **LATER}
     differ = [
-        f"{told[name]} {facts[name]} instead of {wanted}"
+        f"{words[name]} {facts[name]} instead of {wanted}"
         for name, wanted in (*plan.layout.items(), *plan.later.items())
         if facts.get(name) not in (None, wanted)
     ]

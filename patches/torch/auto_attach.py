@@ -62,7 +62,7 @@ def arm(new: bool = False) -> None:
         retry_pending()
     ARMED.arm(seam.module for seam, _ in SEAMS)
     if DDP_INIT.module in ARMED.in_place and dist.is_initialized():  # before there is no DDP
-        for model in [one for one in gc.get_objects() if issubclass(type(one), DDP)]:
+        for model in [held for held in gc.get_objects() if issubclass(type(held), DDP)]:
             _attach_in_next_pass(model)
 
 

@@ -65,7 +65,7 @@ def _shard_group(group: Any) -> dist.ProcessGroup:
 def _gather_of(model: nn.Module, whole_job: bool) -> WeightGather:
     """Return the object that gathers the weights of ``model``. Raises ConfigError."""
     names = names_of(model)
-    weights = [_cut(group, one, names) for group, one in members_of(model)]
+    weights = [_cut(group, member, names) for group, member in members_of(model)]
     found: WeightGather | None = vars(model).get(ATTRIBUTE)
     channels = attach.channels_of_model(model)
     channel = None if channels is None else channels["zero"]

@@ -29,7 +29,7 @@ class IgnoredTables:
         """``group``: the ranks of the mesh; None: all of the job."""
         self._channel, self._group = channel, group
         self.tables = SparseTables(model)
-        found = {id(one.weight): one.weight for _, one in tables_of(model)}
+        found = {id(table.weight): table.weight for _, table in tables_of(model)}
         self._weights: dict[int, Any] = {
             key: weakref.ref(weight)
             for key, weight in found.items()

@@ -54,14 +54,14 @@ def masters_of(model: nn.Module) -> Masters:
             trained=lambda: {name: one.requires_grad for name, one in every.items()},
         )
     shards = _sharded(model)
-    managed = {id(one.sharded_param) for one in shards}
-    managed |= {id(getattr(one, "_unsharded_param", None)) for one in shards}
+    managed = {id(shard.sharded_param) for shard in shards}
+    managed |= {id(getattr(shard, "_unsharded_param", None)) for shard in shards}
     for name, parameter in named_once(model)[0].items():
         if parameter.requires_grad and id(parameter) not in managed:
             todo = "fully_shard ignores it, so its gradients are not averaged; freeze or shard it"
             raise ConfigError(KEY, Shown(f"the trained parameter {name}"), todo)
     places = list(enumerate(shards))
-    trained = [one for one in shards if one.sharded_param.requires_grad]
+    trained = [shard for shard in shards if shard.sharded_param.requires_grad]
     return Masters(
         [piece_of(_name(i, one), _local(one)) for i, one in enumerate(trained)],
         lambda: [in_memory(_local(one)) for one in trained],
@@ -94,7 +94,7 @@ def _gather_again(model: nn.Module) -> None:
 def _sharded(model: nn.Module) -> Sequence[Any]:
     from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
-    return [one for group in groups_of(model) for one in group.fsdp_params]
+    return [fsdp_param for group in groups_of(model) for fsdp_param in group.fsdp_params]
 
 
 def _mesh_ranks(one: Any) -> list[int]:

@@ -77,7 +77,7 @@ class LossScale:
 
     def _look(self) -> None:
         """Multiply loaded residuals to match the loss scale of this process."""
-        found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]
+        found = [held for held in gc.get_objects() if issubclass(type(held), GradScaler)]
         scales = {float(one.get_scale()) for one in found if one.is_enabled()}
         if len(scales) > 1:
             say(SEVERAL)

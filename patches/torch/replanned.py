@@ -91,8 +91,8 @@ def resume(
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
     with _never_stepped(model, job):
         weights, states = get_state_dict(model, optimizer)
-    here = {name: tuple(one.shape) for name, one in weights.items()
-            if isinstance(one, torch.Tensor)}  # fmt: skip
+    here = {name: tuple(weight.shape) for name, weight in weights.items()
+            if isinstance(weight, torch.Tensor)}  # fmt: skip
     _, problem = saved.attempt(lambda: checkpoints.check_shapes(job.folder, job.shapes, here))
     saved.all_well(problem, WHAT)
     # read into copies: an error midway leaves the model as it was
@@ -129,8 +129,8 @@ def _never_stepped(model: Any, job: SavedJob) -> Iterator[None]:
     start = f"{OPTIMIZER}.state."
     stepped = {name.rpartition(".")[0] for name in job.files if name.startswith(start)}
     inner = getattr(model, "module", model)
-    lacking = [one for name, one in inner.named_parameters()
-               if one.requires_grad and f"{start}{plain(name)}" not in stepped]  # fmt: skip
+    lacking = [parameter for name, parameter in inner.named_parameters()
+               if parameter.requires_grad and f"{start}{plain(name)}" not in stepped]  # fmt: skip
     for one in lacking if stepped else ():
         one.requires_grad_(False)
     try:

@@ -77,7 +77,7 @@ class UnseenSteps:
     def _is_held(self) -> bool:
         """Return whether a ``torch.optim.Optimizer`` that calls hooks holds any parameter."""
         gc.collect()
-        found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+        found = [held for held in gc.get_objects() if issubclass(type(held), Optimizer)]
         return any(self._owns(one) for one in found if hasattr(type(one).step, "hooked"))
 
 

@@ -68,14 +68,14 @@ def _sharded(model: nn.Module) -> EngineWeights:
     aliases: dict[str, str] = {}
     managed: set[int] = set()
     modules = names_of(model)
-    for group, one in members_of(model):
-        name, *others = places_of(one._module_info, modules)
+    for group, member in members_of(model):
+        name, *others = places_of(member._module_info, modules)
         aliases |= dict.fromkeys(others, name)
-        sharded: Any = one.sharded_param
-        managed |= {id(sharded), id(getattr(one, "_unsharded_param", None))}
+        sharded: Any = member.sharded_param
+        managed |= {id(sharded), id(getattr(member, "_unsharded_param", None))}
         shapes[name] = tuple(sharded.shape)
         dtypes[name] = group.mp_policy.param_dtype or sharded.dtype
-        held.append(Held(_stretch(name, sharded), functools.partial(_local, one)))
+        held.append(Held(_stretch(name, sharded), functools.partial(_local, member)))
     for name, parameter in named_once(model)[0].items():
         if id(parameter) not in managed and name not in shapes:  # fully_shard's ignored_params
             shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
@@ -95,12 +95,14 @@ def members_of(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield the parameters that FSDP2 manages, each with its group."""
     from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 
-    yield from ((group, one) for group in groups_of(model) for one in group.fsdp_params)
+    yield from (
+        (group, fsdp_param) for group in groups_of(model) for fsdp_param in group.fsdp_params
+    )
 
 
 def mesh_ranks(model: nn.Module) -> tuple[int, ...]:
     """Return the global ranks that hold shards of ``model``."""
-    meshes = (one.sharded_param.device_mesh for _, one in members_of(model))
+    meshes = (member.sharded_param.device_mesh for _, member in members_of(model))
     return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
 
 
@@ -125,8 +127,8 @@ class _KnownShards:
         """Return, by name, the parameters that FSDP2 does not manage."""
         mine = {
             id(part)
-            for _, one in members_of(model)
-            for part in (one.sharded_param, getattr(one, "_unsharded_param", None))
+            for _, member in members_of(model)
+            for part in (member.sharded_param, getattr(member, "_unsharded_param", None))
         }
         return {n: p for n, p in named_once(model)[0].items() if id(p) not in mine}
 
@@ -136,11 +138,11 @@ class _KnownShards:
         from hybridcomp.patches.torch.fsdp2.members import names_of
 
         modules = names_of(model)
-        for group, one in members_of(model):
-            name = places_of(one._module_info, modules)[0]
-            info, sharded = one._module_info, one.sharded_param
+        for group, member in members_of(model):
+            name = places_of(member._module_info, modules)[0]
+            info, sharded = member._module_info, member.sharded_param
             now = getattr(info.module, info.param_name, None)
-            if now is not sharded and now is not getattr(one, "_unsharded_param", None):
+            if now is not sharded and now is not getattr(member, "_unsharded_param", None):
                 raise changed(name, "it is another Parameter than when fully_shard was called")
             dtype = group.mp_policy.param_dtype or sharded.dtype
             if tuple(sharded.shape) != self._shapes.get(name) or dtype != self._dtypes[name]:

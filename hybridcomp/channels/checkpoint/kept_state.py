@@ -19,7 +19,7 @@ def put_back(channels: Channels, *others: object) -> Callable[[], None]:
         channels, channels.residuals, channels.factors, channels.guard, channels.verdicts,
         channels.seen, channels.ledger, channels.host.pace, *others,
     )  # fmt: skip
-    kept = [(vars(part), {name: _copy(one) for name, one in vars(part).items()}) for part in parts]
+    kept = [(vars(part), {name: _copy(var) for name, var in vars(part).items()}) for part in parts]
 
     def back() -> None:
         for now, before in kept:

@@ -155,8 +155,8 @@ def _json_of(sends: Mapping[str, Sends] | None) -> dict[str, list[Any]] | None:
     if sends is None:
         return None
     return {
-        name: [list(map(list, one.ranges)), None if one.ranks is None else list(one.ranks)]
-        for name, one in sends.items()
+        name: [list(map(list, send.ranges)), None if send.ranks is None else list(send.ranks)]
+        for name, send in sends.items()
     }
 
 

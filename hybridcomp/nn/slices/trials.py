@@ -176,7 +176,7 @@ def _slowest(run: Callable[[], float], agree: ProcessGroup | None) -> float:
 
 
 class _Steps:
-    """Trial steps of a stage with given slices, which leave nothing behind; each call runs one."""
+    """Runs a trial step of a stage with given slices per call, and undoes its effects."""
 
     def __init__(self, stage: SlicedStage, lengths: Sequence[int], batch: int) -> None:
         own, module = stage.pipeline, stage.stage

@@ -219,7 +219,7 @@ class CachedEmbedding(nn.Module):
         if offsets is not None:
             offsets = offsets.to(rows.device, torch.int64)
         lacks_padding = self.padding_idx is not None and padding is None
-        if lacks_padding or not len(rows):  # torch takes another way without padding, bit for bit
+        if lacks_padding or not len(rows):  # torch sums in another order without a padding index
             padding = len(rows) if lacks_padding else None
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         return F.embedding_bag(

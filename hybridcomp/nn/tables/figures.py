@@ -48,9 +48,9 @@ def follow(table: RowTable) -> None:
 
 def _of(found: EngineSession) -> TableFigures:
     """Return the follower of a session; adds it at the first call."""
-    for one in found.followers:
-        if isinstance(one, TableFigures):
-            return one
+    for follower in found.followers:
+        if isinstance(follower, TableFigures):
+            return follower
     made = TableFigures()
     found.follow(made)
     return made

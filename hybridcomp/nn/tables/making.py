@@ -41,7 +41,7 @@ class TableSettings:
             self._check(frequency)
         except ConfigError as error:
             problem = error
-        mine = {one.name: str(getattr(self, one.name)) for one in fields(self)}
+        mine = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         agree_on_room(owners, host, host.nbytes((self.width,), self.dtype), mine, problem)
 
     def _check(self, frequency: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def mixed(keys: Tensor) -> Tensor:
-    """Return a hash of int64 ``keys``, every bit of which depends on all of theirs (splitmix64)."""
+    """Hash int64 ``keys`` by splitmix64: each bit of a result depends on all bits of its key."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         keys = (keys ^ (keys >> shift & (1 << 64 - shift) - 1)) * factor
     return keys ^ (keys >> 31 & (1 << 33) - 1)

@@ -99,7 +99,7 @@ class RowSlots:
             self.hold(torch.topk(uses, count).indices.sort().values, is_asked=False)
 
     def make(self, name: str) -> None:
-        """Make the slots of one of the host's states, zeros as it is."""
+        """Make the slots of the host's state ``name``, zeros like the state itself."""
         like = self.host.states[name]
         shape = (self.count, *like.shape[1:])
         self.values[name] = torch.zeros(shape, dtype=like.dtype, device=self._device)

@@ -54,8 +54,8 @@ def run(cluster: Path | None = None) -> int:
             for mark, text in found():
                 print(f"{mark:4} {printable(text.replace('`', ''))}", flush=True)
                 failed += mark == FAIL
-    told = "what is marked FAIL does not fit" if failed else "what is installed fits together"
-    print(told, flush=True)
+    words = "what is marked FAIL does not fit" if failed else "what is installed fits together"
+    print(words, flush=True)
     return int(failed > 0)
 
 

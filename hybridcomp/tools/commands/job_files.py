@@ -56,7 +56,9 @@ class JobFile:
     def dtype(self) -> str | None:
         """Return the messages' dtype: "bf16", "fp16", "fp32"; None if "auto" leaves it open."""
         sections = [self.whole.get(name) for name in ("bf16", "fp16")]
-        filled_in = any(isinstance(one, dict) and one.get("enabled") == AUTO for one in sections)
+        filled_in = any(
+            isinstance(section, dict) and section.get("enabled") == AUTO for section in sections
+        )
         return None if filled_in and self.job.dtype == "fp32" else self.job.dtype
 
     @property

@@ -82,17 +82,19 @@ class Watched:
 
     def lines(self, now: float) -> Iterator[str]:
         """Yield sentences about the run: its step, what it saved, and the age of its figures."""
-        told = [f"step {self.step:,}"]
+        words = [f"step {self.step:,}"]
         if self.seconds and self.steps > 0:
-            told.append(f"{self.seconds / self.steps:.3g} s a step")
+            words.append(f"{self.seconds / self.steps:.3g} s a step")
         if self.totals is not None:
             native, sent = self.totals
             ratio = f" ({native / sent:.2f}x)" if sent else ""
-            told.append(f"sent {sent:,.1f} MB, natively it would have been {native:,.1f} MB{ratio}")
+            words.append(
+                f"sent {sent:,.1f} MB, natively it would have been {native:,.1f} MB{ratio}"
+            )
         if self.saved_s is not None:
             verb = "saved" if self.saved_s >= 0 else "lost"
-            told.append(f"{verb} about {abs(self.saved_s):,.0f} s as far as measured")
-        yield ", ".join(told)
+            words.append(f"{verb} about {abs(self.saved_s):,.0f} s as far as measured")
+        yield ", ".join(words)
         yield from map(follower_line, self.followers.items())
         if self.at is None:
             return
@@ -135,7 +137,7 @@ def _cells(
 def _messages(row: Mapping[str, Any]) -> str:
     """Return whether the messages of a report were encoded or native, and since when."""
     whole, native = int(row.get("messages") or 0), int(row.get("native_messages") or 0)
-    told = (
+    text = (
         "encoded"
         if not native
         else "native"
@@ -144,7 +146,7 @@ def _messages(row: Mapping[str, Any]) -> str:
     )
     since = [f"{mode} since step {step}" for mode in ("native", "encoded")
              if (step := row.get(f"{mode}_since")) is not None]  # fmt: skip
-    return ", ".join(since) or told
+    return ", ".join(since) or text
 
 
 class LedgerReader:

@@ -34,11 +34,11 @@ def write(path: Path, block: CompressionConfig, file: JobFile, job: JobSize | No
     title = "MB that the ranks of a node send in a step"
     nodes = job.world_size // job.ranks_per_node
     path.write_text(links.draw(title, rows, nodes, job.ranks_per_node), encoding="utf-8")
-    told = "; ".join(
+    text = "; ".join(
         f"{row.name.partition(',')[0].lower()} {links.amount(row.block)} instead of "
         f"{links.amount(row.native)}" for row in rows
     )  # fmt: skip
-    return f"  picture       {path}: a node's gradients and parameters of a step, {told}"
+    return f"  picture       {path}: a node's gradients and parameters of a step, {text}"
 
 
 def node_nbytes(

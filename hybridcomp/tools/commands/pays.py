@@ -168,13 +168,13 @@ def table(
         same = codecs.get((name, "forward")) == codecs.get((name, "backward"))
         if (same and way == "backward") or name not in there:
             continue
-        told = name if same or ROWS[name].one_way else f"{name} {way}"
+        text = name if same or ROWS[name].one_way else f"{name} {way}"
         cells = ""
         for nbytes in MESSAGES:
             found = cost(name, codec, nbytes / job.sent_as(name).itemsize, job, device)
             below = "native" if nbytes < config.min_bytes else f"{found.pays_below / 1e9:.3g}"
             cells += f"{below:>12}"
-        yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.sent_as(name)):5.1f} {cells}"
+        yield f"{text:13} {codec.spec[:26]:26} {bits(codec, job.sent_as(name)):5.1f} {cells}"
 
 
 def meeting_line(

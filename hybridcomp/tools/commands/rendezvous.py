@@ -91,10 +91,10 @@ class Record:
         """Report a decision: at once if islands come or go, else every NOTICE_S seconds."""
         before, self._last = self._last, now
         self._untold += 1
-        words = [f"{one} has left" for one in before.members
-                 if one not in (*now.present, *now.silent) and one not in self._left]  # fmt: skip
-        words += [f"{one} was silent and is left out" for one in now.silent]
-        words += [f"{one} joins, with the weights of {now.giver}" for one in now.joining]
+        stays = {*now.present, *now.silent, *self._left}
+        words = [f"{name} has left" for name in before.members if name not in stays]
+        words += [f"{name} was silent and is left out" for name in now.silent]
+        words += [f"{name} joins, with the weights of {now.giver}" for name in now.joining]
         self._left &= set(now.members)
         if words:
             self._tell(words)

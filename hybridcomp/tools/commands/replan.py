@@ -103,7 +103,7 @@ def saved_job(place: Path) -> tuple[SavedJob, bool]:
     if not place.is_dir():
         raise ConfigError("CHECKPOINT", str(place), f"{wrong}: a folder")
     engines = (of_deepspeed, of_megatron, of_torch)
-    of = next((one for one in engines if one.is_here(place)), None)
+    of = next((engine for engine in engines if engine.is_here(place)), None)
     if of is None:
         raise ConfigError("CHECKPOINT", str(place), wrong)
     job, skipped = of.find(place)
@@ -198,11 +198,11 @@ def _write(
         config.write_text(foreign.json_document(settings), encoding="utf-8")
     before = {"ranks": job.ranks, "stages": job.parts // job.tensor, "tensor": job.tensor,
               "micro_batch": job.micro, "samples": job.samples}  # fmt: skip
-    told = {
+    texts = {
         "checkpoint": str(folder.resolve()), "step": job.step, "samples_seen": job.trained,
         "before": before, "now": now, "lr": lr, "plan": plan,
     }  # fmt: skip
-    (out / "replan.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (out / "replan.json").write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
     values = {**now, "config": config, "checkpoint": folder.resolve()}
     end = ("--deepspeed_config", "{config}") if settings is not None else ()
     command: Sequence[str] = options.command or (*GENERAL, *end)

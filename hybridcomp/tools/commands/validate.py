@@ -163,8 +163,8 @@ def _checked(block: CompressionConfig, found: JobFile, known: dict[str, Any]) ->
 
 def _unseen(found: JobFile, known: Mapping[str, Any]) -> frozenset[Dimension]:
     """Return the dimensions that neither the file nor the user says the job has."""
-    told: dict[str, Dimension] = {"pipeline": "pp", "moe": "ep", "tensor": "tp", "sequence": "cp"}
-    return frozenset(name for fact, name in told.items() if not known.get(fact)) - found.shown
+    words: dict[str, Dimension] = {"pipeline": "pp", "moe": "ep", "tensor": "tp", "sequence": "cp"}
+    return frozenset(name for fact, name in words.items() if not known.get(fact)) - found.shown
 
 
 #: option with a fact that the file lacks, by the key that needs it

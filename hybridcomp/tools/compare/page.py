@@ -166,8 +166,8 @@ def _gaps_at(places: Sequence[Curve], curves: Sequence[Curve]) -> list[Curve]:
 
 def _ends(curves: Sequence[Curve], skipped: float) -> dict[str, list[float]]:
     """Return an axis that contains all curves (seeds, points) after a skipped share of them."""
-    parts = [one[:, int(one.shape[1] * skipped) :] for one in curves]
-    values = np.concatenate([one[np.isfinite(one)] for one in parts])
+    parts = [curve[:, int(curve.shape[1] * skipped) :] for curve in curves]
+    values = np.concatenate([part[np.isfinite(part)] for part in parts])
     pad = max(0.1 * float(np.ptp(values)), 0.01)
     return {"range": [float(values.min()) - pad, float(values.max()) + pad]}
 

@@ -188,18 +188,19 @@ def caveats(
             f"{points} points are few: the final loss is the mean of the last {min(last, points)}, "
             f"over which the loss still changes; read no gap from fewer than {ENOUGH * last}"
         )
-    counts = {len(one.gaps) for one in comparisons[1:]}
+    counts = {len(comparison.gaps) for comparison in comparisons[1:]}
     if any(1 < count < LEAST for count in counts):
         found.append(f"two seeds: the range of their gaps is shown; {LEAST} give an interval")
-    for number, one in enumerate(comparisons[1:], 1):
-        if len(one.gaps) > 1 or abs(one.gap) < SMALL:
+    for number, comparison in enumerate(comparisons[1:], 1):
+        if len(comparison.gaps) > 1 or abs(comparison.gap) < SMALL:
             continue
         chance = noise(aligned, number, pair(runs[0], runs[number]), last)
         if chance is not None:
-            side = "beyond" if abs(one.gap) > chance else "within"
+            side = "beyond" if abs(comparison.gap) > chance else "within"
             found.append(
-                f"{one.label}: its gap of {one.gap:+.2f} % is {side} the noise between "
-                f"neighbouring steps (± {chance:.2g} %); one seed does not show how seeds differ"
+                f"{comparison.label}: its gap of {comparison.gap:+.2f} % is {side} the noise "
+                f"between neighbouring steps (± {chance:.2g} %); one seed does not show how seeds "
+                "differ"
             )
     return found
 

@@ -69,7 +69,7 @@ DIRECT = ""
 
 
 @dataclass(frozen=True)
-class _Case:
+class _TimedMessage:
     """A message of ``numel`` values, in one group or in all of a shape."""
 
     name: Name
@@ -120,22 +120,24 @@ def channel_rows(
                 taken[setting].times(half), dimension=case.name, direct=taken[DIRECT].times(half),
                 beside="alone" if case.key.beside == "alone" else "groups",
             ))  # fmt: skip
-    for one in channels.values():
-        one.close_step(False, team.device)  # check headers that are still pending
+    for channel in channels.values():
+        channel.close_step(False, team.device)  # check headers that are still pending
     return rows, left_out
 
 
-def _cases(shapes: list[GroupShape], numels: tuple[int, int]) -> Iterator[_Case]:
+def _cases(shapes: list[GroupShape], numels: tuple[int, int]) -> Iterator[_TimedMessage]:
     """Yield shorter messages first, since their seconds predict those of longer messages."""
     for numel, (name, operation), shape in every(numels, MESSAGES, shapes):
         if operation == "send" and shape.ranks > 2:
             continue
-        yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "alone"))
+        yield _TimedMessage(name, _divisible(numel, shape.ranks), Key(operation, shape, "alone"))
         if len(shape.groups) > 1:
-            yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "groups"))
+            yield _TimedMessage(
+                name, _divisible(numel, shape.ranks), Key(operation, shape, "groups")
+            )
 
 
-def _left_out(case: _Case, dtype: str, timed: int) -> LeftOut:
+def _left_out(case: _TimedMessage, dtype: str, timed: int) -> LeftOut:
     shape = case.key.shape
     return LeftOut(
         case.key.operation, dtype, shape.ranks, shape.nodes, case.numel, timed, case.name,
@@ -155,7 +157,7 @@ def channels_of(codec: str, settings: Mapping[str, Any]) -> Channels:
     return Channels(CompressionConfig.parse(block))
 
 
-def _values(case: _Case, dtype: torch.dtype, team: Team) -> Tensor:
+def _values(case: _TimedMessage, dtype: torch.dtype, team: Team) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(case.numel, generator=generator).to(team.device, dtype)
 

@@ -75,13 +75,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _write(cluster: Cluster, out: Path, kept: str) -> None:
     """Write the file and print what it has and lacks, and ``kept``. Raises ConfigError."""
-    told = [*lines(cluster), *(f"it says {line}" for line in missing(cluster)), f"wrote {out}"]
-    told += [kept] if kept else []
+    words = [*lines(cluster), *(f"it says {line}" for line in missing(cluster)), f"wrote {out}"]
+    words += [kept] if kept else []
     try:
         cluster_file.write(cluster, out)
     except OSError as error:
         raise ConfigError("--out", str(out), f"cannot write it: {error}") from error
-    say(*told)
+    say(*words)
 
 
 def _looked_at(options: argparse.Namespace) -> list[BlockSize]:

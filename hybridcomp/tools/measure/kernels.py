@@ -56,7 +56,7 @@ HOST_PARAMETERS = (1 << 18, 1 << 23)
 
 
 @dataclass(frozen=True)
-class _Case:
+class _TimedKernel:
     """A row to measure: ``prepare`` makes tensors and returns the call to time."""
 
     kind: Kind
@@ -109,25 +109,29 @@ def kernel_rows(
     return rows
 
 
-def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Case]:
+def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_TimedKernel]:
     """Yield every case, small ones of each kind first: their rates predict larger ones."""
     sizes = GPU if device.type == "cuda" else CPU
     for name, dtype in dtypes_of(device).items():
         for block in blocks or sizes.blocks:
             made = _Prepared(block, device, dtype)
-            yield _Case(
+            yield _TimedKernel(
                 "block_forward", name, block.flops, made.forward, block.describe(), made.kept_nbytes
             )
-            yield _Case("block_backward", name, 2 * block.flops, made.backward, block.describe())
+            yield _TimedKernel(
+                "block_backward", name, 2 * block.flops, made.backward, block.describe()
+            )
         for side in sizes.products:
-            yield _Case("product", name, 2.0 * side**3, _product(side, device, dtype), str(side))
+            yield _TimedKernel(
+                "product", name, 2.0 * side**3, _product(side, device, dtype), str(side)
+            )
         for numel in sizes.elements:
             nbytes = 2.0 * numel * dtype.itemsize
-            yield _Case("elementwise", name, nbytes, _scale(numel, device, dtype))
+            yield _TimedKernel("elementwise", name, nbytes, _scale(numel, device, dtype))
     for numel in sizes.parameters:
-        yield _Case("adam", "fp32", float(numel), _adam(numel, device))
+        yield _TimedKernel("adam", "fp32", float(numel), _adam(numel, device))
     for numel in HOST_PARAMETERS if device.type == "cuda" else ():
-        yield _Case("host_adam", "fp32", float(numel), _adam(numel, torch.device("cpu")))
+        yield _TimedKernel("host_adam", "fp32", float(numel), _adam(numel, torch.device("cpu")))
 
 
 def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Run]:

@@ -39,8 +39,8 @@ def _ranks(cluster: Cluster) -> Iterator[str]:
     for dtype in dict.fromkeys(name for rank in cluster.ranks for name in rank.flops):
         rates = [rank.flops[dtype].value for rank in cluster.ranks if dtype in rank.flops]
         low, high = min(rates) / 1e12, max(rates) / 1e12
-        told = f"{high:.3g}" if low > 0.98 * high else f"{low:.3g} to {high:.3g}"
-        yield f"matrix products in {dtype}: {told} TFLOP/s a rank"
+        text = f"{high:.3g}" if low > 0.98 * high else f"{low:.3g} to {high:.3g}"
+        yield f"matrix products in {dtype}: {text} TFLOP/s a rank"
     slow = [(rank, speed) for rank, speed in enumerate(cluster.speeds) if speed < 0.9]
     for rank, speed in slow:
         yield f"rank {rank} computes at {speed:.0%} of the fastest one's speed"

@@ -90,7 +90,7 @@ def training_rows(
     collective over the job. Returns nothing, and prints why, where a rank has no DeepSpeed or too
     little memory.
     """
-    parameters = sum(one.numel() for one in TransformerBlock(size).parameters())
+    parameters = sum(parameter.numel() for parameter in TransformerBlock(size).parameters())
     trainings: list[tuple[int, Mapping[str, Any], int]] = [
         (stage, {}, count) for stage in ZERO_STAGES for count in (FEW, MANY)
     ]
@@ -108,7 +108,7 @@ def training_rows(
     dtype = torch.bfloat16 if team.device.type == "cuda" else torch.float32
     alone = Alone(size, team.device, dtype)
     with _installed():
-        jobs = [_started(team, size, dtype, *one) for one in trainings]
+        jobs = [_started(team, size, dtype, *training) for training in trainings]
         _rounds(team, clock, part, jobs, alone)
     return (
         [_row(team, job, size, parameters, _name(dtype)) for job in jobs],
@@ -167,7 +167,7 @@ def _started(
 ) -> _Job:  # fmt: skip
     torch.manual_seed(0)
     model = nn.Sequential(*(TransformerBlock(size) for _ in range(blocks))).to(team.device)
-    numel = sum(one.numel() for one in model.parameters())
+    numel = sum(parameter.numel() for parameter in model.parameters())
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": size.batch,
         "gradient_accumulation_steps": MICRO_BATCHES,

@@ -305,7 +305,7 @@ def even_cuts(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(base + (index < rest) for index in range(chunks))
 
 
-#: ranks of a group, and the difference between the numbers of two neighbours of one
+#: group -> its number of ranks; below, the distance between the numbers of neighbouring ranks
 _SIZES: dict[str, Callable[[Layout], int]] = {
     "tensor": lambda layout: layout.tensor,
     "row": lambda layout: layout.mesh,

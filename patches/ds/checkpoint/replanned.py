@@ -245,8 +245,8 @@ def _check_layout(engine: Any, job: SavedJob, parts: int, is_moved: bool) -> Non
 def _check_model(engine: Any, job: SavedJob) -> None:
     """Raise CheckpointError if this rank's parameters differ from the checkpoint's."""
     here = {
-        name: tuple(getattr(one, "ds_shape", one.shape))
-        for name, one in engine.module.named_parameters()
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in engine.module.named_parameters()
     }
     is_whole = not job.is_pipeline and job.zero
     there = {name: shape for name, shape in job.shapes.items() if is_whole or name in here}

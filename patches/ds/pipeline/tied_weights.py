@@ -103,14 +103,16 @@ def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None
         for weight, grad, group in grads
         if grad is not None
     ]
-    if not any(channel.encodes(one.numel, one.dtype, one.group) for one in messages):  # 1
-        for one in messages:
-            channel.run_native(one, lambda: None)
+    if not any(
+        channel.encodes(message.numel, message.dtype, message.group) for message in messages
+    ):  # 1
+        for message in messages:
+            channel.run_native(message, lambda: None)
         original(engine)
         return
-    for one in messages:  # 2
-        native = partial(dist.all_reduce, one.tensor, group=one.group)
-        channel.run(one, native=native, encoded=one.finish)
+    for message in messages:  # 2
+        native = partial(dist.all_reduce, message.tensor, group=message.group)
+        channel.run(message, native=native, encoded=message.finish)
 
 
 @dataclass(eq=False, kw_only=True)

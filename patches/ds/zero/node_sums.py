@@ -81,7 +81,7 @@ def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
     """Give zero gradients to the parameters ``left`` that are in no bucket, and add them to one."""
     if hasattr(optimizer, "bit16_groups"):
         waiting = {
-            param_id for one in optimizer.ipg_buckets.values() for *_, param_id in one.params
+            param_id for bucket in optimizer.ipg_buckets.values() for *_, param_id in bucket.params
         }
         for index, group in enumerate(optimizer.bit16_groups):
             for param in _named(group, left):
@@ -89,7 +89,7 @@ def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
                     param.grad = torch.zeros_like(param)
                     optimizer.process_gradients(param, index)
         return
-    waiting = {id(param) for one in optimizer.ipg_buckets.values() for param in one.params}
+    waiting = {id(param) for bucket in optimizer.ipg_buckets.values() for param in bucket.params}
     for group in optimizer.fp16_groups:
         for param in _named(group, left):
             if id(param) not in waiting:

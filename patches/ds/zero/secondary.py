@@ -8,7 +8,7 @@ then gathers inside the node, natively.
 Seams:
 
 * ``invalidate_secondary_tensor`` of the stage-3 optimizer, after each step and each load: the
-  tensors that it drops are kept as what steps are taken from.
+  tensors that it drops are kept, as references of the next steps.
 * ``_partition_param_sec`` of ``Init``, where a gathered parameter is released: upstream makes the
   copy there. What ``GatheredParameters`` changed goes into the kept one.
 * ``parameter_gathers`` calls ``lent`` around each fetch.
@@ -121,7 +121,7 @@ class NodeCopy:
         self.param.ds_secondary_tensor = held
 
     def keep(self) -> None:
-        """Keep what upstream is about to drop, as what steps are taken from."""
+        """Keep the tensor that upstream is about to drop, as reference of the next step."""
         tensor, self.fresh = self.param.ds_secondary_tensor, False
         if self.codec is None and tensor is not None:
             self.held = tensor

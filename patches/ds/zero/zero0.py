@@ -46,7 +46,7 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
         if channels is None:
             return original(self, bucket, dp_group, dp_world_size)
         channel = channels["dp"]
-        message = _Bucket(
+        message = _AveragedBucket(
             numel=sum(grad.numel() for grad in bucket),
             dtype=self.communication_data_type,
             group=dp_group,
@@ -65,7 +65,7 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 @dataclass(eq=False, kw_only=True)
-class _Bucket(AllReduce):
+class _AveragedBucket(AllReduce):
     """Average of a bucket of gradients.
 
     With error feedback all scaling is done first, in fp32, so that residuals have the averaged

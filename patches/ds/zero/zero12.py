@@ -107,7 +107,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         # 1
         slices = sorted(map(_slice, bucket), key=itemgetter(0))
         ranges = _ranges(tuple([(part.ranks, part.numel) for part in slices]))
-        message = _Bucket(
+        message = _OwnedBucket(
             numel=ranges[-1].stop,
             dtype=torch.float32 if self.sequence_parallel_size > 1 else communication_data_type,
             group=self.dp_process_group if process_group is None else process_group,
@@ -124,7 +124,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
 
 
 @dataclass(eq=False, kw_only=True)
-class _Bucket(ReduceToOwners):
+class _OwnedBucket(ReduceToOwners):
     """Sum a bucket to its slices' owners; steps as in ``make_allreduce_and_scatter``."""
 
     optimizer: Any

@@ -186,8 +186,8 @@ def _measure(session: EngineSession, job: fsdp2_rules.ShardedJob, members: list[
     in the dtype that FSDP reduces in, which is often wider than that of the parameters.
     """
     size = job.shards
-    numels = tuple(filter(None, (one.numel(one.trained, size) for one in members)))
-    whole = tuple(one.numel(range(len(one.members)), size) for one in members)
+    numels = tuple(filter(None, (member.numel(member.trained, size) for member in members)))
+    whole = tuple(member.numel(range(len(member.members)), size) for member in members)
     total = sum(numels)
     if size > 1:
         # deltas are added to what FSDP keeps, without a copy

@@ -85,7 +85,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> ShardedJob:
         ring=has_ring(model),
         meshes=frozenset(sizes),
         keeps=all(map(keeps, parameters)),
-        ignores_tables=any(not isinstance(one.weight, DTensor) for _, one in tables_of(model)),
+        ignores_tables=any(not isinstance(table.weight, DTensor) for _, table in tables_of(model)),
     )
 
 

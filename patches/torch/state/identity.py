@@ -33,7 +33,7 @@ def names_of(models: Sequence[Any]) -> list[str]:
     A collective through the rendezvous store; names are those of rank 0, as stages of a pipeline
     differ. Raises CheckpointError where ranks have attached different numbers of models.
     """
-    said = tell({"models": [one.identity for one in models]}, what="attached models")
+    said = tell({"models": [model.identity for model in models]}, what="attached models")
     counts = [len(rank["models"]) for rank in said]
     if len(set(counts)) > 1:
         raise CheckpointError(

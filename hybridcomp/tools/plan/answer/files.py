@@ -120,7 +120,7 @@ def _host_room(plan: Plan, cluster: Cluster) -> dict[str, float]:
         return {}
     ranks = min(cluster.ranks_per_node, plan.layout.ranks)
     own = 2 * FP32 if plan.dtype == "fp32" else 3 * FP32
-    # as the policy counts it, and a byte for sums of sub-groups, which are whole numbers
+    # counted as the policy counts; one byte more, as its sums of sub-groups are whole numbers
     room = ranks * STATES * plan.prediction.memory["host"] / own
     return {"host_gb": (room + 1) / 1e9} if room else {}
 

@@ -57,10 +57,10 @@ class Whole(NamedTuple):
 def copyings(
     layout: Layout, values: float, width: int, messages: float, whole: Whole
 ) -> tuple[Copying, Copying]:
-    """Return one of ``messages`` copies of gradients to the host and one copy of parameters back.
+    """Return a copy of gradients to the host, one of ``messages``, and one of parameters back.
 
     Args:
-        values: that this rank's optimizer updates.
+        values: number that this rank's optimizer updates.
         width: bytes of a value on the device.
         whole: sizes of the parameters that the rank owns a part of (``whole_of``).
     """

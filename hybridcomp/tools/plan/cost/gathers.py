@@ -95,7 +95,7 @@ class ModelPass:
         return None if found is None else found.knobs
 
     def sub_group(self, ranks: int) -> int:
-        """Return a ``sub_group_size`` of which a rank's optimizer has ``SUB_GROUPS``."""
+        """Return the ``sub_group_size`` that gives a rank's optimizer ``SUB_GROUPS`` sub-groups."""
         return max(1, math.ceil(sum(_parts(self, ranks)) / SUB_GROUPS))
 
     def on_drive(self, ranks: int, room: float) -> float:

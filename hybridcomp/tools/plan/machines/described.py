@@ -105,7 +105,7 @@ class HostSpeed:
     us_per_rank: NotBelow = 0.005
 
     def message(self, spread: float) -> MessageHost:
-        """Return the seconds that a cluster has of it."""
+        """Return the fixed cost of a message as a cluster holds it, in seconds."""
         each, more = (
             Estimate.exact(1e-6 * us, assumed=True, spread=spread)
             for us in (self.us, self.us_per_rank)

@@ -132,7 +132,10 @@ def curves(rows: Iterable[tuple[Key, float, Estimate]]) -> dict[Key, Curve]:
 
 
 def _line(start: float, stop: float, share: float) -> float:
-    """Return the line from ``start`` (share 0) to ``stop`` (1), at least 0, outside not falling."""
+    """Interpolate from ``start`` (share 0) to ``stop`` (share 1); never below 0.
+
+    Outside of 0 to 1 the line rises or stays level, even where ``stop`` is below ``start``.
+    """
     rise = max(0.0, stop - start)
     if share < 0 and not rise:
         return start

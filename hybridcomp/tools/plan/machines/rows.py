@@ -17,8 +17,8 @@ from pydantic import ConfigDict, Field
 from hybridcomp.tools.plan.machines.estimates import Estimate, Stored
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-#: load during a timing: none; all other groups of that shape send as well; they do, and every rank
-#: computes matrix products. A codec: alone, or beside a matrix product
+#: load while a message is timed. alone: none; groups: all other groups of that shape send too;
+#: compute: groups, and every rank multiplies matrices. A codec is timed alone or under "compute"
 Beside = Literal["alone", "groups", "compute"]
 Direction = Literal["encode", "decode", "decode_add"]
 Kind = Literal[

@@ -15,7 +15,7 @@ from hybridcomp.tools.plan.models.sizes import padded
 
 #: Megatron's default of --make-vocab-size-divisible-by
 MULTIPLE = 128
-#: its default of --position-embedding-type
+#: Megatron's default of --position-embedding-type
 LEARNED = "learned_absolute"
 #: switches that give an MLP two matrices in front
 GATED = frozenset({"swiglu", "quick_geglu"})

@@ -132,7 +132,7 @@ def _block(model: DecoderSizes, shape: BatchShape, sparse: bool) -> ModelLayer:
 
 
 def _block_work(model: DecoderSizes, shape: BatchShape) -> float:
-    """Return bytes of the gradients that backward of the widest part holds beside kept ones."""
+    """Return the bytes of temporary gradients in the backward pass of a block's widest part."""
     widest = max(2 * model.intermediate, model.query + 2 * model.keys) / shape.cut
     return shape.width * (shape.tokens * widest + 2 * _stream(model, shape))
 

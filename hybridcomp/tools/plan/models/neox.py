@@ -14,7 +14,7 @@ from hybridcomp.tools.plan.models.decoder import Decoder
 from hybridcomp.tools.plan.models.huggingface import given, head_width, key_heads, number
 from hybridcomp.tools.plan.models.sizes import padded
 
-#: tokens of GPT-NeoX's tokenizers, which the files do not state: those that its own files use
+#: tokenizer -> tokens, for GPT-NeoX configurations, which do not state them
 TOKENS = {
     "GPT2BPETokenizer": 50257, "HFGPT2Tokenizer": 50257, "HFGPT2TokenizerFast": 50257,
     "HFTokenizer": 50277, "SPMTokenizer": 32000, "CharLevelTokenizer": 512,

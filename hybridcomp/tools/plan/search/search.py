@@ -32,7 +32,7 @@ from hybridcomp.tools.plan.search.tiers import divisions
 DEFAULT = SearchLimits()
 #: budget of the first plan's layout without compression
 NATIVE = "native"
-#: degrees that cut the model, which a script has to do
+#: degrees that cut the model, so that the training script has to support them
 UNCUT = ("tensor", "stages", "context", "expert", "mesh")
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
