@@ -4,11 +4,13 @@ A ``config.json``, a description of a cluster, a log and a path may contain any 
 prints such a text, or writes it into a file that is run, parsed or rendered, takes the function for
 that target from here:
 
-one_line a comment, a message, a line of a table quoted_path a path in a message, unambiguous even
-with odd characters printable text for a terminal, with its line breaks message an error for a
-terminal shell_words a command of a POSIX shell json_document settings as JSON yaml_document
-settings as JSON that YAML 1.1 reads as the same values markdown a sentence or a cell of Markdown
-fenced a block of code of Markdown picture a label of matplotlib
+* ``one_line``: a comment, a message, a line of a table
+* ``quoted_path``: a path in a message, unambiguous even with odd characters
+* ``printable``: text for a terminal, with its line breaks; ``message``: an error for a terminal
+* ``shell_words``: a command of a POSIX shell
+* ``json_document``: settings as JSON; ``yaml_document``: settings as JSON that YAML 1.1 reads alike
+* ``markdown``: a sentence or a cell of Markdown; ``fenced``: a block of code of Markdown
+* ``picture``: a label of matplotlib
 
 ``parsed_json`` and ``parsed_yaml`` read such files, ``folder_path`` a folder's URL; they raise a
 ValueError of one line for anything that cannot be read.

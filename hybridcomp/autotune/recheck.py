@@ -46,7 +46,7 @@ SURELY = 0.3
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepComparison:
     """Step times of one dimension in both modes, and whether it should change its mode."""
 
     native_s: float
@@ -153,7 +153,7 @@ class Recheck(StepClock):
 
     def judge(
         self, pays: Mapping[Dimension, bool], device: torch.device
-    ) -> dict[Dimension, Finding] | None:
+    ) -> dict[Dimension, StepComparison] | None:
         """Decide at ``stop``; a collective over the job. None: another round is needed.
 
         ``pays``: whether each dimension is encoded now.
@@ -164,11 +164,13 @@ class Recheck(StepClock):
             self.rounds += 1
             return None
         return {
-            name: Finding(0.0, 0.0, False) if finding is None else finding
+            name: StepComparison(0.0, 0.0, False) if finding is None else finding
             for name, finding in findings.items()
         }
 
-    def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:
+    def _judged(
+        self, name: Dimension, pays: bool, seconds: Sequence[float]
+    ) -> StepComparison | None:
         """Return the result for ``name``; None if it is unclear and another round may follow."""
         pairs = self._pairs(name, seconds)
         last = self.rounds == ROUNDS
@@ -176,16 +178,16 @@ class Recheck(StepClock):
             return None
         native_s, coded_s = (statistics.median(column) for column in zip(*pairs, strict=True))
         if self._cut is not None:
-            return Finding(native_s, coded_s, False)
+            return StepComparison(native_s, coded_s, False)
         now, other = (1, 0) if pays else (0, 1)
         gains = [(pair[now] - pair[other]) / pair[now] for pair in pairs]
         gain, agree = statistics.median(gains), sum(one > 0 for one in gains)
         wanted = BACK if pays else GAIN
         agreed = agree >= len(gains) - len(gains) // CELLS
         if gain >= wanted and (agreed or (last and pays)):
-            return Finding(native_s, coded_s, True)
+            return StepComparison(native_s, coded_s, True)
         if gain < wanted / 2 or last:
-            return Finding(native_s, coded_s, False)
+            return StepComparison(native_s, coded_s, False)
         return None
 
     def _pairs(self, name: Dimension, seconds: Sequence[float]) -> list[tuple[float, float]]:
@@ -195,7 +197,7 @@ class Recheck(StepClock):
         return [pair for pair in cells if min(pair) > 0]
 
 
-def describe_finding(name: Dimension, finding: Finding, pays: bool, step: int) -> str:
+def describe_finding(name: Dimension, finding: StepComparison, pays: bool, step: int) -> str:
     """Describe a result in a sentence; ``pays``: the decision, ``step``: the first step after."""
     if not finding.native_s:
         seen = "too few steps were seen to compare"

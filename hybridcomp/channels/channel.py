@@ -346,7 +346,7 @@ class Channel:
     ) -> None:
         """Measure, in a sampling step, the error of one encoding of ``values`` (``Samples``)."""
         if self.sampling:
-            self.samples.take(values, codec, direction, cuts, relative_to, residual)
+            self.samples.record(values, codec, direction, cuts, relative_to, residual)
 
     def meter(self, device: torch.device) -> Meter:
         """Return a meter for one message on ``device``."""

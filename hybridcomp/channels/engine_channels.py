@@ -48,7 +48,7 @@ class Channels(EngineState):
         )
         self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
         self.host = HostMoves(self, self.by_dimension["offload"])
-        self.payoff = OnlineTuner(self, self.by_dimension)
+        self.tuner = OnlineTuner(self, self.by_dimension)
         #: returns the frozen parameters of the model; before ``freeze``, those that a checkpoint
         #: lists
         self.frozen: Callable[[], dict[str, Any]] = dict
@@ -136,9 +136,9 @@ class Channels(EngineState):
         self.ledger.drain()
         if self.config.start_step < self.step:
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
-        payoff = self.payoff
+        tuner = self.tuner
         words = self.node_sums.idle() if self.sums_in_node else []
-        words += payoff.unmeasured() + payoff.tune_from_profile(device) + payoff.compare(device)
+        words += tuner.unmeasured() + tuner.tune_from_profile(device) + tuner.compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
             words += self._drop_residuals()
         if not sampled or not self.guard.watching:

@@ -26,7 +26,7 @@ class Samples:
         self._dimension = dimension
         self._state = state
 
-    def take(
+    def record(
         self,
         values: Tensor,
         codec: Codec,

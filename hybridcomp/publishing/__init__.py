@@ -15,8 +15,8 @@ from __future__ import annotations
 from hybridcomp.publishing.applied import AppliedVersion
 from hybridcomp.publishing.publisher import Publisher
 from hybridcomp.publishing.receiver import WeightReceiver
-from hybridcomp.publishing.stretches import WeightRange, stretch_of_block
 from hybridcomp.publishing.summaries import StartedVersion, VersionSummary
+from hybridcomp.publishing.weight_ranges import WeightRange, stretch_of_block
 from hybridcomp.publishing.weights import DTYPES, EngineWeights, Held, unless_refused
 
 __all__ = [

@@ -27,7 +27,7 @@ from hybridcomp.publishing.parts import (
 )
 from hybridcomp.publishing.quantized import EIGHT, unpacked
 from hybridcomp.publishing.shards import Shard
-from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import DividedWeights
 
 #: most values that are encoded at once

@@ -18,7 +18,7 @@ from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask
 from hybridcomp.publishing.parts import BYTES, RAW, SAME, STEPS, PieceEntry, ReadPart
 from hybridcomp.publishing.quantized import EIGHT, packed, unpacked
 from hybridcomp.publishing.records import DamagedVersion, Manifest, need
-from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import PATTERNS, Table, uncovered
 
 CODEC = StepCode()

@@ -32,7 +32,7 @@ from hybridcomp.publishing.records import (
     is_hex,
     need,
 )
-from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weight_ranges import WeightRange
 
 PART, TAIL = b"hcpart\x01\x00", b"hcpend\x01\x00"
 HEAD_NBYTES, TAIL_NBYTES = 16, 32

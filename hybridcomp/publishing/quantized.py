@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved, small_messages
-from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import (
     DTYPES,
     E8M0,

@@ -22,7 +22,7 @@ from hybridcomp.publishing.encoding import PartEncoder
 from hybridcomp.publishing.part_buffers import FileBytes, open_file
 from hybridcomp.publishing.parts import read_part
 from hybridcomp.publishing.records import Manifest, read_manifest
-from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights
 
 

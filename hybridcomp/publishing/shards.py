@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.checksums import compare
-from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import NAMES, PATTERNS, Owned
 
 #: values of new memory that are written at once

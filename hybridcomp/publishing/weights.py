@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import tell
-from hybridcomp.publishing.stretches import WeightRange, divide
+from hybridcomp.publishing.weight_ranges import WeightRange, divide
 
 #: published dtypes, by their names in a block and in a manifest
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -214,7 +214,7 @@ class EngineSession:
         if dtype not in VALUE_DTYPES:
             return
         known = {} if numel is None else {"numel": numel}
-        autotune = self.channels.payoff.run_autotune
+        autotune = self.channels.tuner.run_autotune
         self.say(*autotune(group, dtype, self.device, sent=sent, only=only, **known))
 
     @property
@@ -241,7 +241,7 @@ class EngineSession:
 
         Returns whether further steps need this call: False once nothing is left to be timed.
         """
-        return self.channels.payoff.open_step(self.device)
+        return self.channels.tuner.open_step(self.device)
 
     def end_step(
         self, *, overflow: bool = False, loss_scale: float = 1.0, step: int | None = None

@@ -148,7 +148,7 @@ class Reporter:
             interval = self._channels.ledger.interval
             sent = {name for entries in (self._totals, interval)
                     for (name, _), entry in entries.items() if entry.messages}  # fmt: skip
-            idle = self._channels.payoff.idle_reason(step, sent)
+            idle = self._channels.tuner.idle_reason(step, sent)
             also = [
                 follower.told()
                 for follower in self._followers

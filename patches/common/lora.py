@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import EngineWeights
 
 KEY = "publish.lora"

@@ -165,7 +165,7 @@ class Attached:
             self.session.before_step()
         restarts = self._may_validate and trains and not self._has_reduced
         if restarts:
-            self.channels.payoff.reopen_step()
+            self.channels.tuner.reopen_step()
         if (restarts or not self._is_open) and self.channels.config.measured():
             self.session.begin_step()
         self._may_validate = not trains and (self._may_validate or not self._is_open)
@@ -252,7 +252,7 @@ class Attached:
         self._is_open = self._has_reduced = False
         self.channels.passes = 0
         self.channels.residuals.drop()
-        self.channels.payoff.reopen_step()
+        self.channels.tuner.reopen_step()
         self.session.skip_step()
 
     def rescale(self, factor: float) -> None:

@@ -58,7 +58,7 @@ def run(
             assert path is not None
             names, day = hosts or [platform.node()] * 2, time.time() - 24 * 3600 * written
             assert measured.write(path, names, table, day) == ""
-        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, 3900, SENT)
+        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 3900, SENT)
     verdicts = channels.verdicts
     return {"trials": sizes, "told": told, "state": verdicts.state(),
             "compares": verdicts.may_change}  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import recheck
-from hybridcomp.autotune.recheck import CELLS, REHEARSED, Finding, Recheck, describe_finding
+from hybridcomp.autotune.recheck import CELLS, REHEARSED, Recheck, StepComparison, describe_finding
 from hybridcomp.autotune.verdicts import Decision, Verdicts, are_decisions
 from hybridcomp.config.policy import Dimension
 
@@ -31,7 +31,7 @@ def judged(
     monkeypatch: pytest.MonkeyPatch,
     start: int = 0,
     pays: bool = False,
-) -> tuple[dict[Dimension, Finding], Recheck]:
+) -> tuple[dict[Dimension, StepComparison], Recheck]:
     """Compare steps: encoded ones save ``saved`` per dimension, and some are ``late``.
 
     ``pays``: whether all steps before are encoded. No step is timed before ``start``.

@@ -223,7 +223,7 @@ def test_a_clear_trial_needs_no_steps(pool: RankPool) -> None:
 def piped(block: dict[str, Any], change: bool) -> Any:
     """Run two stages; ``change``: force the comparison to pick the other mode."""
     job = pipe_trainer.Job(steps=16, tied=True, zero=1, bf16=True, block=block)
-    found = recheck.Finding(1.0, 1.0, change)
+    found = recheck.StepComparison(1.0, 1.0, change)
     with (
         clock(*CODED),
         patch.object(recheck.Recheck, "_judged", lambda *_: found),

@@ -61,11 +61,11 @@ def run(folder: str, times: tuple[float, float], **how: Any) -> dict[str, Any]:
     sent: dict[Any, StepTraffic] = {"dp": StepTraffic((how.get("numel", 3000), 900), "own")}
     seconds, modes = 0.0, []
     with kept_in(folder), clock(*times) as sizes, patch.object(recheck, "now", lambda: seconds):
-        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
+        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
         if "stored" in how:
-            told += channels.payoff.resume(how["stored"])
+            told += channels.tuner.resume(how["stored"])
         for step in range(how.get("steps", WRITTEN)):
-            channels.payoff.open_step(CPU)
+            channels.tuner.open_step(CPU)
             modes.append([not channels.verdicts.native(name, step) for name in ("dp", "zero")])
             seconds += how.get("step_s", 1.0) * (1 + dist.get_rank() / 100)
             seconds += how.get("costs", 0.0) * sum(modes[-1])
@@ -73,7 +73,7 @@ def run(folder: str, times: tuple[float, float], **how: Any) -> dict[str, Any]:
             told += channels.close_step(False, CPU)
             seconds += 60.0 * step  # an evaluation
     return {"trials": sizes, "told": told, "modes": modes, "state": channels.verdicts.state(),
-            "timed": channels.payoff.open_step(CPU)}  # fmt: skip
+            "timed": channels.tuner.open_step(CPU)}  # fmt: skip
 
 
 def kept(folder: str, times: tuple[float, float], how: dict[str, Any]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def two_steps_kept(times: tuple[float, float], odd_rank: int | None, folder: str
         found = two_steps(times, odd_rank)
         (channels,) = ends
         for step in range(3, 13):
-            channels.payoff.open_step(CPU)
+            channels.tuner.open_step(CPU)
             channels.step = step
             channels.close_step(False, CPU)
     return found
@@ -289,7 +289,7 @@ def test_a_resumed_pipeline_goes_on_as_it_was(
 def test_the_state_is_json() -> None:
     channels = Channels(CompressionConfig.parse(BLOCK))
     stored = {"pays": False, "nbytes": 10, "native_s": 0.1, "coded_s": 0.2}
-    told = channels.payoff.resume(json.loads(json.dumps({"pp": stored})))
+    told = channels.tuner.resume(json.loads(json.dumps({"pp": stored})))
     assert told == ["pp: native, as measured in the run that is continued"]
     assert channels.seen.waiting == ("tp",) and channels.verdicts.native("pp", channels.step)
     assert channels.ledger.native_since == {"pp": 0}

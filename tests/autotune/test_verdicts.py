@@ -49,7 +49,7 @@ def weighed(
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
     channels.place([tuple(range(dist.get_world_size()))])
     with clock(*times[dist.get_rank()]) as sizes:
-        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, numel + dist.get_rank())
+        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, numel + dist.get_rank())
     assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
     native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
     return channels.verdicts.state(), told, sizes, native
@@ -240,7 +240,7 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
         "zero": StepTraffic(numels, "gather", True),
     }
     with clock(*times) as sizes:
-        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
+        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
     scattered = StepTraffic((2000, 7, 1), "scatter")
     with clock(*times):
         runs = sum_trials.reductions(
@@ -290,7 +290,7 @@ def left_out() -> tuple[Any, ...]:
     channels = Channels(CompressionConfig.parse({"preset": "recommended", "min_bytes": 0}))
     channels.leave_out({"zero", "tp", "pp"})
     with clock(*FAST):
-        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, 5000)
+        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000)
     codec = channels["dp"].codec(1000, torch.bfloat16, None)
     return told, codec, channels.seen.waiting, list(channels.verdicts.by_dimension)
 

@@ -145,13 +145,13 @@ def test_why_nothing_was_compressed(
     channels = Channels(CompressionConfig.parse(block))
     if block.get("tp"):
         channels.leave_out(["tp"])
-    assert channels.payoff.idle_reason(step, sent).startswith(why)
+    assert channels.tuner.idle_reason(step, sent).startswith(why)
 
 
 def test_a_guard_is_the_reason_with_its_step() -> None:
     channels = Channels(CompressionConfig.parse({"dp": "bf16"}))
     channels.guard.trips["dp"] = Trip(7, "error", 0.5, 0.1)
-    assert channels.payoff.idle_reason(9, {"dp"}) == "the guard has made it native since step 7"
+    assert channels.tuner.idle_reason(9, {"dp"}) == "the guard has made it native since step 7"
 
 
 def test_native_of_islands_is_the_job_without_them() -> None:

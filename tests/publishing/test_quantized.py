@@ -16,7 +16,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
 from hybridcomp.publishing.quantized import FORMS, packed, quantized, unpacked
-from hybridcomp.publishing.stretches import stretch_of_block
+from hybridcomp.publishing.weight_ranges import stretch_of_block
 from tests.ranks import RunRanks
 
 #: small matrices as in Llama, Qwen and Mixtral: whole blocks, and blocks cut at both ends

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridcomp.publishing.stretches import WeightRange, divide, stretch_of_block
+from hybridcomp.publishing.weight_ranges import WeightRange, divide, stretch_of_block
 
 
 @given(st.data())

@@ -252,7 +252,7 @@ def test_lines_stand_beside_progress_bars(tmp_path: Path) -> None:
 
 def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
     channels = Channels(CompressionConfig.parse({"dp": "bf16"}))
-    assert channels.payoff.idle_reason(0) == "it ended before its first optimizer step"
+    assert channels.tuner.idle_reason(0) == "it ended before its first optimizer step"
 
 
 def test_trainings_of_a_measurement_are_no_job() -> None:
@@ -273,8 +273,8 @@ def test_a_run_whose_steps_nobody_counted_is_not_said_to_have_ended_too_early() 
     reason = "no optimizer step was counted in the last {} passes with gradients"
     for _ in range(2):
         channels.note_pass()
-    assert channels.payoff.idle_reason(0) == reason.format(2)
-    assert channels.payoff.idle_reason(3) == "it ended at step 3, and start_step is 5"
+    assert channels.tuner.idle_reason(0) == reason.format(2)
+    assert channels.tuner.idle_reason(3) == "it ended at step 3, and start_step is 5"
     for _ in range(7):
         channels.note_pass()
-    assert channels.payoff.idle_reason(3) == reason.format(9)
+    assert channels.tuner.idle_reason(3) == reason.format(9)

@@ -85,7 +85,7 @@ PARTS = (
     SavedPart(
         "link", "job",
         lambda channels: channels.verdicts.state(),
-        lambda channels, state: channels.payoff.resume(state),
+        lambda channels, state: channels.tuner.resume(state),
         right=are_decisions,
         anew='"when": "auto" measures again',
         wanted=lambda channels: bool(channels.config.measured()),

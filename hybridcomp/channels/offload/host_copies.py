@@ -1,10 +1,11 @@
 """Copy encoded tensors between device and host memory, dimension ``offload``.
 
-On a GPU no call here adds a wait for the device: ``host_landing`` copies and decodes gradients in
-the background, and ``finish`` waits for it where upstream is about to read them. The payloads of
-several micro-batches may wait in host memory and are added in one pass over the sum. Parameters go
-back in chunks: the device decodes one while the host encodes the next. Codecs of variable size are
-the exception: the host learns the length of a payload only by waiting for the device.
+On a GPU no call here adds a wait for the device: ``pinned_receive_buffers`` copies and decodes
+gradients in the background, and ``finish`` waits for it where upstream is about to read them. The
+payloads of several micro-batches may wait in host memory and are added in one pass over the sum.
+Parameters go back in chunks: the device decodes one while the host encodes the next. Codecs of
+variable size are the exception: the host learns the length of a payload only by waiting for the
+device.
 
 When training on a CPU, where device and host memory are the same, messages are encoded and decoded
 immediately.

@@ -171,7 +171,7 @@ def trained(name: str) -> tuple[Any, ...]:
             assert channels is not None
             entries = channels.ledger.interval.values()
             encoded = any(entry.messages > entry.native for entry in entries)
-            reason = channels.payoff.idle_reason(channels.step)
+            reason = channels.tuner.idle_reason(channels.step)
         lines = [line for line in told.getvalue().splitlines() if "no optimizer step" in line]
         return channels.step, encoded, len(lines), reason
 

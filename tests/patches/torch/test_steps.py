@@ -89,7 +89,7 @@ def alone(engine: Any) -> tuple[int, list[str], str]:
                 torch.autograd.backward(model(torch.zeros(2, 6, dtype=torch.long)).square().mean())
             optimizer.step()
     said = [text for (text,), _ in say.call_args_list]
-    return attached.step, said, attached.channels.payoff.idle_reason(0)
+    return attached.step, said, attached.channels.tuner.idle_reason(0)
 
 
 def late() -> list[Any]:

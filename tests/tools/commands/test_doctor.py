@@ -228,7 +228,7 @@ def test_channels_ask_for_kernels_where_something_is_encoded(
         monkeypatch.setattr("torch.distributed.get_world_size", lambda size=world_size: size)
         for block in ({"dp": "bf16"}, {"dp": {"codec": "powersgd", "rank": 2}}):
             channels = Channels(CompressionConfig.parse(block))
-            channels.payoff.run_autotune(None, torch.float32, torch.device("cpu"))
+            channels.tuner.run_autotune(None, torch.float32, torch.device("cpu"))
     assert asked == [torch.device("cpu")]
 
 

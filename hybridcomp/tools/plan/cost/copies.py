@@ -18,7 +18,7 @@ from hybridcomp.tools.plan.layout import Layout
 
 #: bytes of a value of the master weights' gradients, which lie on the host
 FP32 = 4.0
-#: values of one payload; longer gradients and parameters cross as several (``host_landing``)
+#: values of one payload; longer tensors cross as several (``pinned_receive_buffers``)
 MOST_NUMEL = 16 * 960 * 1024
 #: bytes of a parameter on a drive: master, two moments and gradient, each way in every step
 STATES = 16.0
