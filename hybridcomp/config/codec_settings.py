@@ -27,37 +27,20 @@ from hybridcomp.dimensions import DIRECTIONS, KINDS
 from hybridcomp.errors import CodecError
 
 NONE = "none"
-#: keys of a dimension, which codecs may not use as setting names
-DIMENSION_KEYS = frozenset(
-    {
-        "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
-        "error_feedback", "delta", "resync_every", "secondary", "frozen", "scatter_gather", "sums",
-        "every", "islands", "decay", "outer", "fragments", "delay", "mix", "staleness", "preset",
-        "states",
-        *DIRECTIONS, *KINDS,
-    }
-)  # fmt: skip
-#: attribute names of the models, which codecs may not use as setting names
-ATTRIBUTES = frozenset(
-    {
-        *dir(BaseModel),
-        "more",
-        "ways",
-        "under",
-        "built",
-        "settings",
-        "given",
-        "limits",
-        "rungs_of",
-        "codec_of",
-        "feeds_back",
-        "remark",
-        "agreed",
-        "acts",
-        "keeps_copy",
-        "keeps_frozen",
-    }
+_KEYS = (
+    "codec error_bound error_bound_mode segment guard ramp when error_feedback accumulate delta "
+    "resync_every secondary frozen scatter_gather sums states every islands decay outer fragments "
+    "delay mix staleness outlier preset"
 )
+_ATTRIBUTES = (
+    "EXAMPLE acts agreed apart built codec_of feeds_back fragment_at given jobs keeps_copy "
+    "keeps_frozen late limits more most_under_way remark residual_bits rungs_of settings steps "
+    "under ways"
+)
+#: keys of a dimension, which codecs may not use as setting names
+DIMENSION_KEYS = frozenset(_KEYS.split()).union(DIRECTIONS, KINDS)
+#: attribute names of the models, which codecs may not use as setting names
+ATTRIBUTES = frozenset(_ATTRIBUTES.split()).union(dir(BaseModel))
 
 
 def _refuse_taken_keys() -> None:

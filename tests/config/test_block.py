@@ -611,6 +611,11 @@ LEVELS = [8, {"size": 4, "codec": "blockint", "bits": 8}]
 ENCODED = {"dp": {"codec": "blockint", "bits": 4}}
 
 
+def test_levels_act_where_only_one_dimension_sums_in_one_level() -> None:
+    config = parse({"dp": "powersgd", "zero": {"codec": "blockint", "bits": 8}, "hierarchy": 2})
+    assert config.widths == 2 and config.flat()["compression.hierarchy"] == 2
+
+
 def test_a_level_may_have_a_codec_on_which_ranks_agree() -> None:
     config = parse({**ENCODED, "hierarchy": LEVELS})
     assert config.widths == [8, 4]

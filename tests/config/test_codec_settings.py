@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from hybridcomp.codecs import Codec, Zfp
+from hybridcomp.codecs.registry import CODECS
+from hybridcomp.config.codec_settings import ATTRIBUTES, DIMENSION_KEYS
+from hybridcomp.config.dimension_fields import MODELS
 from tests.config.common import parse
 
 
@@ -44,3 +47,11 @@ def test_error_feedback_stays_bounded_where_it_is_allowed(settings: dict[str, An
 
 def test_error_feedback_runs_away_where_it_is_refused() -> None:
     assert feed_back(Zfp(4)) > 1e6
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.__name__)
+def test_no_codec_of_another_package_can_take_a_key_of_a_dimension(model: type[Any]) -> None:
+    settings = {setting.name for codec in CODECS.values() for setting in codec.settings}
+    assert set(model.model_fields) - settings <= DIMENSION_KEYS
+    public = {name for name in dir(model) if not name.startswith("_")}
+    assert public - set(model.model_fields) <= ATTRIBUTES
