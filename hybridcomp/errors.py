@@ -32,6 +32,16 @@ def install_hint(extra: str = "") -> str:
     return f"pip install {shlex.join(wanted)}" if wanted else CLONE
 
 
+def installed(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _packages(extra: str) -> list[str]:
     """Return the packages of an extra, with their versions; empty if unknown."""
     from importlib import metadata

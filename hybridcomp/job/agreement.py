@@ -14,14 +14,13 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from hybridcomp.errors import AgreementError, PeerError
+from hybridcomp.errors import AgreementError, PeerError, installed
 from hybridcomp.job import gates, processes
 from hybridcomp.job.gates import Ranks
 from hybridcomp.job.launcher import start_command
@@ -49,10 +48,7 @@ def versions(*packages: str) -> dict[str, str | None]:
     """Return the versions of hybridcomp, Python (major.minor), torch and the given packages."""
     found: dict[str, str | None] = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("hybridcomp", "torch", *packages):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
+        found[name] = installed(name)
     return found
 
 

@@ -11,13 +11,12 @@ import filecmp
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import show
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, installed
 from hybridcomp.job import saved
 from hybridcomp.job.launcher import start_command
 
@@ -68,7 +67,7 @@ def write(
     note = {
         "README": text + ENCODED * (STATES in kinds),
         "format": FORMAT,
-        "hybridcomp": _version(),
+        "hybridcomp": installed("hybridcomp"),
         "step": step,
         "world_size": world_size,
         "files": {f"{kind}_rank_*.pt": HOLDS[kind] for kind in kinds},
@@ -202,10 +201,3 @@ def dropped(folder: Path, block: CompressionConfig | None) -> list[str]:
         f"WARNING: {folder} is of a compressed run, and {whose}: dropped are {lost}. To take them "
         f"over, resume with the block that {FILE} holds"
     ]
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("hybridcomp")
-    except metadata.PackageNotFoundError:
-        return None

@@ -10,10 +10,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 
-from hybridcomp.errors import HybridcompError
+from hybridcomp.errors import HybridcompError, installed
 from hybridcomp.foreign import message, one_line, printable
 from hybridcomp.tools.commands import configs, replan, states, watch
 from hybridcomp.tools.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
@@ -61,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybridcomp", description=DESCRIPTION)
-    installed = _version("hybridcomp") or "hybridcomp is not installed"
-    parser.add_argument("--version", action="version", version=installed)
+    version = installed("hybridcomp") or "hybridcomp is not installed"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     validate = commands.add_parser("validate", help="check a ds_config.json, or a bare block")
@@ -277,13 +276,6 @@ def _rendezvous(options: argparse.Namespace) -> int:
     from hybridcomp.tools.commands import rendezvous
 
     return rendezvous.run(options.port)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hybridcomp.codecs import CODECS, make_codec
-from hybridcomp.errors import HybridcompError, install_hint
+from hybridcomp.errors import HybridcompError, install_hint, installed
 from hybridcomp.foreign import printable
 from hybridcomp.job import environment
 from hybridcomp.job.devices import device_name
@@ -160,7 +160,7 @@ def _probe(device: torch.device) -> Finding:
 def _requirements() -> Iterator[Finding]:
     """Check Python and the requirements in hybridcomp's metadata."""
     python = platform.python_version()
-    if _version("hybridcomp") is None:
+    if installed("hybridcomp") is None:
         yield FAIL, f"python {python}; hybridcomp is not installed: {install_hint()}"
         return
     window = metadata.metadata("hybridcomp")["Requires-Python"]
@@ -169,7 +169,7 @@ def _requirements() -> Iterator[Finding]:
         requirement = Requirement(text)
         if requirement.marker is not None:
             continue  # a requirement of an extra
-        found = _version(requirement.name)
+        found = installed(requirement.name)
         if found is None:
             yield FAIL, f"{requirement.name} is not installed ({requirement.specifier} is needed)"
         elif not requirement.specifier.contains(found, prereleases=True):
@@ -212,7 +212,7 @@ def _optional() -> Iterator[Finding]:
         ("plotly", install_hint("report")),
         ("rich", install_hint("report")),
     ):
-        found = _version(name)
+        found = installed(name)
         if found is None:
             yield INFO, f"{name} is not installed (optional: {advice})"
         else:
@@ -255,8 +255,8 @@ def _seams(package: str, extra: str) -> Iterator[Finding]:
 
     found = registry.patches_of(package)
     name = Requirement(found[0].seam.requirement).name
-    installed = _version(name)
-    if installed is None:
+    version = installed(name)
+    if version is None:
         yield INFO, f"{name} is not installed (optional: {install_hint(extra)})"
         return
     reasons: dict[str, list[str]] = {}
@@ -273,11 +273,4 @@ def _seams(package: str, extra: str) -> Iterator[Finding]:
         yield FAIL, f"seam {seams[0]}{more}: {reason}"
     good = len(found) - sum(map(len, reasons.values()))
     mark = FAIL if reasons else OK
-    yield mark, f"{name} {installed}: {good} of {len(found)} seams are as known"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    yield mark, f"{name} {version}: {good} of {len(found)} seams are as known"

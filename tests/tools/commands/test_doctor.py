@@ -175,7 +175,7 @@ def test_codecs_run_on_this_gpu() -> None:
 def test_equal_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed 0.18.2 fails at every seam for the same reason."""
     monkeypatch.setattr(patching, "version", lambda name: "0.18.2")
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.18.2")
+    monkeypatch.setattr(doctor, "installed", lambda name: "0.18.2")
     found = list(doctor._seams("deepspeed", "deepspeed"))
     assert len(found) <= 3 and {mark for mark, _ in found} == {doctor.FAIL}  # by window, and all
     assert re.search(r"seam deepspeed\.\S+ and \d\d more: needs deepspeed >= 0.19", found[0][1])
@@ -184,7 +184,7 @@ def test_equal_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
     ((mark, text),) = doctor._seams("megatron.core", "megatron")
     assert mark == doctor.INFO and "pip install 'megatron-core" in text
 
