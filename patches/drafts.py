@@ -103,7 +103,7 @@ def _line(stage: GeneratingStage) -> list[int]:
 def _averaging(stage: GeneratingStage) -> Iterator[Callable[[list[Tensor]], None]]:
     """Yield a function that averages gradients over all last stages; a collective."""
     said = tell({"line": _line(stage)}, what=KEY)
-    last = sorted({one["line"][-1] for one in said})
+    last = sorted({statement["line"][-1] for statement in said})
     made = dist.new_group(last) if len(last) > 1 else None
     if made is None or dist.get_rank() not in last:
         yield lambda gradients: None

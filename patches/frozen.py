@@ -87,16 +87,17 @@ def _change(engine: Any, what: What | None, trains: bool) -> tuple[str, ...]:
         names, said = _agreed(adapter, frozen, what, trains)
         undo.callback(adapter.apply, frozen)  # undone last, when all else is restored
         undo.callback(vars(frozen).update, copy.deepcopy(vars(frozen)))
-        every = dict.fromkeys(name for one in said for name in one["names"])
+        every = dict.fromkeys(name for statement in said for name in statement["names"])
         frozen.change(every, trains, adapter.steps())
         for name in names:
             parameter = adapter.named[name]
             undo.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.requires_grad_(trains)
             parameter.grad = None
-        parts = range(1 + max(one["part"] for one in said))
+        parts = range(1 + max(statement["part"] for statement in said))
         frozen.wholly = [
-            not any(one["left"] for one in said if one["part"] == part) for part in parts
+            not any(statement["left"] for statement in said if statement["part"] == part)
+            for part in parts
         ]
         adapter.apply(frozen)
     frozen_layers.give(engine, frozen)
@@ -115,7 +116,7 @@ def _drop_residuals(adapter: Adapter, names: Iterable[str]) -> float:
     own = {getattr(adapter.named[name], NAME, name) for name in names}
     lost = adapter.channels.residuals.forget(lambda name: name.removeprefix(_BETWEEN) in own)
     said = tell({"lost": lost}, what=KEY[False], ranks=adapter.ranks)
-    return math.hypot(*(one["lost"] for one in said))
+    return math.hypot(*(statement["lost"] for statement in said))
 
 
 def _told(count: int, trains: bool, lost: float) -> str:
@@ -154,10 +155,10 @@ def _agreed(
 
 
 def _check(said: Sequence[Mapping[str, Any]], frozen: Frozen, key: str, trains: bool) -> None:
-    for place, one in enumerate(said):
-        first = next(n for n, other in enumerate(said) if other["part"] == one["part"])
+    for place, statement in enumerate(said):
+        first = next(n for n, other in enumerate(said) if other["part"] == statement["part"])
         for name in ("call", "names"):
-            here, there = one[name], said[first][name]
+            here, there = statement[name], said[first][name]
             if here != there:
                 odd = [sorted({*a} - {*b})[:2] if name == "names" else a
                        for a, b in ((here, there), (there, here))]  # fmt: skip
@@ -165,25 +166,25 @@ def _check(said: Sequence[Mapping[str, Any]], frozen: Frozen, key: str, trains: 
                     f"{key}: rank {place} asks for other {name} than rank {first} ({odd[0]} "
                     f"against {odd[1]}); every rank has to make the same call"
                 )
-    for one in said:
-        if one["refused"]:
-            raise ConfigError(key, Shown(one["refused"][0]), one["refused"][1])
+    for statement in said:
+        if statement["refused"]:
+            raise ConfigError(key, Shown(statement["refused"][0]), statement["refused"][1])
     for name in said[0]["unknown"]:
-        if all(name in one["unknown"] for one in said):
-            near = next(filter(None, (one["unknown"][name] for one in said)), "")
+        if all(name in statement["unknown"] for statement in said):
+            near = next(filter(None, (statement["unknown"][name] for statement in said)), "")
             hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(key, name, f"the model has no parameter or module of this name{hint}")
-    names = [name for one in said for name in one["names"]]
+    names = [name for statement in said for name in statement["names"]]
     if not names:
         kind = "is frozen by hybridcomp.freeze" if trains else "trains"
         raise ConfigError(key, NOTHING, f"expected at least one parameter that {kind}")
     twice = [] if trains else [name for name in names if name in frozen.everywhere]
     if twice:
         raise ConfigError(key, twice[0], "is frozen already; name what is not, or thaw it before")
-    if any(one["open"] for one in said):
+    if any(statement["open"] for statement in said):
         todo = "call it between two steps: behind step() and before the next forward pass"
         raise ConfigError(key, Shown("a step that has begun"), todo)
-    if not any(one["left"] for one in said):
+    if not any(statement["left"] for statement in said):
         raise ConfigError(key, Shown("all that trains"), "leave something to train")
 
 

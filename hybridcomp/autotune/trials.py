@@ -179,8 +179,8 @@ def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[R
     ``planned``: the messages of this rank, in one order on all ranks, so that they cannot deadlock;
     if it is empty the functions do nothing.
     """
-    values = [_values(one.numel, one.dtype, device) for one in planned]
-    groups = [Group.of(one.group) for one in planned]
+    values = [_values(plan.numel, plan.dtype, device) for plan in planned]
+    groups = [Group.of(plan.group) for plan in planned]
 
     def native() -> None:
         for one, tensor in zip(planned, values, strict=True):

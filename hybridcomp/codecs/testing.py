@@ -93,10 +93,13 @@ def settings_of(codec: Codec) -> dict[str, object]:
 def check_ladder(codec: type[Codec]) -> None:
     """Check a ladder: fixed sizes, one block size, and smaller errors for more bits."""
     ladder = codec.ladder()
-    _require(all(one.fixed_size for one in ladder), "a ladder takes codecs of fixed size")
-    _require(len({one.block_size for one in ladder}) < 2, "a ladder takes codecs of one block_size")
-    costs = [one.bits_per_value(torch.float32) for one in ladder]
-    errors = [worst_ratio(one, torch.float32, FLOOR) for one in ladder]
+    _require(all(rung.fixed_size for rung in ladder), "a ladder takes codecs of fixed size")
+    _require(
+        len({rung.block_size for rung in ladder}) < 2,
+        "a ladder takes codecs of one block_size",
+    )
+    costs = [rung.bits_per_value(torch.float32) for rung in ladder]
+    errors = [worst_ratio(rung, torch.float32, FLOOR) for rung in ladder]
     _require(costs == sorted(costs), "a ladder begins with the cheapest")
     _require(errors == sorted(errors, reverse=True), "a ladder ends with the smallest error")
 

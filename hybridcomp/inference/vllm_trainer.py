@@ -106,7 +106,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         assert told is not None, "what was prepared is under way"
         problem = self._load(told.version) if self.is_sender else None
         said = tell({"problem": problem}, what="loading weights", ranks=self._publisher.ranks)
-        found = next((one["problem"] for one in said if one["problem"]), None)
+        found = next((statement["problem"] for statement in said if statement["problem"]), None)
         if found is not None:
             raise PublishError(f"version {told.version} is published and was not loaded: {found}")
         return told

@@ -69,7 +69,7 @@ class AppliedChanges:
         """
         names = tuple(table) if self.is_new else tuple(sorted(self.changes))
         changed = held.weights if self.is_new else sum(
-            one.changed for row in self.changes.values() for one in row
+            change.changed for row in self.changes.values() for change in row
         )  # fmt: skip
         return AppliedVersion(
             held.version, names, self.count, self.full, changed, self.check_s, self.apply_s,

@@ -213,7 +213,7 @@ class BesideVersion:
         is_there = self._written.wait(self._left())
         problem = self._problem if is_there else self._late("written")
         said = self._of.tell(problem=problem, **(self._statement if is_there else {}))
-        if any(one["problem"] for one in said):
+        if any(statement["problem"] for statement in said):
             return self._unreadable(said)
         if self._of.rank == 0:
             self._said = said

@@ -100,7 +100,7 @@ class PublishedCodec:
         if self.setting != AUTO or not self.feels_link:
             return None
         keys = ("raw_nbytes", "nbytes", "codec_s")
-        raw, sent, codec_s = (sum(one[key] for one in said) for key in keys)
+        raw, sent, codec_s = (sum(statement[key] for statement in said) for key in keys)
         first = said[0]
         if sent >= LEAST_NBYTES and first["link_s"] and first["nbytes"]:
             late_s = receivers.late_s if receivers else 0.0

@@ -305,7 +305,7 @@ class Publisher:
         manifest, said = beside.settle()
         self._beside = None
         waited_s = self._waited_s + time.perf_counter() - begun
-        seconds = max(one.get("seconds", 0.0) for one in said)
+        seconds = max(statement.get("seconds", 0.0) for statement in said)
         return self._took(manifest, said, seconds, waited_s, None)
 
     def _took(
@@ -322,7 +322,7 @@ class Publisher:
         self._said = said, manifest.full
         self._is_held = True
         slowest = {
-            key: max((one.get(key, 0.0) for one in said), default=0.0)
+            key: max((statement.get(key, 0.0) for statement in said), default=0.0)
             for key in ("compare_s", "encode_s", "wire_s")
         }
         self.summary = VersionSummary(
@@ -382,28 +382,28 @@ class Publisher:
             self._destination.remove_aside()  # no rank can write a manifest that names them
         self._is_torn = False
         self._base, self._version = said[0]["base"], said[0]["version"]
-        since_full = max(one["since_full"] for one in said)
-        full = any(one["full"] for one in said) or since_full >= self.anchor_every
+        since_full = max(statement["since_full"] for statement in said)
+        full = any(statement["full"] for statement in said) or since_full >= self.anchor_every
         told = said[0]["receivers"]
         receivers = None if told is None else ReceiverTimes(**told)
         last, self._said = self._said, None
         text = None if last is None else self._choice.note(last[0], receivers, last[1])
         if text is not None and self._rank == 0:
             say(text, anywhere=True)
-        tokens = tuple(str(one["token"]) for one in said)
+        tokens = tuple(str(statement["token"]) for statement in said)
         return full, None if receivers is None else receivers.apply_s, tokens
 
     def _manifest(
         self, version: int, full: bool, step: int, said: Sequence[Mapping[str, Any]]
     ) -> Manifest:
         parts = [
-            PartEntry(rank, one["file"], one["nbytes"], one["digest"])
-            for rank, one in enumerate(said)
+            PartEntry(rank, statement["file"], statement["nbytes"], statement["digest"])
+            for rank, statement in enumerate(said)
         ]
         divided = self._divided
         return Manifest(
             self._base, version, None if full else self._version, "" if full else self._digest,
-            self._table_digest, divided.numel, sum(one["changed"] for one in said),
+            self._table_digest, divided.numel, sum(statement["changed"] for statement in said),
             step, parts,
             divided.table if full else None, divided.aliases if full else {},
         )  # fmt: skip

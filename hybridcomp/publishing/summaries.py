@@ -73,7 +73,11 @@ class StartedVersion:
 
 def check_all(said: Sequence[Mapping[str, Any]], ranks: tuple[int, ...], what: str) -> None:
     """Raise PublishError on every rank if any rank has stated a problem."""
-    bad = [(ranks[place], one["problem"]) for place, one in enumerate(said) if one["problem"]]
+    bad = [
+        (ranks[place], statement["problem"])
+        for place, statement in enumerate(said)
+        if statement["problem"]
+    ]
     if bad:
         rank, problem = bad[0]
         more = f" (also rank(s) {', '.join(str(r) for r, _ in bad[1:5])})" if bad[1:] else ""

@@ -208,12 +208,12 @@ def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeight
         "held": [_row(one.stretch) for one in weights.held],
     }
     said = _exchange(mine, weights.ranks)
-    for one in said:
-        if one["problem"] is not None:
-            key, shown, todo = one["problem"]
+    for statement in said:
+        if statement["problem"] is not None:
+            key, shown, todo = statement["problem"]
             raise ConfigError(key, _AsShown(shown), todo)
     table, aliases = _merged(said)
-    held = [[WeightRange(*row) for row in one["held"]] for one in said]
+    held = [[WeightRange(*row) for row in statement["held"]] for statement in said]
     _check_cover(table, {stretch for row in held for stretch in row})
     place = weights.ranks.index(dist.get_rank())
     owned = [Owned(weights.held[n], low, high) for n, low, high in divide(held, place)]
@@ -234,15 +234,15 @@ def _exchange(mine: dict[str, Any], ranks: tuple[int, ...]) -> list[dict[str, An
 def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:
     table: Table = {}
     aliases: dict[str, str] = {}
-    for rank, one in enumerate(said):
-        for name, (shape, dtype) in one["table"].items():
+    for rank, statement in enumerate(said):
+        for name, (shape, dtype) in statement["table"].items():
             entry = (tuple(shape), dtype)
             if table.setdefault(name, entry) != entry:
                 raise PublishError(
                     f"{name}: rank {rank} of the job has {entry}, another one {table[name]}; "
                     "publish engines whose ranks hold parts of one model"
                 )
-        aliases.update(one["aliases"])
+        aliases.update(statement["aliases"])
     return dict(sorted(table.items())), dict(sorted(aliases.items()))
 
 

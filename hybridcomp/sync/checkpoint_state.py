@@ -107,7 +107,7 @@ def _odd_part(part: Any) -> str | None:
         return "a start copy of the weights is missing or of another length"
     if not isinstance(under_way, (list, tuple)) or not all(map(_is_sent, under_way)):
         return "what it holds of messages under way is none"
-    sent = [one for row in under_way for one in row]
+    sent = [message for row in under_way for message in row]
     for what, tensors in {**{key: [part[key]] for key in _TENSORS}, "under_way": sent}.items():
         for tensor in filter(lambda one: one is not None, tensors):
             if not _is_like(tensor, start):

@@ -184,7 +184,7 @@ class _Rows:
             return (rank,)
         if group not in self._known:
             found = self._nodes.rows(group)
-            self._known[group] = {one: row for row in found for one in row}
+            self._known[group] = {rank: row for row in found for rank in row}
         return self._known[group].get(rank, (rank,))
 
 

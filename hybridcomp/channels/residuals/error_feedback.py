@@ -251,7 +251,7 @@ class Residuals:
     def _all(self) -> Iterator[Residual]:
         yield from (stretch.flat for stretch in self._stretches.values())
         yield from (values for stored in self._restored.values() for _, values in stored)
-        yield from (one.values for stored in self._common.values() for one in stored)
+        yield from (entry.values for stored in self._common.values() for entry in stored)
 
     @property
     def is_restored(self) -> bool:
@@ -267,7 +267,7 @@ class Residuals:
         """Return the L2 norm of this rank's residuals; for node sums, ranks of a node agree."""
         found = [stretch.flat for stretch in self._stretches.values()]
         found += [values for stored in self._restored.values() for _, values in stored]
-        found += [one.own[1] for stored in self._common.values() for one in stored]
+        found += [entry.own[1] for stored in self._common.values() for entry in stored]
         rows = read_together([squares(residual).view(1) for residual in found])
         return float(sum(square for (square,) in rows) ** 0.5)
 
@@ -289,7 +289,8 @@ class Residuals:
         if self._common:
             state[COMMON] = {
                 name: [
-                    (one.offset, for_checkpoint(one.values), one.index, one.count) for one in stored
+                    (entry.offset, for_checkpoint(entry.values), entry.index, entry.count)
+                    for entry in stored
                 ]
                 for name, stored in self._common.items()
             }

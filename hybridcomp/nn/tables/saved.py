@@ -84,7 +84,7 @@ def save(table: RowTable, folder: Path) -> None:
         problem = CheckpointError(f"{quoted_path(folder)}: {error.strerror}; nothing was replaced")
     try:
         said = owners.agree({"sums": mine}, problem)
-        saved.sums = {name: [one["sums"][name] for one in said] for name in mine}
+        saved.sums = {name: [statement["sums"][name] for statement in said] for name in mine}
         if owners.rank == 0:
             problem = _replace(folder, saved)
         owners.agree({}, problem)

@@ -100,7 +100,7 @@ def read_ledger(path: Path) -> Rows:
         raise CompareError(f"{path}: the summary at the end is missing; did the run end early?")
     rows: Rows = records[-1]["dimensions"]
     needed = {"codec", "raw_MB", "wire_MB", "ratio"}
-    for figure in (one for ways in rows.values() for row in ways.values() for one in row.items()):
+    for figure in (item for ways in rows.values() for row in ways.values() for item in row.items()):
         _check_figure(path, *figure)
     for dimension, ways in rows.items():
         for way, row in ways.items():

@@ -251,15 +251,15 @@ def _hold_to_disk(optimizer: Any) -> None:
     disk = [os.uname().nodename, os.stat(folder).st_dev]
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     said = tell({"disk": disk, "needed": needed, "free": free}, what=WHAT)
-    for one in said:
-        ours = [rank for rank in said if rank["disk"] == one["disk"]]
+    for statement in said:
+        ours = [rank for rank in said if rank["disk"] == statement["disk"]]
         all_needed, least = sum(rank["needed"] for rank in ours), min(r["free"] for r in ours)
         if all_needed > least:
             raise ConfigError(
                 "zero_optimization.offload_optimizer.nvme_path", os.path.dirname(folder),
-                f"{len(ours)} ranks of {one['disk'][0]} need up to {size(all_needed)} more for "
-                f"optimizer states and gradients, and {size(least)} are free; make room, or name "
-                "another disk",
+                f"{len(ours)} ranks of {statement['disk'][0]} need up to {size(all_needed)} more "
+                f"for optimizer states and gradients, and {size(least)} are free; make room, or "
+                "name another disk",
             )  # fmt: skip
 
 
