@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
 
 class FrozenFront:
-    """The blocks at the front of a model, each a tensor to a tensor, of which some are frozen.
+    """The front blocks of a model, some of them frozen; each maps a tensor to a tensor.
 
     ``front(samples, inputs)`` returns what the frozen ones make of ``inputs``, without a gradient:
     from the host for samples that were there before, else computed and kept, each sample alone.

@@ -182,7 +182,7 @@ def _is_rearranged(model: Any) -> bool:
 
 
 def _pack_again(model: Any) -> None:
-    """Have vLLM repack the weights of which it uses packed copies that its reload does not update.
+    """Have vLLM repack weights whose packed copies its own reload does not update.
 
     On CPUs these are the rows of a tied embedding, used by the head, and experts.
     """

@@ -59,7 +59,7 @@ class AllGatherParts(Message[None]):
 
 @dataclass(eq=False, kw_only=True)
 class _Padded(AllGather):
-    """All-gather of padded shards, of which native sends the first ``native_numel`` elements."""
+    """All-gather of padded shards; native would send only their first ``native_numel`` elements."""
 
     native_numel: int
 

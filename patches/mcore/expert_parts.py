@@ -52,7 +52,7 @@ def names_of(config: Any) -> ExpertNames | None:
 def translate(
     names: ExpertNames, part: WeightPart, before: str, inside: str, kind: str
 ) -> Iterator[WeightPart]:
-    """Yield, under Hugging Face's names, the parts of one part of a layer of experts.
+    """Translate one part of a layer of experts into parts under Hugging Face's names.
 
     Args:
         before: Hugging Face's prefix of the layer.

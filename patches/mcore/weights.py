@@ -175,7 +175,7 @@ def _leaves(found: Any) -> Iterator[Any]:
 
 
 def _check_all_there(module: Any, parts: Sequence[WeightPart]) -> None:
-    """Refuse parameters of which Megatron's checkpoints hold copies in another order."""
+    """Refuse parameters that Megatron's checkpoints store in another order."""
     found = {(part.values.data_ptr(), part.values.numel()) for part in parts}
     for name, parameter in module.named_parameters():
         begin, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes

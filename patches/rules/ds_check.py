@@ -83,6 +83,6 @@ def _hold_to_ranks(job: DeepSpeedJob) -> None:
 
 
 def absent(ds_config: Mapping[str, Any], **facts: Any) -> frozenset[Dimension]:
-    """Return the dimensions of which such a job has no traffic; ``facts`` as in ``check``."""
+    """Return the dimensions without traffic in such a job; ``facts`` as in ``check``."""
     job = DeepSpeedJob(ds_config, **facts)
     return engine.absent((rule, job) for rule in TABLES)

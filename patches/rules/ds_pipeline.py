@@ -78,6 +78,6 @@ def check_micro_batches(settings: AsyncPipelineConfig, stages: Stages) -> None:
 
 
 def no_schedule(settings: AsyncPipelineConfig) -> ConfigError:
-    """Return the error for a model that is no PipelineModule with a schedule of its own."""
+    """Return the error for a model that does not run by a PipelineModule's own schedule."""
     todo = "only a PipelineModule's own schedule goes on without a flush; remove it"
     return ConfigError(KEY, settings.versions, todo)

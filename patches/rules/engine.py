@@ -132,7 +132,7 @@ def lossy(block: CompressionConfig) -> frozenset[Dimension]:
 
 
 def absent(rules: Iterable[tuple[Rule[J], J]]) -> frozenset[Dimension]:
-    """Return the dimensions of which a job has no traffic."""
+    """Return the dimensions without traffic in a job."""
     return frozenset(
         name
         for rule, job in rules

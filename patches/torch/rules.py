@@ -128,7 +128,7 @@ DDP: tuple[Rule[Any], ...] = (*_DDP, *engine.without_seam(dimensions.DDP, _DDP))
 def check(
     block: CompressionConfig, table: Sequence[Rule[Any]], job: Any, ungathered: str = ""
 ) -> frozenset[Dimension]:
-    """Check the block against a model; return the dimensions of which it has no messages.
+    """Check the block against a model; return the dimensions without messages.
 
     ``ungathered``: why the key ``gathered`` cannot act; empty where it can.
 

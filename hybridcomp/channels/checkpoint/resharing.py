@@ -205,7 +205,7 @@ def _senders(
 def _sweep(
     senders: Iterable[tuple[tuple[Range, ...], Ranks]],
 ) -> Iterator[tuple[Range, list[Ranks]]]:
-    """Yield ascending slices, each with the senders (units) of it."""
+    """Yield slices in ascending order, each with the units that send it."""
     events: dict[int, tuple[set[Ranks], set[Ranks]]] = {}
     for ranges, unit in senders:
         for low, high in ranges:

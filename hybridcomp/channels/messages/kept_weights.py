@@ -56,7 +56,7 @@ def hashes_of(shares: Sequence[Tensor]) -> list[int]:
 
 
 def hashes_together(shares: Iterable[Tensor]) -> list[int]:
-    """Return hashes of 1-D shares as ``hashes_of``, but one of all small ones of a dtype."""
+    """Return hashes of 1-D shares as ``hashes_of``; all small shares of a dtype have one hash."""
     large: list[Tensor] = []
     small: dict[torch.dtype, list[Tensor]] = {}
     for share in shares:

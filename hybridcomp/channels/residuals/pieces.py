@@ -1,4 +1,4 @@
-"""Describe the parameter slices of which a flat tensor consists, and their positions in it.
+"""Describe the parameter slices that a flat tensor holds, and their positions in it.
 
 A residual belongs to a slice of a parameter's flattened gradient: buckets may be cut differently
 after a restart, but parameters stay.

@@ -52,7 +52,7 @@ class _Kept:
             self._held.append(held)
 
     def add(self, start: int, grads: tuple[Tensor, ...]) -> list[Tensor]:
-        """Add a slice's gradients for all tokens up to its end; return those of its own tokens.
+        """Add the gradients of all tokens that a slice has read; return those of the slice itself.
 
         Sums are in the dtype of the gradients, added from the latest slice to the first.
         """

@@ -130,7 +130,7 @@ def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
 
 
 def _facts(found: JobFile, told: Mapping[str, bool | None]) -> dict[str, Any]:
-    """Return facts of the model: those of the options, and those in a GPT-NeoX file."""
+    """Return facts of the model from the options and from a GPT-NeoX file."""
     written = {name: value for name, value in told.items() if value is not None}
     if found.whose != "neox":
         return written

@@ -128,7 +128,7 @@ def shapes_of(
 
 
 def _pairs(nodes: Sequence[int], *, across: bool, sites: Sequence[int] = ()) -> list[Ranks]:
-    """Return disjoint pairs of ranks on one node, or at equal places of neighbouring nodes, with
+    """Return disjoint pairs of ranks, on one node or at equal places of neighbouring nodes, with
     ``sites`` of one of these."""
     rows: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
