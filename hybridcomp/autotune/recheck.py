@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.job import small_messages
 
 #: number of uncounted steps before the first round

@@ -28,7 +28,7 @@ from hybridcomp.autotune import remembered_file
 from hybridcomp.autotune.recheck import StepClock
 from hybridcomp.autotune.remembered_file import FoundVerdicts
 from hybridcomp.autotune.verdicts import Decision, Verdicts
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.job.agreement import tell, versions
 from hybridcomp.job.devices import device_name
 

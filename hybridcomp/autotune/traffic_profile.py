@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hybridcomp.autotune.trials import PlannedMessage
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.topology import Ranks, ranks_of
-from hybridcomp.config.policy import Dimension, Direction
+from hybridcomp.dimensions import Dimension, Direction
 from hybridcomp.job.agreement import tell
 
 

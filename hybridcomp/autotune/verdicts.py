@@ -15,7 +15,7 @@ import torch
 
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 
 #: if encoding took this many times as long as native in the trial, no steps are compared: in a step
 #: encoding also takes the model's cores

@@ -23,8 +23,8 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.policy import Dimension, Direction, Policy
-from hybridcomp.dimensions import MEASURED_EARLY
+from hybridcomp.config.policy import Policy
+from hybridcomp.dimensions import MEASURED_EARLY, Dimension, Direction
 from hybridcomp.errors import ConfigError
 
 #: attribute of an attached engine, its optimizer and its parameters that holds the ``Channels``

@@ -13,7 +13,7 @@ from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual, squares
 from hybridcomp.collectives.wire import stretches
-from hybridcomp.config.policy import Dimension, Direction
+from hybridcomp.dimensions import Dimension, Direction
 
 #: number of a message's first elements that are sampled
 SAMPLE_NUMEL = 65536

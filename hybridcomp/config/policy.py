@@ -16,8 +16,6 @@ import torch
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.dimensions import Dimension, Direction
 
-__all__ = ["Dimension", "Direction", "Limits", "Policy", "Rung", "Traffic"]
-
 
 class Traffic(NamedTuple):
     """One message, as every rank of its group sees it; a tuple, since each message makes one."""

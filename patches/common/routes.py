@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.channels import Channel, Channels
-from hybridcomp.config.policy import Dimension, Direction
+from hybridcomp.dimensions import Dimension, Direction
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current

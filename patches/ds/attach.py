@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.job.devices import device_name
 from hybridcomp.job.together import together
 from hybridcomp.log import say

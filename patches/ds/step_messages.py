@@ -12,7 +12,7 @@ from typing import Any
 from hybridcomp.channels import StepTraffic
 from hybridcomp.channels.memory_use import note
 from hybridcomp.collectives import Group
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.ds.checkpoint.exact_weights import flat_groups
 from hybridcomp.session.engine_session import EngineSession
 

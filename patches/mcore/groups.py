@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 
 #: getter in megatron.core.parallel_state -> dimension
 GETTERS: tuple[tuple[str, Dimension], ...] = (

@@ -35,7 +35,7 @@ from torch import Tensor
 from hybridcomp.channels import Posted
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore.pipeline_message import post

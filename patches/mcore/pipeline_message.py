@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.collective_wrappers import flat
 

@@ -7,7 +7,7 @@ from typing import Any
 from hybridcomp.channels import StepTraffic
 from hybridcomp.channels.accounting.memory import memory_lines
 from hybridcomp.channels.memory_use import note
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.session.engine_session import EngineSession
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.config.policy import Dimension, Direction
+from hybridcomp.dimensions import Dimension, Direction
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,

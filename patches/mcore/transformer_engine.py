@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hybridcomp.channels import native_nbytes
-from hybridcomp.config.policy import Dimension, Direction
+from hybridcomp.dimensions import Dimension, Direction
 from hybridcomp.errors import SeamError
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.collective_wrappers import (

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.nn.context.rotation import Rotater
 from hybridcomp.nn.context.traffic import RingTraffic
 from hybridcomp.patches.torch import torch_versions

@@ -20,7 +20,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.collectives.topology import Ranks, machines
 from hybridcomp.config import BLOCK, CompressionConfig, describe
 from hybridcomp.config.error_messages import NOTHING
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions

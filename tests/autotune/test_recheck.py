@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import CELLS, REHEARSED, Recheck, StepComparison, describe_finding
 from hybridcomp.autotune.verdicts import Decision, Verdicts, are_decisions
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 
 CPU = torch.device("cpu")
 NAMES: tuple[Dimension, ...] = ("dp", "zero", "tp")

@@ -21,7 +21,7 @@ from hybridcomp.channels import (
 from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 
 
 @dataclass(eq=False, kw_only=True)

@@ -27,8 +27,8 @@ from hybridcomp.channels.accounting.rank_messages import (
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BITS
 from hybridcomp.config.block import CompressionConfig
-from hybridcomp.config.policy import Direction, Traffic
-from hybridcomp.dimensions import ROWS, Dimension
+from hybridcomp.config.policy import Traffic
+from hybridcomp.dimensions import ROWS, Dimension, Direction
 
 #: bytes per published value
 PUBLISHED = 2

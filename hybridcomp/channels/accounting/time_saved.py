@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from hybridcomp.autotune.verdicts import Verdicts
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 
 
 @dataclass

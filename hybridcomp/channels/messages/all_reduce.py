@@ -37,7 +37,7 @@ from hybridcomp.collectives import (
     native_nbytes,
     owner_hops,
 )
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 
 #: pieces that one rank encodes, and pieces whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels.channel import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.ring import Ring
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 
 
 def ring_of(

@@ -42,7 +42,7 @@ from hybridcomp.channels.offload.pinned_receive_buffers import (
 )
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 
 #: number of ends of a copy (device and host), passed as number of ranks to choose codecs
 ENDS = 2

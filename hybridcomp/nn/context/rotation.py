@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridcomp.collectives.ring import PackedMessage, Ring
 from hybridcomp.collectives.wire import Pending
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.nn.context.traffic import RingTraffic
 
 

@@ -30,7 +30,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.ring import Contents, PackedMessage, Ring
 from hybridcomp.collectives.wire import Pending
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 
 #: receives of keys and values that are posted ahead over gloo
 AHEAD = 2

@@ -23,7 +23,7 @@ from hybridcomp.channels.channel import Channel
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
 from hybridcomp.nn.slices.kv_cache import KVCache

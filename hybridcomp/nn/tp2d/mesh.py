@@ -16,7 +16,7 @@ from hybridcomp.channels.channel import Channel
 from hybridcomp.collectives import Group, Handle, Meter, native_nbytes
 from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import process
 

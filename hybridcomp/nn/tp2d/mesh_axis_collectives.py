@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives import Handle
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.nn.tp2d.mesh import Axis, BroadcastUnderWay, Mesh
 
 

@@ -30,7 +30,7 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.transport import all_gather_single, reduce_scatter_single
 from hybridcomp.config import CompressionConfig
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,

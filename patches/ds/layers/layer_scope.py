@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.channels import ATTRIBUTE, Channels
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.routes import OWNER, SENDER, Layers, Sender

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.patches.common.scope import Scope

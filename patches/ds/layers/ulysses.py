@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.patches.common.collective_wrappers import make_all_to_all_single
 from hybridcomp.patches.common.routes import SENDER, Sender, make_backward, make_stand_in
 from hybridcomp.patches.ds.layers.layer_scope import (

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hybridcomp.channels import AllGather, channels_of
 from hybridcomp.collectives import Handle
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.patches.ds.pipeline.pipe import running
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.patching import Seam

@@ -15,7 +15,7 @@ import torch
 
 from hybridcomp.channels import Channel
 from hybridcomp.collectives import finish_sends
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.pipeline.agreement import Agreed, Agreement, Neighbour
 from hybridcomp.patches.ds.pipeline.posted_messages import PostedMessages

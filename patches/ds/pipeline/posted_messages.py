@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridcomp.channels import Channel, Posted, PostReceive, PostSend
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hybridcomp.channels.checkpoint.resharing import Sends
 from hybridcomp.channels.memory_use import note_tables
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import ranks_of
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.torch import rules, steps, torch_versions, trained_set
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp import slot as ddp_slot

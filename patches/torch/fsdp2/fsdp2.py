@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.config.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import rules, steps, trained_set
 from hybridcomp.patches.torch import torch_versions as windows

@@ -10,8 +10,7 @@ from functools import cached_property
 
 import torch
 
-from hybridcomp.config.policy import Dimension, Direction
-from hybridcomp.dimensions import ROWS, Key
+from hybridcomp.dimensions import ROWS, Dimension, Direction, Key
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost.calls import NOTHING, Coded, EngineCall

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 
 Kind = Literal["embedding", "block", "head", "module"]
 

@@ -15,7 +15,7 @@ import torch
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
-from hybridcomp.config.policy import Direction
+from hybridcomp.dimensions import Direction
 from hybridcomp.nn import ring_attention
 from hybridcomp.session import process
 from hybridcomp.tools.plan.choices import Choices
