@@ -146,3 +146,11 @@ def test_measure_leaves_a_table(pool: RankPool, tmp_path: Path) -> None:
     one, two = (row.coded_s[-1] for row in gathers)
     assert two < one, "less crosses between nodes"
     assert list(remembered.table(machines(24, 1, 1))) == []
+
+
+@pytest.mark.parametrize(
+    ("numel", "seconds"),
+    [(50, 1.0), (100, 1.0), (200, 1.5), (300, 2.0), (450, 4.0), (600, 6.0), (1200, 12.0)],
+)
+def test_between_two_sizes_seconds_lie_on_a_line(numel: int, seconds: float) -> None:
+    assert measured._between((100, 300, 600), (1.0, 2.0, 6.0), numel) == pytest.approx(seconds)
