@@ -50,12 +50,20 @@ from hybridcomp.collectives.wire.exchange_plan import (
     plan_sum,
     sent_dtype,
 )
-from hybridcomp.collectives.wire.exchanges import add_alone, exchange, show_overflow, sum_parts
+from hybridcomp.collectives.wire.exchanges import (
+    accumulator,
+    add_alone,
+    exchange,
+    show_overflow,
+    sum_parts,
+)
 from hybridcomp.collectives.wire.gathers import (
     GatherPlan,
     decode_all,
     encode_all,
     gather,
+    gather_slices,
+    gather_values,
     plan_gather,
 )
 from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
@@ -107,6 +115,7 @@ __all__ = [
     "SummedPart",
     "Transfer",
     "UNREAD",
+    "accumulator",
     "add_alone",
     "add_values",
     "check_headers",
@@ -121,6 +130,8 @@ __all__ = [
     "encode_sum",
     "exchange",
     "gather",
+    "gather_slices",
+    "gather_values",
     "given",
     "profiler_ranges",
     "overlapped",

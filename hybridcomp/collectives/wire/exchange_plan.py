@@ -172,12 +172,15 @@ class SumPlan:
         owned: the parts that this rank sums, each with its job number or None. None: the rank adds
             its values unquantized, which only a sole owner may do. Several owners must hold the
             same sum, so each decodes its own contribution from the payload that the others got.
+        ahead: sums with several owners begin with this rank's payload, which it decodes while the
+            message is on its way: between two ranks only, where a + b is b + a.
         each: kernels for all sums in one launch, where there are several and the back end has them.
     """
 
     exchange: ExchangePlan
     sent: list[SummedPart]
     owned: list[tuple[SummedPart, int | None]]
+    ahead: bool
     each: MultiTensorKernel | None
 
 
@@ -202,12 +205,9 @@ def plan_sum(
     incoming = [numels] * group.size
     incoming[me] = []
     lengths = [part.stop - part.start for part in sent]
-    return SumPlan(
-        plan_exchange(rows, lengths, incoming, codec, dtype, device, group),
-        sent,
-        owned,
-        codec.each(device) if len(owned) > 1 else None,
-    )
+    each = codec.each(device) if len(owned) > 1 else None
+    exchange = plan_exchange(rows, lengths, incoming, codec, dtype, device, group)
+    return SumPlan(exchange, sent, owned, group.size == 2 and each is None, each)
 
 
 def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:

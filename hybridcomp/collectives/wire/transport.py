@@ -135,20 +135,17 @@ def all_to_all(
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
     _sent_around(values.nbytes, group, meter)
-    staged = STAGING.needed(out, group)
+    staged = out.device.type in STAGING.devices and STAGING.needed(out, group)
     room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
     for operation in here.operations:
         operation.before_message()
-    work = _gather(room, source, group)
+    work: Work
+    if not room.is_cuda and group.backends.get("cpu") == "gloo":
+        places = torch.tensor_split(room, group.size)
+        work = between_pairs(places, [source] * len(places), group)
+    else:
+        work = getattr(dist, GATHER)(room, source, group=group.process_group, async_op=True)
     return Staged(work, room, out) if staged else work
-
-
-def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
-    if not out.is_cuda and group.backends.get("cpu") == "gloo":
-        places = torch.tensor_split(out, group.size)
-        return between_pairs(places, [values] * len(places), group)
-    work: Work = getattr(dist, GATHER)(out, values, group=group.process_group, async_op=True)
-    return work
 
 
 def all_gather_uneven(
