@@ -68,8 +68,9 @@ def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False
             f"out: expected {expected} elements of {shard.dtype}, found "
             f"{out.numel()} of {out.dtype}"
         )
-    steps = _all_gather if via.group.levels is None else _in_two_levels
-    return Handle(steps(shard, out, via), via.meter, async_op)
+    whole = via.group.levels is None
+    steps = _all_gather(shard, out, via) if whole else _in_two_levels(shard, out, via)
+    return Handle(steps, via.meter, async_op)
 
 
 def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:

@@ -1,7 +1,7 @@
 """Plan the reduction of a bucket whose ranges have owners: which rank sums, which ranks receive.
 
-The same buckets come every step, and a plan depends only on their ranges, so plans are cached. A
-tuple of ranges is recognized by its identity: hashing 4,096 ranges takes 3 ms.
+The same buckets come every step, and a plan depends only on their ranges, so plans are cached.
+Groups recognize a tuple of ranges by its identity: hashing 4,096 ranges takes 3 ms.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ PlanKind = Literal["direct", "balanced"]
 Key = TypeVar("Key")
 #: alignment, in elements, of a run's sum in the tensor of all sums, for vector loads
 PLACE_ALIGN = 32
-#: maximum tuples of ranges recognized by identity
-MOST_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -107,24 +105,6 @@ class OwnedSums:
         """Return elements ``[start, stop)`` of the bucket, inside a run, from ``sums``."""
         place = self.place_of(start)
         return sums[place : place + stop - start]
-
-
-#: plans by ranks and identity of the ranges, which are kept so that no other tuple gets that
-#: identity
-_KNOWN: dict[tuple[int, int], tuple[tuple[OwnedRange, ...], OwnerPlan]] = {}
-
-
-def find_plan(ranges: Sequence[OwnedRange], world_size: int) -> OwnerPlan:
-    """Return ``plan_of(ranges)``, without reading the ranges of a tuple that was seen before."""
-    if not isinstance(ranges, tuple):
-        return plan_of(tuple(ranges), world_size)
-    key = (id(ranges), world_size)
-    known = _KNOWN.get(key)
-    if known is None:
-        if len(_KNOWN) >= MOST_KNOWN:
-            _KNOWN.clear()
-        known = _KNOWN[key] = (ranges, plan_of(ranges, world_size))
-    return known[1]
 
 
 @lru_cache(maxsize=4096)

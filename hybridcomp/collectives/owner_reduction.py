@@ -18,7 +18,7 @@ from hybridcomp.collectives.hierarchical.intra_node import (
     scatter_intra_node,
 )
 from hybridcomp.collectives.owner_exchange import send_sums
-from hybridcomp.collectives.owner_plan import find_plan
+from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.owner_rounds import BucketPlan, ScatterRound, plan_bucket
 from hybridcomp.collectives.wire import (
     POOL,
@@ -85,7 +85,7 @@ def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
     if group.levels is not None:
         within = chunk_ranges(numel, group.width)[group.local]
         ranges = ranges_of_nodes(ranges, within, group.levels)
-    hops = 2 if find_plan(ranges, group.encoders).kind == "balanced" else 1
+    hops = 2 if plan_of(tuple(ranges), group.encoders).kind == "balanced" else 1
     if isinstance(held, tuple):
         group.keep(key, (held, hops))
     return hops
@@ -202,8 +202,8 @@ def _send_on(
     with meter.coding():
         arrived = [*chain(*payloads.received), *(payloads.encoded[job] for job, _ in plan.again)]
         places = [sums[low:high] for low, high in (*plan.arriving, *(at for _, at in plan.again))]
-        if len(arrived) > 1 and plan.each is not None:
-            plan.each.decode(arrived, places)
+        if len(arrived) > 1 and plan.exchange.each is not None:
+            plan.exchange.each.decode(arrived, places)
         else:
             decode_all_fp32(plan.exchange.varying, coder, arrived, places, dtype)
         for (low, high), (start, stop) in plan.stays:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, MultiTensorKernel
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.first_hop import FirstHop, plan_first_hop
 from hybridcomp.collectives.fused import fits
 from hybridcomp.collectives.owner_exchange import OwnerExchange, balanced_exchange
@@ -21,8 +21,8 @@ from hybridcomp.collectives.owner_plan import (
     OwnedPart,
     OwnedSums,
     OwnerPlan,
-    find_plan,
     part_rounds,
+    plan_of,
 )
 from hybridcomp.collectives.wire import (
     ExchangePlan,
@@ -78,7 +78,6 @@ class ScatterRound:
         again: jobs whose payloads this rank also decodes, as one of several owners, with their
             target ranges.
         stays: ranges that only this rank needs: in the chunk, and in its sums.
-        each: kernels for several payloads in one launch, if the back end has them.
     """
 
     exchange: ExchangePlan
@@ -86,14 +85,13 @@ class ScatterRound:
     arriving: list[Range]
     again: list[tuple[int, Range]]
     stays: list[tuple[Range, Range]]
-    each: MultiTensorKernel | None
 
 
 def plan_bucket(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
     """Plan the sum of ``tensor``, or of one like it. Raises CodecError when the ranges do not cover
     the tensor."""
     group, held = how.group, (how.codec, ranges)
-    owners = find_plan(ranges, group.size)
+    owners = plan_of(tuple(ranges), group.size)
     if owners.numel != tensor.numel():
         raise CodecError(
             f"ranges: expected to cover {tensor.numel()} elements, found {owners.numel}"
@@ -121,23 +119,16 @@ def _balanced(tensor: Tensor, plan: BucketPlan, even: OwnerPlan, how: Reduction)
     via = Transfer(codecs[0], group, how.meter, cuts, flush=how.flush)
     chunk = even.ranges[0].stop if fits(how.residual) else 0
     first = plan_first_hop(even, codecs[:1], tensor, via, how.residual is not None, chunk=chunk)
-    kernel, alone = codecs[1].planned(device), None
-    plan = replace(
-        plan,
-        specs=dict.fromkeys(each.spec for each in codecs),
-        first=first,
-        chunk=even.ranges[group.rank],
-    )
+    specs, own = dict.fromkeys(each.spec for each in codecs), even.ranges[group.rank]
+    plan, kernel = replace(plan, specs=specs, first=first, chunk=own), codecs[1].planned(device)
     if kernel is None:
         dtype = sent_dtype(codecs[1], tensor.dtype, wide=True, flush=how.flush)
         count = round_count(owners.longest, codecs[1:], device, group)
-        shares = part_rounds(owners.runs, cuts, group.size, count)
-        return replace(
-            plan,
-            scatters=tuple(
-                _scatter_round(share, plan, codecs[1], dtype, device, group) for share in shares
-            ),
-        )
+        made = [
+            _scatter_round(share, plan, codecs[1], dtype, device, group)
+            for share in part_rounds(owners.runs, cuts, group.size, count)
+        ]
+        return replace(plan, scatters=tuple(made))
     sending = SendingRank(group.rank, group.size, codecs[1], torch.float32, device, cuts)
     table = balanced_exchange(owners, kernel, sending)
     alone = None if first.by == "rounds" else _alone_at(plan, group.rank)
@@ -192,5 +183,4 @@ def _scatter_round(
         [there(part) for row in come for part in row],
         [(job, there(part)) for job, part in enumerate(sent) if me in part.ranks],
         [(here(part), there(part)) for part in parts if part.source == me and part.stays],
-        codec.each(device),
     )

@@ -91,9 +91,11 @@ def reduce_scatter(
     Returns a handle whose ``wait()`` gives a new fp32 tensor of ``shards[me].numel()`` elements.
     Raises CodecError on other tensors.
     """
-    flat, levels = _checked(shards, how.group.size), how.group.levels
-    given = flat, how, residuals, cuts
-    steps = _flat(*given) if levels is None else _in_two_levels(*given)
+    shards = _checked(shards, how.group.size)
+    if how.group.levels is None:
+        steps = _flat(shards, how, residuals, cuts)
+    else:
+        steps = _in_two_levels(shards, how, residuals, cuts)
     return ReduceScatterHandle(steps, how.meter, async_op)
 
 

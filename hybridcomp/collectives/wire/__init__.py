@@ -9,7 +9,7 @@ exchange_plan   plans of all-to-alls of payloads, and of sums that use them
 exchanges       all-to-all of payloads, and sums at owners
 message_rounds  cutting long messages, so that coding overlaps with sending
 varying         payloads of variable size
-batched_kernels all variable-size payloads in few launches, on a GPU
+batched_kernels all payloads in few launches, on a GPU
 gathers         all-gather of payloads
 chained_gather  all-gather over several groups, one after the other
 payload_sizes   sizes of payloads of variable size

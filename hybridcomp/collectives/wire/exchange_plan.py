@@ -174,14 +174,12 @@ class SumPlan:
             same sum, so each decodes its own contribution from the payload that the others got.
         ahead: sums with several owners begin with this rank's payload, which it decodes while the
             message is on its way: between two ranks only, where a + b is b + a.
-        each: kernels for all sums in one launch, where there are several and the back end has them.
     """
 
     exchange: ExchangePlan
     sent: list[SummedPart]
     owned: list[tuple[SummedPart, int | None]]
     ahead: bool
-    each: MultiTensorKernel | None
 
 
 def plan_sum(
@@ -205,9 +203,8 @@ def plan_sum(
     incoming = [numels] * group.size
     incoming[me] = []
     lengths = [part.stop - part.start for part in sent]
-    each = codec.each(device) if len(owned) > 1 else None
     exchange = plan_exchange(rows, lengths, incoming, codec, dtype, device, group)
-    return SumPlan(exchange, sent, owned, group.size == 2 and each is None, each)
+    return SumPlan(exchange, sent, owned, group.size == 2 and exchange.each is None)
 
 
 def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:

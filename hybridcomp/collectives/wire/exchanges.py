@@ -137,9 +137,9 @@ def sum_parts(
         None if job is None or plan.ahead else payloads.encoded[job] for _, job in plan.owned
     ]
     sums, left = _begin(plan, values, residuals, None if in_place else total, begin is not None)
-    if plan.each is not None:
+    if plan.exchange.each is not None:
         for row in rows:
-            _add_row(sums, row, plan.each)
+            _add_row(sums, row, plan.exchange.each)
     elif plan.exchange.varying is not None and sums:
         outs, own = [each.out for each in sums], [each.own for each in sums]
         fresh = [each.fresh for each in sums]

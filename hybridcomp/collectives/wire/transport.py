@@ -134,7 +134,8 @@ def all_to_all(
 
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
-    _sent_around(values.nbytes, group, meter)
+    nbytes = (group.size - 1) * values.nbytes  # a ring: all bytes go to the next rank
+    meter.sent(nbytes, nbytes * int(group.ring))
     staged = out.device.type in STAGING.devices and STAGING.needed(out, group)
     room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
     for operation in here.operations:
@@ -156,7 +157,8 @@ def all_gather_uneven(
     ``rooms``: for each rank, the elements of ``out`` reserved for its values: at least their
     number, and exactly their number for this rank.
     """
-    _sent_around(values.nbytes, group, meter)
+    nbytes = (group.size - 1) * values.nbytes  # a ring: all bytes go to the next rank
+    meter.sent(nbytes, nbytes * int(group.ring))
     places = torch.split(out, rooms)
     for operation in here.operations:
         operation.before_message()
@@ -261,12 +263,6 @@ def _between_two(
     if values is not None:
         works.append(_posted(dist.isend(values, ranks[dst], group=own, tag=TAG)))
     return Works(works, group.limit)
-
-
-def _sent_around(slot: int, group: Group, meter: Meter) -> None:
-    """Count an all-gather of ``slot`` bytes by a ring, where all bytes go to the next rank."""
-    nbytes = (group.size - 1) * slot
-    meter.sent(nbytes, nbytes * int(group.ring))
 
 
 def _posted(work: Work | None) -> Work:
