@@ -35,7 +35,7 @@ from hybridcomp.collectives.wire import (
     check_residual,
     check_values,
     chunk_ranges,
-    decode_all_fp32,
+    decode_fp32_all,
     exchange,
     given,
     overlapped,
@@ -193,21 +193,18 @@ def _send_on(
 
     With ``feedback`` the sums in ``total`` become the residual of this quantization.
     """
-    coder, dtype = plan.exchange.coder, plan.exchange.dtype
     # 1
     values = [total[low:high] for low, high in plan.sent]
     jobs = [EncodeRequest(one, one if feedback else None) for one in values]
     payloads = yield from exchange(plan.exchange, jobs, group, meter)
     # 2
-    with meter.coding():
-        arrived = [*chain(*payloads.received), *(payloads.encoded[job] for job, _ in plan.again)]
-        places = [sums[low:high] for low, high in (*plan.arriving, *(at for _, at in plan.again))]
-        if len(arrived) > 1 and plan.exchange.each is not None:
-            plan.exchange.each.decode(arrived, places)
-        else:
-            decode_all_fp32(plan.exchange.varying, coder, arrived, places, dtype)
-        for (low, high), (start, stop) in plan.stays:
-            sums[start:stop].copy_(total[low:high])
-            if feedback:
-                total[low:high].zero_()
+    start = meter.clock.begin()
+    arrived = [*chain(*payloads.received), *[payloads.encoded[job] for job, _ in plan.again]]
+    places = [sums[low:high] for low, high in (*plan.arriving, *[at for _, at in plan.again])]
+    decode_fp32_all(plan.exchange, arrived, places)
+    for (low, high), (place, end) in plan.stays:
+        sums[place:end].copy_(total[low:high])
+        if feedback:
+            total[low:high].zero_()
+    meter.clock.end(meter, "codec", start)
     POOL.give(*payloads.buffers)

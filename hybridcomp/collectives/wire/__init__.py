@@ -25,7 +25,6 @@ Operations above import from here, not from its parts.
 from __future__ import annotations
 
 from hybridcomp.collectives.wire import chained_gather, payload_sizes, profiler_ranges, transport
-from hybridcomp.collectives.wire.batched_kernels import decode_all_fp32
 from hybridcomp.collectives.wire.chunking import (
     OwnedRange,
     Range,
@@ -52,7 +51,7 @@ from hybridcomp.collectives.wire.exchange_plan import (
 )
 from hybridcomp.collectives.wire.exchanges import (
     accumulator,
-    add_alone,
+    decode_fp32_all,
     exchange,
     show_overflow,
     sum_parts,
@@ -88,7 +87,7 @@ from hybridcomp.collectives.wire.headers import (
 )
 from hybridcomp.collectives.wire.message_rounds import round_count, rounds
 from hybridcomp.collectives.wire.splits import Splits
-from hybridcomp.collectives.wire.steps import given, transfer
+from hybridcomp.collectives.wire.steps import add_alone, given, transfer
 
 __all__ = [
     "Clock",
@@ -125,7 +124,7 @@ __all__ = [
     "chunk_ranges",
     "cut_rows",
     "decode_all",
-    "decode_all_fp32",
+    "decode_fp32_all",
     "encode_all",
     "encode_sum",
     "exchange",

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridcomp.codecs.base import MultiTensorKernel, PieceKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.residual_runs import LONGEST, runs
-from hybridcomp.collectives.wire.encoding import POOL, Coder, EncodeRequest, decode_fp32
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest
 
 #: fp32 values that are decoded side by side begin at multiples of this many, which load as a vector
 ALIGNED = 4
@@ -120,21 +120,6 @@ def _settle(
     if residuals:
         kernel.settle(residuals, delivered)
     POOL.give(buffer)
-
-
-def decode_all_fp32(
-    kernel: PieceKernel | None,
-    coder: Coder,
-    payloads: Sequence[Tensor],
-    out: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> None:
-    """Decode ``payloads`` of ``dtype`` into fp32 ``out``, all at once if there is a ``kernel``."""
-    if kernel is not None and len(out) > 1:
-        kernel.decode_fp32(payloads, out, dtype)
-        return
-    for payload, one in zip(payloads, out, strict=True):
-        decode_fp32(coder, payload, one, dtype)
 
 
 def add_at_once(

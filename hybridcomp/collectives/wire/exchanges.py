@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import MultiTensorKernel
-from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.codecs.residual_runs import ALL, ResidualRun, runs
 from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.batched_kernels import add_at_once, encode_jobs
@@ -27,7 +27,6 @@ from hybridcomp.collectives.wire.encoding import (
     decode_fp32,
     encode_job,
     encode_sum,
-    settle,
     settle_job,
 )
 from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads, SumPlan
@@ -253,6 +252,17 @@ def _add_row(
         sum_.fresh = False
 
 
+def decode_fp32_all(plan: ExchangePlan, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Decode ``payloads`` of ``plan`` into fp32 ``out``; in few launches if possible."""
+    if plan.each is not None and len(out) > 1:
+        plan.each.decode(payloads, out)
+    elif plan.varying is not None and len(out) > 1:
+        plan.varying.decode_fp32(payloads, out, plan.dtype)
+    else:
+        for payload, one in zip(payloads, out, strict=True):
+            decode_fp32(plan.coder, payload, one, plan.dtype)
+
+
 def accumulator(
     kept: Residual | None, place: Tensor | None, like: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
@@ -270,19 +280,6 @@ def accumulator(
     else:
         buffer, total = POOL.take_fp32(like.numel(), like.device)
     return buffer, total, kept.unpack(total) if isinstance(kept, QuantizedResidual) else kept
-
-
-def add_alone(residual: Residual, values: Tensor) -> None:
-    """Add ``residual`` to ``values`` in place: the sum over a group of one rank.
-
-    The rounding error of the dtype of ``values`` stays in the residual.
-    """
-    sums = as_fp32(residual)
-    add_values(sums, values)
-    values.copy_(sums)
-    settle(sums, values)
-    if isinstance(residual, QuantizedResidual):
-        residual.pack(sums)
 
 
 def show_overflow(total: Tensor) -> None:
