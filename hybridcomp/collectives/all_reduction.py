@@ -85,7 +85,7 @@ def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
     found: AllReducePlan | None = how.group.plans.get(key)
     if found is None:
         found = plan_all_reduce(tensor, how)
-        rounds = len(found.first.sums) if found.first is not None else 0
+        rounds = len(found.first.rounds) if found.first is not None else 0
         weight = how.group.size * rounds + len(cuts)
         found = how.group.keep(key, found, 1 + weight)
     return found
@@ -132,7 +132,7 @@ def _swap(tensor: Tensor, first: FirstHop, how: Reduction) -> Steps[None]:
     if tensor.dtype != torch.float32:
         buffer, total = POOL.take_fp32(tensor.numel(), tensor.device)
     residuals = None if how.residual is None else [how.residual]
-    yield from overlapped([each([tensor], residuals, total, how) for each in first.sums])
+    yield from first.sum([tensor], residuals, total, how)
     if buffer is not None:
         with how.meter.coding():
             tensor.copy_(total)
@@ -152,7 +152,7 @@ def _over_owners(
         _round(
             each([tensor], residuals, total, how, begin, in_place), share, tensor, own, total, how
         )
-        for each, share in zip(first.sums, plan.shares, strict=True)
+        for each, share in zip(first.rounds, plan.shares, strict=True)
     ]
     yield from overlapped(steps)
     POOL.give(buffer)

@@ -171,10 +171,10 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
             Transfer(codec, group, via.meter),
         )
         plan = plan_first_hop(owners, [codec], values, only, False, kernels=False)
-        group.keep(key, replace(plan, held=via.codec), group.size * len(plan.sums))
+        group.keep(key, replace(plan, held=via.codec), group.size * len(plan.rounds))
     via.meter.used[plan.codec.spec] = None
     total = values if out is None else out  # other ranks sum nothing
-    yield from overlapped([each([values], None, total, via) for each in plan.sums])
+    yield from plan.sum([values], None, total, via)
 
 
 def _check_sum(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from hybridcomp.collectives.wire import (
     Steps,
     SummedPart,
     Transfer,
+    overlapped,
     plan_sum,
     round_count,
     sent_dtype,
@@ -61,14 +62,21 @@ class FirstHop:
         codec: codec of the values.
         by: the first of three means that the codec has on the device: kernels for equal ``chunks``,
             or for any slices in a ``table``, in two launches; or exchanges in ``rounds``.
-        sums: for each round, which run side by side; kernels have one.
+        rounds: sums of each round; kernels have one round.
         held: codec of the message, kept alive for the key of a cached hop.
     """
 
     codec: Codec
     by: Literal["chunks", "table", "rounds"]
-    sums: tuple[Summing, ...]
+    rounds: tuple[Summing, ...]
     held: Codec | None = None
+
+    @cached_property
+    def sum(self) -> Summing:
+        """Return the sum of all rounds, which run side by side."""
+        if len(self.rounds) == 1:
+            return self.rounds[0]
+        return lambda *more: overlapped([each(*more) for each in self.rounds])
 
 
 def plan_first_hop(

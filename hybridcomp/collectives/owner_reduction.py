@@ -130,7 +130,7 @@ def _flat(
     if plan.chunk is not None:
         return _balanced(tensor, plan, plan.first, sums, how), results
     left = None if how.residual is None else [how.residual]
-    return overlapped([each([tensor], left, sums, how) for each in plan.first.sums]), results
+    return plan.first.sum([tensor], left, sums, how), results
 
 
 def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
@@ -143,7 +143,7 @@ def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Bu
     found: BucketPlan | None = how.group.plans.get(key)
     if found is None:
         found = plan_bucket(tensor, ranges, how)
-        rounds = 0 if found.first is None else len(found.first.sums) + len(found.scatters)
+        rounds = 0 if found.first is None else len(found.first.rounds) + len(found.scatters)
         weight = how.group.size * rounds
         how.group.keep(key, found, 1 + weight + len(ranges) + len(cuts))
     return found
@@ -170,7 +170,7 @@ def _balanced(
     place = None if alone is None else sums[alone : alone + here.numel()]
     buffer, total, begin = accumulator(kept, place, here)
     residuals = None if how.residual is None else [how.residual]
-    yield from overlapped([each([tensor], residuals, total, how, begin) for each in first.sums])
+    yield from first.sum([tensor], residuals, total, how, begin)
     # 2
     begun = kept is not None
     if plan.table is not None:

@@ -27,7 +27,6 @@ from hybridcomp.collectives.wire import (
     check_residual,
     check_values,
     given,
-    overlapped,
 )
 from hybridcomp.errors import CodecError
 
@@ -188,16 +187,20 @@ def _flat(
     total = torch.empty(numel, dtype=torch.float32, device=like.device)
     if not numel and not any(shard.numel() for shard in shards):
         return given(total)
-    one = isinstance(shards, Shards) and (residuals is None or isinstance(residuals, Shards))
+    whole: tuple[Tensor, Residual | None] | None = None
+    if isinstance(shards, Shards) and (residuals is None or isinstance(residuals, Shards)):
+        whole = shards.flat, None if residuals is None else residuals.flat
+    one = whole is not None
     plan = _planned(shards, residuals, cuts, how, like, one)
-    whole = _as_one(shards, residuals) if one or plan.by != "rounds" else None
+    if plan.by != "rounds" and not one:
+        whole = _as_one(shards, residuals)
     if plan.by != "rounds" and (whole is None or not _fits(plan, whole[1], shards)):
         plan = _planned(shards, residuals, cuts, how, like, one, kernels=False)
         whole = whole if one else None
     how.meter.used[plan.codec.spec] = None
     if whole is not None:
         shards, residuals = [whole[0]], None if whole[1] is None else [whole[1]]
-    return overlapped([each(shards, residuals, total, how) for each in plan.sums])
+    return plan.sum(shards, residuals, total, how)
 
 
 def _length(shards: Sequence[Tensor], rank: int) -> int:

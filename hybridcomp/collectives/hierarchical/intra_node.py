@@ -44,7 +44,6 @@ from hybridcomp.collectives.wire import (
     SummedPart,
     Transfer,
     chunk_ranges,
-    overlapped,
     plan_sum,
     sent_dtype,
     sum_parts,
@@ -148,7 +147,7 @@ def _sum_encoded(
     found: FirstHop | None = group.plans.get(key)
     if found is None:
         found = group.keep(key, _level_plan(values, lengths, via), group.size)
-    yield from overlapped([each([values], None, total, via) for each in found.sums])
+    yield from found.sum([values], None, total, via)
     return buffer, total
 
 

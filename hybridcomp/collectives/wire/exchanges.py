@@ -138,7 +138,7 @@ def sum_parts(
     sums, left = _begin(plan, values, residuals, None if in_place else total, begin is not None)
     if plan.exchange.each is not None:
         for row in rows:
-            _add_row(sums, row, plan.exchange.each)
+            _add_row(sums, row, plan.exchange.each, plan.exchange)
     elif plan.exchange.varying is not None and sums:
         outs, own = [each.out for each in sums], [each.own for each in sums]
         fresh = [each.fresh for each in sums]
@@ -166,13 +166,6 @@ class _PartSum:
     out: Tensor
     own: Tensor | None
     fresh: bool
-
-    def add_own(self, own: Tensor) -> None:
-        """Add this rank's exact values."""
-        if self.fresh:
-            self.out.copy_(own)
-        else:
-            add_values(self.out, own)
 
 
 def _begin(
@@ -226,8 +219,10 @@ def _add_column(
     """
     for payload in column:
         if payload is None:
-            if sum_.own is not None:
-                sum_.add_own(sum_.own)
+            if sum_.own is not None and sum_.fresh:
+                sum_.out.copy_(sum_.own)
+            elif sum_.own is not None:
+                add_values(sum_.out, sum_.own)
         elif sum_.fresh:
             decode_fp32(coder, payload, sum_.out, dtype)
         else:
@@ -236,7 +231,10 @@ def _add_column(
 
 
 def _add_row(
-    sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: MultiTensorKernel
+    sums: Sequence[_PartSum],
+    row: Sequence[Tensor | None],
+    each: MultiTensorKernel,
+    plan: ExchangePlan,
 ) -> None:
     """Add one rank's payloads to their sums: one launch for empty sums, one for the others."""
     for begun in (False, True):
@@ -247,8 +245,8 @@ def _add_row(
         ]
         each.decode([payload for payload, _ in chosen], [out for _, out in chosen], add=begun)
     for payload, sum_ in zip(row, sums, strict=True):
-        if payload is None and sum_.own is not None:
-            sum_.add_own(sum_.own)
+        if payload is None:
+            _add_column(sum_, [None], plan.coder, plan.dtype)
         sum_.fresh = False
 
 
