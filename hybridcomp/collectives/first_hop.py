@@ -74,9 +74,10 @@ class FirstHop:
     @cached_property
     def sum(self) -> Summing:
         """Return the sum of all rounds, which run side by side."""
-        if len(self.rounds) == 1:
-            return self.rounds[0]
-        return lambda *more: overlapped([each(*more) for each in self.rounds])
+        rounds = self.rounds
+        if len(rounds) == 1:
+            return rounds[0]
+        return lambda *more: overlapped([each(*more) for each in rounds])
 
 
 def plan_first_hop(
