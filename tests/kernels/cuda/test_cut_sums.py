@@ -161,7 +161,7 @@ def test_buckets_with_cuts_and_several_owners(ranks: int) -> None:
     for of_rank in compared(ranks, every_bucket):
         for names in of_rank:
             kinds = [name.split("_")[0] for name in names if not name.startswith("residual")]
-            hops = ["encode", "sum", "decode", "sum"]
+            hops = ["encode", "decode", "sum", "sum"]
             if ranks == 3:
                 hops = ["encode", "sum", "encode", "decode", "decode"]
             left = iter(hops)
