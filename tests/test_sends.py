@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire import Meter, transport
 from tests.paths import ROOT
 
 #: torch.distributed functions that send
@@ -62,8 +62,8 @@ def test_no_call_of_torch_is_bound_at_import() -> None:
                 transport.reduce_scatter_single(values[:2], values)
                 continue
             transport.all_gather_single(values, values[:2])
-            group = SimpleNamespace(size=2, process_group=None, backends={"cpu": "other"})
-            transport._gather(values, values[:2], cast(Any, group))
+            group = SimpleNamespace(size=2, ring=0.0, process_group=None, backends={"cpu": "other"})
+            transport.all_gather(values, values[:2], cast(Any, group), Meter())
     assert counted == [transport.GATHER, transport.GATHER, transport.SCATTER]
 
 

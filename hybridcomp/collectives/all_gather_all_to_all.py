@@ -31,9 +31,8 @@ from hybridcomp.collectives.wire import (
     Transfer,
     check_values,
     decode_all,
-    encode_all,
     exchange,
-    gather,
+    gather_values,
     given,
     overlapped,
     transfer,
@@ -69,8 +68,9 @@ def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False
             f"out: expected {expected} elements of {shard.dtype}, found "
             f"{out.numel()} of {out.dtype}"
         )
-    steps = _all_gather if via.group.levels is None else _in_two_levels
-    return Handle(steps(shard, out, via), via.meter, async_op)
+    whole = via.group.levels is None
+    steps = _all_gather(shard, out, via) if whole else _in_two_levels(shard, out, via)
+    return Handle(steps, via.meter, async_op)
 
 
 def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
@@ -134,28 +134,18 @@ def _planned(shard: Tensor, via: Transfer) -> AllGatherPlan:
 def _gather_round(
     shard: Tensor, places: Sequence[Tensor], each: tuple[list[Range], GatherPlan], via: Transfer
 ) -> Steps[None]:
-    """1 encode the stretches of the shard, 2 all-gather, 3 decode into ``places``, by rank."""
-    # 1
-    (row, plan), codec, me = each, via.codec, via.group.rank
-    with via.meter.coding():
-        own = encode_all(plan, [shard[start:stop] for start, stop in row], row)
-        if codec.lossless and places[me].data_ptr() != shard.data_ptr():
+    """Gather the slices of one round into ``places``, by rank (``gather_values``)."""
+    (row, plan), me, ranks = each, via.group.rank, list(range(len(places)))
+    if via.codec.lossless:
+        ranks.remove(me)
+        if places[me].data_ptr() != shard.data_ptr():
             for start, stop in row:
                 places[me][start:stop].copy_(shard[start:stop])
-    # 2
-    payloads, gathered = yield from gather(own, plan, via.group, via.meter)
-    # 3
-    with via.meter.coding():
-        whole = row == [(0, shard.numel())]
-        missing = [rank for rank in range(len(places)) if rank != me or not codec.lossless]
-        out = [
-            places[rank] if whole else places[rank][start:stop]
-            for rank in missing
-            for start, stop in row
-        ]
-        arrived = list(chain.from_iterable([payloads[rank] for rank in missing]))
-        decode_all(plan, arrived, out)
-    POOL.give(own.buffer, gathered)
+    out = [places[rank][start:stop] for rank in ranks for start, stop in row]
+    if row == [(0, shard.numel())]:
+        out = [places[rank] for rank in ranks]
+    values = [shard[start:stop] for start, stop in row]
+    return gather_values(plan, values, out, via, row, ranks)
 
 
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:

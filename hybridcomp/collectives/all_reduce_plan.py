@@ -1,32 +1,33 @@
-"""Plan how a group all-reduces equal messages: codecs, kernels and the messages of rounds.
+"""Plan how a group all-reduces equal messages: codecs and both hops.
 
 A plan is made for the first message and kept with the group (``all_reduction``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel
-from hybridcomp.collectives.cut_all_reduce import CutAllReduce, CutSwap, plan_cut
-from hybridcomp.collectives.fused import fits
+from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
+from hybridcomp.codecs.launches import PlannedStretch
+from hybridcomp.collectives.first_hop import FirstHop, plan_first_hop
+from hybridcomp.collectives.fused import fits, places_of
+from hybridcomp.collectives.fused_parts import gather_by_table
+from hybridcomp.collectives.owner_plan import direct_plan, even_ranges
 from hybridcomp.collectives.wire import (
-    ExchangePlan,
-    GatherPlan,
-    Group,
+    OwnedRange,
     Range,
     Reduction,
-    SummedPart,
-    SumPlan,
+    Steps,
+    Transfer,
     chunk_ranges,
-    plan_exchange,
+    gather_slices,
     plan_gather,
-    plan_sum,
     rounds,
     sent_dtype,
     stretches,
@@ -40,38 +41,32 @@ class AllReducePlan:
     Attributes:
         codec: codec of the reduction, kept alive for the key.
         codecs: codecs of the quantizations, with their ``specs`` for the meter.
-        fused: kernels for three launches.
-        cut: plan with cuts, whose kernels process all slices in one launch.
-        pairs: rounds of a swap between two ranks, with one quantization.
-        rounds: rounds with two quantizations.
+        mine: this rank's chunk.
+        fused: kernels for both hops in three launches.
+        first: the first hop: to both of two ranks, or to the owner of each chunk.
+        shares: the second hop from these owners to all, for each round of the first.
     """
 
     codec: Codec
     codecs: tuple[Codec, ...]
     specs: dict[str, None]
+    mine: slice
     fused: CollectiveKernel | None = None
-    cut: CutAllReduce | CutSwap | None = None
-    pairs: tuple[PairRound, ...] = ()
-    rounds: tuple[SumRound, ...] = ()
+    first: FirstHop | None = None
+    shares: tuple[Share, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class PairRound:
-    """One round of a swap between two ranks, of the slices ``row`` of the tensor."""
+class Share:
+    """One round of the second hop.
 
-    row: list[Range]
-    exchange: ExchangePlan
+    Attributes:
+        mine: slice of this rank's chunk.
+        steps: steps that gather the sums of this slice, and all ranks' into the tensor.
+    """
 
-
-@dataclass(frozen=True, eq=False)
-class SumRound:
-    """One round of a sum: all ranks' slices of the tensor, and this rank's slices of its chunk."""
-
-    stretches: list[Range]
-    mine: Range
-    lengths: list[int]  # elements of each slice of this rank's chunk
-    sum: SumPlan
-    gather: GatherPlan
+    mine: slice
+    steps: Callable[[Tensor, Tensor, Transfer], Steps[None]]
 
 
 def all_reduce_codecs(
@@ -79,7 +74,7 @@ def all_reduce_codecs(
 ) -> tuple[Codec, ...]:
     """Return the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
 
-    It is one codec if each of two ranks sends all its values to the other (``_pair``), else two. On
+    It is one codec if each of two ranks sends all its values to the other (``_swap``), else two. On
     a GPU two ranks use two hops if the codec does them in three launches, with half the memory
     reads.
     """
@@ -101,64 +96,64 @@ def _codecs(
 
 def plan_all_reduce(tensor: Tensor, how: Reduction) -> AllReducePlan:
     """Plan the single-level sum of tensors like ``tensor``."""
-    group, device, wide = how.group, tensor.device, how.residual is not None
+    group, device, numel = how.group, tensor.device, tensor.numel()
+    feedback = how.residual is not None
     codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
-    specs = dict.fromkeys(each.spec for each in codecs)
+    specs, chunks = dict.fromkeys(each.spec for each in codecs), chunk_ranges(numel, group.size)
+    common = how.codec, codecs, specs, slice(*chunks[group.rank])
     if fused is not None and fits(how.residual, how.owner_residual):
-        return AllReducePlan(how.codec, codecs, specs, fused)
-    cut = plan_cut(tensor, codecs, how) if how.cuts or fused is not None else None
-    if cut is not None:
-        return AllReducePlan(how.codec, codecs, specs, cut=cut)
-    dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
+        return AllReducePlan(*common, fused)
     if len(codecs) == 1:
-        rows = [stretches(0, tensor.numel(), how.cuts)]
-        pairs = []
-        for (row,) in rounds(rows, codecs, device, group):
-            jobs, other = list(range(len(row))), 1 - group.rank
-            numels = [stop - start for start, stop in row]
-            to, come = (
-                [each if rank == other else [] for rank in range(2)] for each in (jobs, numels)
-            )
-            plan = plan_exchange(to, numels, come, codecs[0], dtype, device, group)
-            pairs.append(PairRound(row, plan))
-        return AllReducePlan(how.codec, codecs, specs, pairs=tuple(pairs))
-    chunks = chunk_ranges(tensor.numel(), group.size)
-    rows, begin = [stretches(*chunk, how.cuts) for chunk in chunks], chunks[group.rank][0]
+        both = direct_plan((OwnedRange(0, numel, (0, 1)),))
+        return AllReducePlan(*common, first=plan_first_hop(both, codecs, tensor, how, feedback))
+    even = direct_plan(tuple(even_ranges(numel, group.size)))
+    first = plan_first_hop(even, codecs, tensor, how, feedback)
+    rows = [stretches(*chunk, how.cuts) for chunk in chunks]
+    kernel = codecs[1].planned(device) if first.by == "table" else None
+    if kernel is not None:
+        return AllReducePlan(*common, None, first, (_by_table(rows, kernel, codecs[1], how),))
+    shares = rounds(rows, codecs, device, group)
     return AllReducePlan(
-        how.codec,
-        codecs,
-        specs,
-        rounds=tuple(
-            _plan_round(share, begin, dtype, tensor, codecs, group)
-            for share in rounds(rows, codecs, device, group)
-        ),
+        *common, None, first, tuple(_plan_round(share, tensor, codecs[1], how) for share in shares)
     )
 
 
 def _plan_round(
-    rows: Sequence[Sequence[Range]],
-    begin: int,
-    dtype: torch.dtype,
-    tensor: Tensor,
-    codecs: Sequence[Codec],
-    group: Group,
-) -> SumRound:
-    """Plan a round; ``rows``: for each rank, the slices of ``tensor`` that it sums.
-
-    ``begin``: start of this rank's chunk. ``dtype``: dtype in which values are sent.
-    """
-    (first, second), device, row = codecs, tensor.device, rows[group.rank]
-    parts = [
-        SummedPart(low, high, (rank,), low - begin if rank == group.rank else 0)
-        for rank, of_rank in enumerate(rows)
-        for low, high in of_rank
-    ]
+    rows: Sequence[Sequence[Range]], tensor: Tensor, codec: Codec, how: Reduction
+) -> Share:
+    """Plan a round; ``rows``: for each rank, the slices of ``tensor`` that it sums."""
+    group, row = how.group, rows[how.group.rank]
+    begin = chunk_ranges(tensor.numel(), group.size)[group.rank][0]
     numels = [[stop - start for start, stop in of_rank] for of_rank in rows]
-    wide = sent_dtype(second, tensor.dtype, wide=True)
-    return SumRound(
-        list(chain(*rows)),
-        (row[0][0] - begin, row[-1][1] - begin) if row else (0, 0),
-        numels[group.rank],
-        plan_sum(parts, first, dtype, device, group),
-        plan_gather(numels, second, wide, device, group),
-    )
+    wide = sent_dtype(codec, tensor.dtype, wide=True)
+    plan = plan_gather(numels, codec, wide, tensor.device, group)
+    mine = slice(row[0][0] - begin, row[-1][1] - begin) if row else slice(0, 0)
+    return Share(mine, partial(gather_slices, plan, numels[group.rank], list(chain(*rows))))
+
+
+def _by_table(
+    rows: Sequence[Sequence[Range]], kernel: PlannedKernel, codec: Codec, how: Reduction
+) -> Share:
+    """Plan the gather of all ranks' ``rows``, in slots as long as the longest."""
+    me, ranks = how.group.rank, how.group.size
+    slot = max(_laid_out(row, 0, 0, codec)[1] for row in rows)
+    begin = rows[me][0][0] if rows[me] else 0
+    sent, _ = _laid_out(rows[me], 0, begin, codec)
+    arriving = [
+        one for rank, row in enumerate(rows) for one in _laid_out(row, rank * slot, 0, codec)[0]
+    ]
+    tables, places = (kernel.table(sent), kernel.table(arriving)), places_of(slot, ranks * slot)
+    return Share(slice(None), partial(gather_by_table, kernel, *tables, places))
+
+
+def _laid_out(
+    row: Sequence[Range], payload: int, begin: int, codec: Codec
+) -> tuple[list[PlannedStretch], int]:
+    """Lay out payloads for ``row`` from byte ``payload`` on; return the slices and all bytes."""
+    sizes = [codec.wire_nbytes(high - low, torch.float32) for low, high in row]
+    places = accumulate(sizes, initial=payload)
+    made = [
+        PlannedStretch(low - begin, high - low, place, low - begin)
+        for (low, high), place in zip(row, places, strict=False)
+    ]
+    return made, sum(sizes)

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.all_reduce_plan import (
     AllReducePlan,
-    PairRound,
-    SumRound,
+    Share,
     all_reduce_codecs,
     plan_all_reduce,
 )
-from hybridcomp.collectives.cut_all_reduce import CutSwap, cut_all_reduce, cut_swap
+from hybridcomp.collectives.first_hop import FirstHop
 from hybridcomp.collectives.fused import fits, fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
 from hybridcomp.collectives.wire import (
     POOL,
-    EncodeRequest,
     Handle,
     Reduction,
     Steps,
+    accumulator,
     add_alone,
     check_residual,
     check_values,
     chunk_ranges,
-    decode_all,
-    encode_all,
-    exchange,
-    gather,
     given,
     overlapped,
     settle,
     show_overflow,
-    sum_parts,
 )
 
 
@@ -58,18 +50,8 @@ def all_reduce(tensor: Tensor, how: Reduction, async_op: bool = False) -> Handle
     Source: two-hop all-reduce as in ZeRO++ (Wang et al. 2023, section 3.3).
     """
     tensor = tensor.detach()
-    if how.group.levels is None:
-        _check(tensor, how)
-    steps = _flat if how.group.levels is None else _in_two_levels
-    return Handle(steps(tensor, how), how.meter, async_op)
-
-
-def _check(tensor: Tensor, how: Reduction) -> None:
-    check_values("tensor", tensor)
-    check_residual("residual", how.residual, tensor.numel())
-    if how.owner_residual is not None:
-        start, stop = chunk_ranges(tensor.numel(), how.group.size)[how.group.rank]
-        check_residual("owner_residual", how.owner_residual, stop - start)
+    steps = _flat(tensor, how) if how.group.levels is None else _in_two_levels(tensor, how)
+    return Handle(steps, how.meter, async_op)
 
 
 def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
@@ -86,7 +68,6 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
     buffer, work = yield from node_sum(tensor, lengths, codec, how)
     # 2
     between = how.between_nodes(codec)
-    _check(work, between)
     yield from _flat(work, between)
     # 3
     wire, rows = yield from gather_inside(work.to(dtype), lengths, levels, how.meter)
@@ -104,17 +85,24 @@ def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
     found: AllReducePlan | None = how.group.plans.get(key)
     if found is None:
         found = plan_all_reduce(tensor, how)
-        weight = how.group.size * (len(found.pairs) + len(found.rounds)) + len(cuts)
+        rounds = len(found.first.rounds) if found.first is not None else 0
+        weight = how.group.size * rounds + len(cuts)
         found = how.group.keep(key, found, 1 + weight)
     return found
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """Sum on one level: in a few launches, in a swap between two ranks, or in rounds.
+    """Sum on one level: in a few launches, in a swap between two ranks, or over the owners.
 
     Returns the generator of these steps, since delegating to it would cost time at each step.
     """
     group = how.group
+    check_values("tensor", tensor)
+    if how.residual is not None:
+        check_residual("residual", how.residual, tensor.numel())
+    if how.owner_residual is not None:
+        start, stop = chunk_ranges(tensor.numel(), group.size)[group.rank]
+        check_residual("owner_residual", how.owner_residual, stop - start)
     if group.size == 1 and how.residual is not None:
         add_alone(how.residual, tensor)
     if group.size == 1 or tensor.numel() == 0:
@@ -125,75 +113,14 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     how.meter.used.update(plan.specs)
     if plan.fused is not None:
         return fused_all_reduce(tensor, plan.codecs[0], plan.fused, how)
-    if isinstance(plan.cut, CutSwap):
-        return cut_swap(tensor, plan.cut, how)
-    if plan.cut is not None:
-        return cut_all_reduce(tensor, plan.cut, plan.codecs, how)
-    if plan.pairs:
-        swaps = [_pair(tensor, each, how) for each in plan.pairs]
-        return overlapped(swaps)
-    return _in_rounds(tensor, plan, how)
+    assert plan.first is not None
+    if plan.shares:
+        return _over_owners(tensor, plan, plan.first, how)
+    return _swap(tensor, plan.first, how)
 
 
-def _in_rounds(tensor: Tensor, plan: AllReducePlan, how: Reduction) -> Steps[None]:
-    """Sum in overlapping rounds (``_round``)."""
-    own = tensor[slice(*chunk_ranges(tensor.numel(), how.group.size)[how.group.rank])]
-    scratch, total = _accumulator(own, how)
-    yield from overlapped([_round(tensor, own, total, each, how) for each in plan.rounds])
-    POOL.give(scratch)
-
-
-def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
-    """Return ``(buffer to give back, fp32 tensor that will hold the sum)``.
-
-    The sum is computed where it needs no extra pass over memory: in the owner's residual, or in
-    this rank's values if that gives the same bits as rank order (see ``sum_parts``).
-    """
-    if isinstance(how.owner_residual, Tensor):
-        return None, how.owner_residual
-    if how.owner_residual is not None:
-        buffer, total = POOL.take_fp32(own.numel(), own.device)
-        return buffer, how.owner_residual.unpack(total)
-    if own.dtype == torch.float32 and how.group.rank <= 1:
-        return None, own
-    return POOL.take_fp32(own.numel(), own.device)
-
-
-def _round(
-    tensor: Tensor, own: Tensor, total: Tensor, plan: SumRound, how: Reduction
-) -> Steps[None]:
-    """1-3 sum this rank's part (``sum_parts``), 4 encode the sum, 5 all-gather, 6 decode.
-
-    ``own``: this rank's chunk of ``tensor``; ``total``: fp32 buffer for the sum of that chunk.
-    """
-    group, meter, clock, kept = how.group, how.meter, how.meter.clock, how.owner_residual
-    # 1-3
-    residuals = None if how.residual is None else [how.residual]
-    place = None if total is own else total
-    yield from sum_parts(plan.sum, [tensor], residuals, place, group, meter, kept is not None)
-    # 4
-    mine = slice(*plan.mine)
-    summed = total[mine]
-    start = clock.begin()
-    show_overflow(summed, tensor.dtype)
-    encoded = encode_all(plan.gather, torch.split(summed, plan.lengths))
-    clock.end(meter, "codec", start)
-    # 5
-    payloads, gathered = yield from gather(encoded, plan.gather, group, meter)
-    # 6
-    start = clock.begin()
-    places = [tensor[low:high] for low, high in plan.stretches]
-    decode_all(plan.gather, list(chain(*payloads)), places)
-    if kept is not None:
-        settle(summed, own[mine])
-    if isinstance(kept, QuantizedResidual):
-        kept[mine].pack(summed)
-    clock.end(meter, "codec", start)
-    POOL.give(encoded.buffer, gathered)
-
-
-def _pair(tensor: Tensor, plan: PairRound, how: Reduction) -> Steps[None]:
-    """1 encode and decode this rank's values, 2 exchange payloads, 3 add the other rank's values.
+def _swap(tensor: Tensor, first: FirstHop, how: Reduction) -> Steps[None]:
+    """Sum over two ranks: each sends all its values to the other, and decodes its own.
 
     This sends as many bytes as two hops, in which each rank sends half of its values and then half
     of the sums. But values are encoded only once, so a relative bound allows each encoding twice
@@ -201,27 +128,59 @@ def _pair(tensor: Tensor, plan: PairRound, how: Reduction) -> Steps[None]:
     of two. Both ranks add the same two decoded tensors, and a + b is b + a, so their bits are
     equal.
     """
-    row, coder, meter, residual = plan.row, plan.exchange.coder, how.meter, how.residual
-    begin, stop = row[0][0], row[-1][1]
-    # 1
-    buffer, total = None, tensor[begin:stop]
+    buffer, total = None, tensor
     if tensor.dtype != torch.float32:
-        buffer, total = POOL.take_fp32(stop - begin, tensor.device)
-    sums = [total[low - begin : high - begin] for low, high in row]
-    left = [None if residual is None else residual[low:high] for low, high in row]
-    values = [tensor[low:high] for low, high in row]
-    jobs = [EncodeRequest(*each) for each in zip(values, left, sums, strict=True)]
-    # 2
-    payloads = yield from exchange(plan.exchange, jobs, how.group, meter)
-    # 3
-    start = meter.clock.begin()
-    received, varying = payloads.received[1 - how.group.rank], plan.exchange.varying
-    if varying is not None and len(sums) > 1:
-        varying.add([[payload] for payload in received], sums, plan.exchange.dtype)
-    else:
-        for payload, out in zip(received, sums, strict=True):
-            coder.decode_add(payload, out, plan.exchange.dtype)
+        buffer, total = POOL.take_fp32(tensor.numel(), tensor.device)
+    residuals = None if how.residual is None else [how.residual]
+    yield from first.sum([tensor], residuals, total, how)
     if buffer is not None:
-        tensor[begin:stop].copy_(total)
-    meter.clock.end(meter, "codec", start)
-    POOL.give(buffer, *payloads.buffers)
+        with how.meter.coding():
+            tensor.copy_(total)
+    POOL.give(buffer)
+
+
+def _over_owners(
+    tensor: Tensor, plan: AllReducePlan, first: FirstHop, how: Reduction
+) -> Steps[None]:
+    """Sum this rank's chunk and send it to all others, in overlapping rounds (``_round``)."""
+    own, kept = tensor[plan.mine], how.owner_residual
+    can = how.group.rank <= 1 or first.by == "table"
+    in_place = can and kept is None and own.dtype == torch.float32
+    buffer, total, begin = accumulator(kept, own if in_place else None, own)
+    residuals = None if how.residual is None else [how.residual]
+    steps = [
+        _round(
+            each([tensor], residuals, total, how, begin, in_place), share, tensor, own, total, how
+        )
+        for each, share in zip(first.rounds, plan.shares, strict=True)
+    ]
+    yield from overlapped(steps)
+    POOL.give(buffer)
+
+
+def _round(
+    steps: Steps[Tensor],
+    share: Share,
+    tensor: Tensor,
+    own: Tensor,
+    total: Tensor,
+    how: Reduction,
+) -> Steps[None]:
+    """1 sum this rank's part by ``steps``, 2 send the sum to all, 3 keep what that leaves out.
+
+    ``own``: this rank's chunk of ``tensor``; ``total``: fp32 buffer for the sum of that chunk.
+    """
+    kept, summed = how.owner_residual, total[share.mine]
+    # 1
+    yield from steps
+    if tensor.dtype == torch.float16:
+        show_overflow(summed)
+    # 2
+    yield from share.steps(summed, tensor, how)
+    # 3
+    if kept is None:
+        return
+    with how.meter.coding():
+        settle(summed, own[share.mine])
+        if isinstance(kept, QuantizedResidual):
+            kept[share.mine].pack(summed)

@@ -10,13 +10,14 @@ hybridcomp's own layers have no upstream to send their messages natively: ``broa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.first_hop import FirstHop, plan_first_hop
+from hybridcomp.collectives.owner_plan import direct_plan
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
@@ -24,23 +25,18 @@ from hybridcomp.collectives.wire import (
     Group,
     Handle,
     Meter,
+    OwnedRange,
     Range,
     Steps,
-    SummedPart,
-    SumPlan,
     Transfer,
     check_values,
     exchange,
     overlapped,
     plan_exchange,
-    plan_sum,
     rounds,
-    sum_parts,
     transport,
 )
 from hybridcomp.errors import CodecError
-
-T = TypeVar("T")
 
 
 def broadcast(
@@ -81,23 +77,14 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
     if group.size == 1 or not numel:
         return
     key = ("broadcast", id(via.codec), root, numel, out.dtype, out.device)
-    plan: RootedPlan[_BroadcastRound] | None = group.plans.get(key)
+    plan: _BroadcastPlan | None = group.plans.get(key)
     if plan is None:
         (codec,) = via.codec.split_error_budget(1, 1, result=out.dtype)
         cut = rounds([[(0, numel)]], (codec,), out.device, group)
         each = [_plan_broadcast(row, codec, out, root, group) for (row,) in cut if row]
-        plan = group.keep(key, RootedPlan(via.codec, codec.spec, each), group.size * len(each))
+        plan = group.keep(key, _BroadcastPlan(via.codec, codec.spec, each), group.size * len(each))
     via.meter.used[plan.spec] = None
     yield from overlapped([_broadcast_round(each, values, out, root, via) for each in plan.rounds])
-
-
-@dataclass(frozen=True, eq=False)
-class RootedPlan(Generic[T]):
-    """The rounds of equal messages; ``held`` is their codec, kept alive for the key."""
-
-    held: Codec
-    spec: str  # spec of the codec that encodes
-    rounds: list[T]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +94,15 @@ class _BroadcastRound:
     start: int
     stop: int
     exchange: ExchangePlan
+
+
+@dataclass(frozen=True, eq=False)
+class _BroadcastPlan:
+    """The rounds of equal messages; ``held`` is their codec, kept alive for the key."""
+
+    held: Codec
+    spec: str  # spec of the codec that encodes
+    rounds: list[_BroadcastRound]
 
 
 def _plan_broadcast(
@@ -167,25 +163,18 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
     if group.size == 1 or not numel:
         return
     key = ("reduce", id(via.codec), root, numel, values.dtype, values.device)
-    plan: RootedPlan[SumPlan] | None = group.plans.get(key)
+    plan: FirstHop | None = group.plans.get(key)
     if plan is None:
         (codec,) = via.codec.split_error_budget(1, group.size, exact=1)
-        each = [
-            plan_sum(
-                [SummedPart(start, stop, (root,), start) for start, stop in row],
-                codec,
-                values.dtype,
-                values.device,
-                group,
-            )
-            for (row,) in rounds([[(0, numel)]], (codec,), values.device, group)
-            if row
-        ]
-        plan = group.keep(key, RootedPlan(via.codec, codec.spec, each), group.size * len(each))
-    via.meter.used[plan.spec] = None
-    yield from overlapped(
-        [sum_parts(each, [values], None, out, group, via.meter) for each in plan.rounds]
-    )
+        owners, only = (
+            direct_plan((OwnedRange(0, numel, (root,)),)),
+            Transfer(codec, group, via.meter),
+        )
+        plan = plan_first_hop(owners, [codec], values, only, False, kernels=False)
+        group.keep(key, replace(plan, held=via.codec), group.size * len(plan.rounds))
+    via.meter.used[plan.codec.spec] = None
+    total = values if out is None else out  # other ranks sum nothing
+    yield from plan.sum([values], None, total, via)
 
 
 def _check_sum(

@@ -126,24 +126,28 @@ def fused_all_reduce(
 
 
 def fused_reduce_scatter(
-    flat: Tensor,
-    chunk: int,
-    total: Tensor,
     fused: CollectiveKernel,
-    how: Reduction,
+    codec: Codec,
+    chunk: int,
+    values: Sequence[Tensor],
+    residuals: Sequence[Residual] | None,
+    total: Tensor,
+    via: Transfer,
     begin: Tensor | None = None,
+    in_place: bool = False,
 ) -> Steps[Tensor]:
-    """Sum this rank's shard over ``group`` into ``total``, with the results of ``reduce_scatter``.
+    """Sum this rank's shard over the group into ``total``, with the results of ``sum_parts``.
 
-    ``flat`` and the residual: the shards of all ranks one after the other, of ``chunk`` elements
-    each, the last ones shorter or empty; in a residual of few bits each shard begins at a block.
-    ``begin``: fp32 start value of the sum; may be ``total``.
+    ``values`` and ``residuals``: in one tensor the shards of all ranks one after the other, of
+    ``chunk`` elements each, the last ones shorter or empty; in a residual of few bits each shard
+    begins at a block.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
-    group, meter, residual = how.group, how.meter, how.residual
+    (flat,), (residual,) = values, (None,) if residuals is None else residuals
+    group, meter = via.group, via.meter
     me, ranks = group.rank, group.size
-    plan = _planned(how.codec, flat.dtype, flat.numel(), chunk, ranks, me, False)
+    plan = _planned(codec, flat.dtype, flat.numel(), chunk, ranks, me, False)
     room, (sent, received) = room_of(plan.places, flat.device)
     # 1
     with meter.coding():

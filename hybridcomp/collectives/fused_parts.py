@@ -106,21 +106,35 @@ def parts_to_all(
 
 
 def gather_parts(shard: Tensor, out: Tensor, kernel: PlannedKernel, via: Transfer) -> Steps[None]:
-    """Gather shards with cuts into ``out``, with the bytes and results of ``all_gather``.
+    """Gather shards with cuts into ``out``, with the bytes and results of ``all_gather``."""
+    numel, ranks = shard.numel(), via.group.size
+    parts, slot, places = _planned_stretches(via.codec, shard.dtype, numel, tuple(via.cuts), ranks)
+    return gather_by_table(kernel, parts, parts, places, shard, out, via, ranks, slot)
 
-    1 encode every slice of this rank's shard, 2 all-gather, 3 decode the slices of all ranks.
+
+def gather_by_table(
+    kernel: PlannedKernel,
+    sent: StretchTable,
+    arriving: StretchTable,
+    places: tuple[int, ...],
+    values: Tensor,
+    out: Tensor,
+    via: Transfer,
+    ranks: int = 1,
+    slot: int = 0,
+) -> Steps[None]:
+    """1 encode the slices ``sent`` of ``values``, 2 all-gather, 3 decode the slices ``arriving``.
+
+    ``places``: bytes of this rank's and of all payloads, in one allocation. ``ranks`` and ``slot``:
+    the slices are those of each rank, so many bytes apart.
     """
-    group, meter, numel = via.group, via.meter, shard.numel()
-    parts, slot, places = _planned_stretches(
-        via.codec, shard.dtype, numel, tuple(via.cuts), group.size
-    )
-    room, (payload, gathered) = room_of(places, shard.device)
+    room, (payload, gathered) = room_of(places, values.device)
     # 1
-    with meter.coding():
-        kernel.encode(parts, shard, payload)
+    with via.meter.coding():
+        kernel.encode(sent, values, payload)
     # 2
-    yield chained_gather.all_gather(gathered, payload, group, meter)
+    yield chained_gather.all_gather(gathered, payload, via.group, via.meter)
     # 3
-    with meter.coding():
-        kernel.decode(parts, gathered, out, group.size, slot)
+    with via.meter.coding():
+        kernel.decode(arriving, gathered, out, ranks, slot)
     POOL.give(room)

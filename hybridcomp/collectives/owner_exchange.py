@@ -1,29 +1,27 @@
 """Exchange the slices of an owner plan in a constant number of kernel launches.
 
 For codecs with kernels for all slices of a plan (``codecs.launches.PlannedKernel``); bytes and
-results equal those of ``wire.exchanges`` and of the second hop of ``owner_reduction``. Everything
-that does not depend on values is computed once per plan and rank, and kept on the device.
+results equal those of ``wire.exchanges`` and of ``owner_reduction``'s second hop. Everything that
+does not depend on values is planned, and kept on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, PlannedKernel
+from hybridcomp.codecs.base import PlannedKernel
 from hybridcomp.codecs.launches import PlannedStretch, StretchTable
-from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual
+from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 from hybridcomp.collectives.fused import places_of, room_of
 from hybridcomp.collectives.owner_layout import CopiedPayloads, Part, SendingRank, lay_out
-from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks, plan_of
+from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks
 from hybridcomp.collectives.wire import (
     POOL,
     OwnedRange,
     Range,
-    Reduction,
     Splits,
     Steps,
     Transfer,
@@ -37,6 +35,7 @@ class OwnerExchange:
     """One rank's part in one all-to-all of a plan.
 
     Attributes:
+        kernel: kernels for all slices.
         gives, takes: bytes to and from each rank.
         places: bytes for both message buffers, and for the payloads before ``copies``, in one
             allocation.
@@ -50,6 +49,7 @@ class OwnerExchange:
             values.
     """
 
+    kernel: PlannedKernel
     gives: Splits
     takes: Splits
     places: tuple[int, ...]
@@ -67,41 +67,6 @@ class OwnerExchange:
         return buffer, cut[-1], cut[0], cut[1]
 
 
-def even_plan(numel: int, chunk: int, ranks: int) -> OwnerPlan:
-    """Return the direct plan with a chunk of ``chunk`` elements per rank, the last ones shorter."""
-    edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
-    chunks = tuple(OwnedRange(*edge, (rank,)) for rank, edge in enumerate(pairwise(edges)))
-    return replace(plan_of(chunks, ranks), kind="direct", prepared={})
-
-
-def shards_as_plan(
-    numel: int, chunk: int, cuts: Sequence[Sequence[int]], ranks: int
-) -> tuple[OwnerPlan, tuple[int, ...]]:
-    """Return ``even_plan`` and, as positions in the whole, ``cuts`` in the shard of each rank."""
-    whole = tuple(rank * chunk + cut for rank, row in enumerate(cuts) for cut in row)
-    return even_plan(numel, chunk, ranks), whole
-
-
-def exchange_of(
-    plan: OwnerPlan, kernel: PlannedKernel, codec: Codec, like: Tensor, via: Transfer
-) -> OwnerExchange:
-    """Return the exchange that brings the sums of ``plan`` to their owners.
-
-    In a direct plan each rank sends the values of all runs, in a balanced one the sums of its
-    chunk; both are cut at the cuts of ``via``. ``like`` has the dtype and device of the encoded
-    values. The first call makes the exchange, later ones return it.
-    """
-    key = (codec, via.group.rank, like.dtype, like.device, tuple(via.cuts))
-    found: OwnerExchange | None = plan.prepared.get(key)
-    if found is None:
-        sending = SendingRank(
-            via.group.rank, via.group.size, codec, like.dtype, like.device, tuple(via.cuts)
-        )
-        make = _direct if plan.kind == "direct" else _balanced
-        found = plan.prepared[key] = make(plan, kernel, sending)
-    return found
-
-
 def _cut(ranges: Sequence[OwnedRange], cuts: Sequence[int]) -> list[OwnedRange]:
     return [
         OwnedRange(low, high, owned.ranks)
@@ -110,7 +75,8 @@ def _cut(ranges: Sequence[OwnedRange], cuts: Sequence[int]) -> list[OwnedRange]:
     ]
 
 
-def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
+def direct_exchange(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
+    """Plan the exchange in which each rank sends the values of all runs to their owners."""
     mine, rows = plan.sums_of(of.me), _cut(plan.runs, of.cuts)
     outgoing = [owned for owned in rows if owned.ranks != (of.me,)]
     gives, sent, copies = lay_out(
@@ -130,6 +96,7 @@ def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExc
         slot += of.nbytes(numel)
     takes = Splits([0 if rank == of.me else slot for rank in range(of.ranks)])
     return OwnerExchange(
+        kernel,
         gives,
         takes,
         _places(gives, takes, copies),
@@ -142,8 +109,10 @@ def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExc
     )
 
 
-def _balanced(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
-    mine, start = plan.sums_of(of.me), plan.even[of.me].start
+def balanced_exchange(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
+    """Plan the exchange in which each rank sends the sums of its chunk to their owners."""
+    assert plan.even is not None, "a balanced plan"
+    mine, start = plan.sums_of(of.me), plan.even.ranges[of.me].start
     parts = cut_at_chunks(_cut(plan.runs, of.cuts), of.ranks)
     outgoing = [part for part in parts if part.source == of.me and not part.stays]
     gives, sent, copies = lay_out(
@@ -163,6 +132,7 @@ def _balanced(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerE
         if part.source == of.me and part.stays
     ]
     return OwnerExchange(
+        kernel,
         gives,
         takes,
         _places(gives, takes, copies),
@@ -186,19 +156,21 @@ def _places(gives: Splits, takes: Splits, copies: CopiedPayloads | None) -> tupl
 
 
 def sum_at_owners(
-    tensor: Tensor,
-    sums: Tensor,
     exchange: OwnerExchange,
-    kernel: PlannedKernel,
-    how: Reduction,
+    values: Sequence[Tensor],
+    residuals: Sequence[Residual] | None,
+    sums: Tensor,
+    via: Transfer,
     begin: Tensor | None = None,
-) -> Steps[None]:
+    in_place: bool = False,
+) -> Steps[Tensor]:
     """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order.
 
     A few-bit residual is converted to fp32 meanwhile if a run begins inside one of its blocks.
-    ``begin``: fp32 start values of the sums, for a plan without shared runs; may be ``sums``.
+    ``begin``: for a plan without shared runs. The rest as in ``sum_parts``.
     """
-    group, meter, residual, buffer = how.group, how.meter, how.residual, None
+    (tensor,), (residual,) = values, (None,) if residuals is None else residuals
+    group, meter, kernel, buffer = via.group, via.meter, exchange.kernel, None
     ranks, me = group.size, group.rank
     kept = residual if isinstance(residual, QuantizedResidual) else None
     if kept is not None and not (exchange.in_blocks and kept.in_blocks):
@@ -210,48 +182,31 @@ def sum_at_owners(
         kernel.encode(exchange.outgoing, tensor, payloads, residual)
         if exchange.copies is not None:
             exchange.copies.copy(payloads, sent)
+        if exchange.again is not None:
+            assert begin is None, "shared runs hold this rank's values where they are summed"
+            kernel.decode(exchange.again, payloads, sums)
     # 2
     yield transport.all_to_all(received, sent, exchange.takes, exchange.gives, group, meter)
     # 3
     with meter.coding():
         kernel.sum(exchange.incoming, received, tensor, ranks, me, sums, residual, begin)
-        if exchange.again is not None and exchange.shared is not None:
-            assert begin is None, "shared runs hold this rank's values where they are summed"
-            kernel.decode(exchange.again, payloads, sums)
+        if exchange.shared is not None:
             kernel.sum(exchange.shared, received, sums, ranks, me, sums)
         if kept is not None and isinstance(residual, Tensor):
             kept.pack(residual)
     POOL.give(room, buffer)
-
-
-def scatter_parts(
-    flat: Tensor,
-    total: Tensor,
-    owners: OwnerPlan,
-    kernel: PlannedKernel,
-    how: Reduction,
-    begin: Tensor | None = None,
-) -> Steps[Tensor]:
-    """Sum this rank's chunk of ``flat`` into ``total``: ``sum_at_owners`` of an ``even_plan``."""
-    exchange = exchange_of(owners, kernel, how.codec, flat, how)
-    yield from sum_at_owners(flat, total, exchange, kernel, how, begin)
-    return total
+    return sums
 
 
 def send_sums(
-    total: Tensor,
-    sums: Tensor,
-    exchange: OwnerExchange,
-    kernel: PlannedKernel,
-    via: Transfer,
-    feedback: bool,
+    total: Tensor, sums: Tensor, exchange: OwnerExchange, via: Transfer, feedback: bool
 ) -> Steps[None]:
     """1 encode this rank's chunk ``total`` for the owners, 2 all-to-all, 3 decode into ``sums``.
 
-    Sums that stay on this rank are left out. With ``feedback`` the chunk becomes the residual of
-    this quantization.
+    With ``feedback`` the chunk becomes the residual of this quantization, 0 where sums stay on this
+    rank: these are copied.
     """
-    meter, gives, takes = via.meter, exchange.gives, exchange.takes
+    meter, kernel = via.meter, exchange.kernel
     room, payloads, received, sent = exchange.room(total)
     # 1
     with meter.coding():
@@ -260,21 +215,14 @@ def send_sums(
         if exchange.copies is not None:
             exchange.copies.copy(payloads, sent)
     # 2
-    yield transport.all_to_all(received, sent, takes, gives, via.group, meter)
+    yield transport.all_to_all(received, sent, exchange.takes, exchange.gives, via.group, meter)
     # 3
     with meter.coding():
         kernel.decode(exchange.incoming, received, sums)
         if exchange.again is not None:
             kernel.decode(exchange.again, payloads, sums)
+        for (low, high), place in exchange.stays:
+            sums[place : place + high - low].copy_(total[low:high])
+            if feedback:
+                total[low:high].zero_()
     POOL.give(room)
-
-
-def keep_sums(total: Tensor, sums: Tensor, exchange: OwnerExchange, feedback: bool) -> None:
-    """Copy this rank's own slices from its chunk ``total`` into ``sums``.
-
-    With ``feedback`` the chunk is a residual, which becomes 0 there.
-    """
-    for (low, high), place in exchange.stays:
-        sums[place : place + high - low].copy_(total[low:high])
-        if feedback:
-            total[low:high].zero_()

@@ -1,16 +1,16 @@
 """Plan the reduction of a bucket whose ranges have owners: which rank sums, which ranks receive.
 
-The same buckets come every step, and a plan depends only on their ranges, so plans are cached. A
-tuple of ranges is recognized by its identity: hashing 4,096 ranges takes 3 ms.
+The same buckets come every step, and a plan depends only on their ranges, so plans are cached.
+Groups recognize a tuple of ranges by its identity: hashing 4,096 ranges takes 3 ms.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -21,8 +21,6 @@ PlanKind = Literal["direct", "balanced"]
 Key = TypeVar("Key")
 #: alignment, in elements, of a run's sum in the tensor of all sums, for vector loads
 PLACE_ALIGN = 32
-#: maximum tuples of ranges recognized by identity
-MOST_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -53,30 +51,34 @@ class OwnerPlan:
             even split and sends the sums to their owners.
         numel: elements of the bucket.
         runs: ranges with neighbours of the same owners merged and empty ones left out.
-        even: the chunks of the ranks, as ranges.
-        lengths: elements of each chunk.
-        longest: elements of the longest row of each kind of message: of one set of owners (direct);
-            of a chunk, and from one rank to one set of owners (balanced).
+        longest: elements of the longest row of a message to the owners: of one set of owners, or
+            (balanced) from one rank to one set of owners.
         sole: whether every range has one owner.
-        prepared: what collectives derive from the plan for one rank, cached here.
+        even: balanced: the direct plan of the even split.
     """
 
     kind: PlanKind
     numel: int
     ranges: tuple[OwnedRange, ...]
     runs: tuple[OwnedRange, ...]
-    even: tuple[OwnedRange, ...]
-    lengths: tuple[int, ...]
-    longest: tuple[int, int, int]
+    longest: int
     sole: bool
-    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    even: OwnerPlan | None = None
 
     def sums_of(self, rank: int) -> OwnedSums:
         """Return where the sums of group rank ``rank`` lie in one tensor."""
-        found: OwnedSums | None = self.prepared.get(rank)
-        if found is None:
-            found = self.prepared[rank] = _owned_sums(self, rank)
-        return found
+        starts, places, numel = [], [], 0
+        for run in self.runs:
+            if rank in run.ranks:
+                starts.append(run.start)
+                places.append(numel)
+                numel += -(-(run.stop - run.start) // PLACE_ALIGN) * PLACE_ALIGN
+        sums, results = OwnedSums(numel, starts, places, []), []
+        for owned in self.ranges:
+            if rank in owned.ranks:
+                place = sums.place_of(owned.start) if owned.start < owned.stop else 0
+                results.append((place, place + owned.stop - owned.start))
+        return replace(sums, results=results)
 
 
 @dataclass(frozen=True)
@@ -105,39 +107,6 @@ class OwnedSums:
         return sums[place : place + stop - start]
 
 
-def _owned_sums(plan: OwnerPlan, rank: int) -> OwnedSums:
-    starts, places, numel = [], [], 0
-    for run in plan.runs:
-        if rank in run.ranks:
-            starts.append(run.start)
-            places.append(numel)
-            numel += -(-(run.stop - run.start) // PLACE_ALIGN) * PLACE_ALIGN
-    sums, results = OwnedSums(numel, starts, places, []), []
-    for owned in plan.ranges:
-        if rank in owned.ranks:
-            place = sums.place_of(owned.start) if owned.start < owned.stop else 0
-            results.append((place, place + owned.stop - owned.start))
-    return replace(sums, results=results)
-
-
-#: plans by ranks and identity of the ranges, which are kept so that no other tuple gets that
-#: identity
-_KNOWN: dict[tuple[int, int], tuple[tuple[OwnedRange, ...], OwnerPlan]] = {}
-
-
-def find_plan(ranges: Sequence[OwnedRange], world_size: int) -> OwnerPlan:
-    """Return ``plan_of(ranges)``, without reading the ranges of a tuple that was seen before."""
-    if not isinstance(ranges, tuple):
-        return plan_of(tuple(ranges), world_size)
-    key = (id(ranges), world_size)
-    known = _KNOWN.get(key)
-    if known is None:
-        if len(_KNOWN) >= MOST_KNOWN:
-            _KNOWN.clear()
-        known = _KNOWN[key] = (ranges, plan_of(ranges, world_size))
-    return known[1]
-
-
 @lru_cache(maxsize=4096)
 def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
     """Return the plan for ``ranges``, the same on all ranks.
@@ -159,22 +128,20 @@ def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
                 traffic[rank][1] += part.numel
     balanced = _busiest(_direct_traffic(even, world_size)) + _busiest(traffic)
     direct = _busiest(_direct_traffic(ranges, world_size))
-    runs = merge_neighbours([owned for owned in ranges if owned.start < owned.stop])
-    parts = cut_at_chunks(runs, world_size)
-    return OwnerPlan(
-        "direct" if direct <= balanced else "balanced",
-        numel,
-        ranges,
-        tuple(runs),
-        tuple(even),
-        tuple(owned.stop - owned.start for owned in even),
-        (
-            _longest([(run.ranks, run.stop - run.start) for run in runs]),
-            max(owned.stop - owned.start for owned in even),
-            _longest([((part.source, part.ranks), part.numel) for part in parts]),
-        ),
-        all(len(run.ranks) == 1 for run in runs),
-    )
+    plan = direct_plan(ranges)
+    if direct <= balanced:
+        return plan
+    parts = cut_at_chunks(plan.runs, world_size)
+    longest = _longest([((part.source, part.ranks), part.numel) for part in parts])
+    return replace(plan, kind="balanced", longest=longest, even=direct_plan(tuple(even)))
+
+
+def direct_plan(ranges: tuple[OwnedRange, ...]) -> OwnerPlan:
+    """Return the plan in which every rank sends its values directly to the owners."""
+    runs = tuple(merge_neighbours([owned for owned in ranges if owned.start < owned.stop]))
+    longest = _longest([(run.ranks, run.stop - run.start) for run in runs])
+    sole = all(len(run.ranks) == 1 for run in runs)
+    return OwnerPlan("direct", ranges[-1].stop if ranges else 0, ranges, runs, longest, sole)
 
 
 def _check_ranges(ranges: Sequence[OwnedRange], world_size: int) -> None:
@@ -242,9 +209,8 @@ def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
     return runs
 
 
-@lru_cache(maxsize=4096)
 def range_rounds(
-    ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], count: int
+    ranges: Sequence[OwnedRange], cuts: Sequence[int], count: int
 ) -> list[list[OwnedRange]]:
     """Cut ``ranges`` at ``cuts`` and into rounds, each with a share of every set of owners."""
     rows: dict[tuple[int, ...], list[Range]] = {}
@@ -260,9 +226,8 @@ def range_rounds(
     ]  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
 def part_rounds(
-    ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], world_size: int, count: int
+    ranges: Sequence[OwnedRange], cuts: Sequence[int], world_size: int, count: int
 ) -> list[list[OwnedPart]]:
     """Cut ``ranges`` at ``cuts`` and chunks, and into rounds, each with a share of every path from
     a source to its owners."""

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, clear
-from hybridcomp.collectives.fused import fused_reduce_scatter
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, clear
+from hybridcomp.collectives.first_hop import FirstHop
 from hybridcomp.collectives.hierarchical.intra_node import (
     keep_sum,
     node_sum,
     ranges_of_nodes,
     scatter_intra_node,
 )
-from hybridcomp.collectives.owner_exchange import (
-    exchange_of,
-    keep_sums,
-    scatter_parts,
-    send_sums,
-    sum_at_owners,
-)
-from hybridcomp.collectives.owner_plan import find_plan
+from hybridcomp.collectives.owner_exchange import send_sums
+from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.owner_rounds import BucketPlan, ScatterRound, plan_bucket
 from hybridcomp.collectives.wire import (
     POOL,
@@ -35,15 +30,15 @@ from hybridcomp.collectives.wire import (
     Reduction,
     Steps,
     Transfer,
+    accumulator,
     add_alone,
     check_residual,
     check_values,
     chunk_ranges,
-    decode_all_fp32,
+    decode_fp32_all,
     exchange,
     given,
     overlapped,
-    sum_parts,
 )
 
 
@@ -90,7 +85,7 @@ def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
     if group.levels is not None:
         within = chunk_ranges(numel, group.width)[group.local]
         ranges = ranges_of_nodes(ranges, within, group.levels)
-    hops = 2 if find_plan(ranges, group.encoders).kind == "balanced" else 1
+    hops = 2 if plan_of(tuple(ranges), group.encoders).kind == "balanced" else 1
     if isinstance(held, tuple):
         group.keep(key, (held, hops))
     return hops
@@ -119,7 +114,7 @@ def _in_two_levels(
 
 def _flat(
     tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
-) -> tuple[Steps[None], list[Tensor]]:
+) -> tuple[Steps[Any], list[Tensor]]:
     """Return the single-level steps, direct or balanced as planned, and the sums they fill."""
     check_values("tensor", tensor)
     check_residual("residual", how.residual, tensor.numel())
@@ -128,18 +123,14 @@ def _flat(
         how.probe(tensor, how.cuts, how.residual)
     sums = tensor.new_empty(plan.mine.numel, dtype=torch.float32)
     results = [sums[low:high] for low, high in plan.mine.results]
-    if how.group.size == 1 or not plan.owners.runs:
+    if plan.first is None:
         _alone(tensor, plan, sums, how)
         return given(None), results
     how.meter.used.update(plan.specs)
-    if plan.owners.kind == "balanced":
-        return _balanced(tensor, plan, sums, how), results
-    if plan.kernel is not None:
-        exchange = exchange_of(plan.owners, plan.kernel, plan.codecs[0], tensor, how)
-        return sum_at_owners(tensor, sums, exchange, plan.kernel, how), results
+    if plan.chunk is not None:
+        return _balanced(tensor, plan, plan.first, sums, how), results
     left = None if how.residual is None else [how.residual]
-    rounds = [sum_parts(each, [tensor], left, sums, how.group, how.meter) for each in plan.sums]
-    return overlapped(rounds), results
+    return plan.first.sum([tensor], left, sums, how), results
 
 
 def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
@@ -152,7 +143,8 @@ def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Bu
     found: BucketPlan | None = how.group.plans.get(key)
     if found is None:
         found = plan_bucket(tensor, ranges, how)
-        weight = how.group.size * (len(found.sums) + len(found.scatters))
+        rounds = 0 if found.first is None else len(found.first.rounds) + len(found.scatters)
+        weight = how.group.size * rounds
         how.group.keep(key, found, 1 + weight + len(ranges) + len(cuts))
     return found
 
@@ -166,64 +158,32 @@ def _alone(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) -> No
             add_alone(how.residual[here], out)
 
 
-def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) -> Steps[None]:
+def _balanced(
+    tensor: Tensor, plan: BucketPlan, first: FirstHop, sums: Tensor, how: Reduction
+) -> Steps[None]:
     """1 sum this rank's chunk of the even split, 2 send the sums to their owners (``_send_on``)."""
-    group, meter, owners, kept = how.group, how.meter, plan.owners, how.owner_residual
-    first, second = plan.codecs
-    numel = owners.lengths[group.rank]
-    check_residual("owner_residual", kept, numel)
+    group, meter, kept, alone = how.group, how.meter, how.owner_residual, plan.alone
+    assert plan.chunk is not None
+    here = tensor[plan.chunk.start : plan.chunk.stop]
+    check_residual("owner_residual", kept, here.numel())
     # 1
-    begun, left = kept is not None, how.residual
-    buffer, total, begin = _accumulator(numel, plan, sums, kept)
-    if plan.fused is not None:
-        only = Reduction(first, group, meter, residual=left)
-        yield from fused_reduce_scatter(tensor, owners.lengths[0], total, plan.fused, only, begin)
-    elif plan.parts is not None:
-        kernel, even = plan.parts
-        only = Reduction(first, group, meter, plan.cuts, residual=left)
-        yield from scatter_parts(tensor, total, even, kernel, only, begin)
-    else:
-        residuals = None if left is None else [left]
-        yield from overlapped(
-            [sum_parts(each, [tensor], residuals, total, group, meter, begun) for each in plan.sums]
-        )
+    place = None if alone is None else sums[alone : alone + here.numel()]
+    buffer, total, begin = accumulator(kept, place, here)
+    residuals = None if how.residual is None else [how.residual]
+    yield from first.sum([tensor], residuals, total, how, begin)
     # 2
-    if plan.kernel is not None:
-        hop = Transfer(second, group, meter, plan.cuts)
-        exchange = exchange_of(owners, plan.kernel, second, total, hop)
-        yield from send_sums(total, sums, exchange, plan.kernel, hop, begun)
-        if plan.alone is None:
-            with meter.coding():
-                keep_sums(total, sums, exchange, begun)
-        elif kept is not None:
-            clear(kept)
+    begun = kept is not None
+    if plan.table is not None:
+        yield from send_sums(total, sums, plan.table, how, begun)
     else:
         yield from overlapped(
             [_send_on(each, total, sums, group, meter, begun) for each in plan.scatters]
         )
-    if plan.alone is None and isinstance(kept, QuantizedResidual):
+    if alone is not None and kept is not None:
+        clear(kept)
+    elif isinstance(kept, QuantizedResidual):
         kept.pack(total)
     POOL.give(buffer)
-
-
-def _accumulator(
-    numel: int, plan: BucketPlan, sums: Tensor, kept: Residual | None
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return ``(buffer to give back, fp32 tensor for a chunk's sum, its start values)``.
-
-    The tensor is part of ``sums`` if only this rank owns the chunk; else it is the residual
-    ``kept`` of the second quantization, or a buffer.
-    """
-    buffer: Tensor | None = None
-    if plan.alone is not None:
-        total = sums[plan.alone : plan.alone + numel]
-    elif isinstance(kept, Tensor):
-        total = kept
-    else:
-        buffer, total = POOL.take_fp32(numel, sums.device)
-    if isinstance(kept, QuantizedResidual):
-        return buffer, total, kept.unpack(total)
-    return buffer, total, kept
 
 
 def _send_on(
@@ -233,21 +193,18 @@ def _send_on(
 
     With ``feedback`` the sums in ``total`` become the residual of this quantization.
     """
-    coder, dtype = plan.exchange.coder, plan.exchange.dtype
     # 1
     values = [total[low:high] for low, high in plan.sent]
     jobs = [EncodeRequest(one, one if feedback else None) for one in values]
     payloads = yield from exchange(plan.exchange, jobs, group, meter)
     # 2
-    with meter.coding():
-        arrived = [*chain(*payloads.received), *(payloads.encoded[job] for job, _ in plan.again)]
-        places = [sums[low:high] for low, high in (*plan.arriving, *(at for _, at in plan.again))]
-        if len(arrived) > 1 and plan.each is not None:
-            plan.each.decode(arrived, places)
-        else:
-            decode_all_fp32(plan.exchange.varying, coder, arrived, places, dtype)
-        for (low, high), (start, stop) in plan.stays:
-            sums[start:stop].copy_(total[low:high])
-            if feedback:
-                total[low:high].zero_()
+    start = meter.clock.begin()
+    arrived = [*chain(*payloads.received), *[payloads.encoded[job] for job, _ in plan.again]]
+    places = [sums[low:high] for low, high in (*plan.arriving, *[at for _, at in plan.again])]
+    decode_fp32_all(plan.exchange, arrived, places)
+    for (low, high), (place, end) in plan.stays:
+        sums[place:end].copy_(total[low:high])
+        if feedback:
+            total[low:high].zero_()
+    meter.clock.end(meter, "codec", start)
     POOL.give(*payloads.buffers)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.quantized_residual import BLOCK, Residual, as_fp32
+from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual, as_fp32
 from hybridcomp.codecs.residual_runs import joined
-from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
+from hybridcomp.collectives.first_hop import FirstHop, plan_first_hop
+from hybridcomp.collectives.fused import adjacent
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, keep_sum, node_sum
-from hybridcomp.collectives.owner_exchange import scatter_parts, shards_as_plan
-from hybridcomp.collectives.scatter_plan import ReduceScatterPlan, plan_rounds
+from hybridcomp.collectives.owner_plan import direct_plan
 from hybridcomp.collectives.wire import (
     POOL,
+    OwnedRange,
     ReduceScatterHandle,
     Reduction,
     Steps,
@@ -24,9 +27,6 @@ from hybridcomp.collectives.wire import (
     check_residual,
     check_values,
     given,
-    overlapped,
-    sent_dtype,
-    sum_parts,
 )
 from hybridcomp.errors import CodecError
 
@@ -90,9 +90,12 @@ def reduce_scatter(
     Returns a handle whose ``wait()`` gives a new fp32 tensor of ``shards[me].numel()`` elements.
     Raises CodecError on other tensors.
     """
-    flat = _checked(shards, how.group.size)
-    steps = _flat if how.group.levels is None else _in_two_levels
-    return ReduceScatterHandle(steps(flat, how, residuals, cuts), how.meter, async_op)
+    shards = _checked(shards, how.group.size)
+    if how.group.levels is None:
+        steps = _flat(shards, how, residuals, cuts)
+    else:
+        steps = _in_two_levels(shards, how, residuals, cuts)
+    return ReduceScatterHandle(steps, how.meter, async_op)
 
 
 def keep_shards(
@@ -115,7 +118,7 @@ def _keep(shards: Sequence[Tensor], how: Transfer, total: Tensor) -> Steps[Tenso
     values, lengths, _ = join_columns(shards, flat, levels)
     if values.numel():
         yield from keep_sum(values, lengths, how, total)
-    return total.new_zeros(_sizes(shards, how.group.rank)[1])
+    return total.new_zeros(_length(shards, how.group.rank))
 
 
 def _checked(shards: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
@@ -180,69 +183,70 @@ def _flat(
         if residuals is not None:
             add_alone(residuals[0], alone)
         return given(alone)
-    chunk, length, like = _sizes(shards, me)
-    total = torch.empty(length, dtype=torch.float32, device=like.device)
-    if not length and not any(shard.numel() for shard in shards):
+    numel, like = _length(shards, me), shards.flat if isinstance(shards, Shards) else shards[me]
+    total = torch.empty(numel, dtype=torch.float32, device=like.device)
+    if not numel and not any(shard.numel() for shard in shards):
         return given(total)
-    plan = _planned(shards, residuals, cuts, how, like)
-    how.meter.used[plan.spec] = None
-    flat = _joined(shards) if plan.fused or plan.parts else None
-    left = None if flat is None or residuals is None else _joined_residuals(residuals)
-    if plan.fused is not None and flat is not None and (residuals is None or left is not None):
-        only = Reduction(plan.codec, how.group, how.meter, residual=left)
-        return fused_reduce_scatter(flat, chunk, total, plan.fused, only)
-    parts = plan.parts
-    alike = (
-        residuals is None or isinstance(left, Tensor) or (left is not None and not chunk % BLOCK)
-    )
-    if parts is not None and flat is not None and alike:
-        if not plan.whole:
-            plan.whole.append(shards_as_plan(flat.numel(), chunk, cuts or (), len(shards)))
-        owners, edges = plan.whole[0]
-        only = Reduction(plan.codec, how.group, how.meter, edges, residual=left)
-        return scatter_parts(flat, total, owners, parts, only)
-    if not plan.rounds:
-        lengths = [shard.numel() for shard in shards]
-        dtype = sent_dtype(plan.codec, like.dtype, residuals is not None, how.flush)
-        plan.rounds.extend(plan_rounds(lengths, cuts, plan, dtype, like.device, how.group))
-    return _in_rounds(shards, total, residuals, plan, how)
+    whole: tuple[Tensor, Residual | None] | None = None
+    if isinstance(shards, Shards) and (residuals is None or isinstance(residuals, Shards)):
+        whole = shards.flat, None if residuals is None else residuals.flat
+    one = whole is not None
+    plan = _planned(shards, residuals, cuts, how, like, one)
+    if plan.by != "rounds" and not one:
+        whole = _as_one(shards, residuals)
+    if plan.by != "rounds" and (whole is None or not _fits(plan, whole[1], shards)):
+        plan = _planned(shards, residuals, cuts, how, like, one, kernels=False)
+        whole = whole if one else None
+    how.meter.used[plan.codec.spec] = None
+    if whole is not None:
+        shards, residuals = [whole[0]], None if whole[1] is None else [whole[1]]
+    return plan.sum(shards, residuals, total, how)
 
 
-def _sizes(shards: Sequence[Tensor], me: int) -> tuple[int, int, Tensor]:
-    """Return lengths of the first and rank ``me``'s shard, and a tensor of their dtype and device.
-
-    ``Shards`` are not sliced for this: each slice takes the host 1 us.
-    """
+def _length(shards: Sequence[Tensor], rank: int) -> int:
+    """Return the length of a shard; a slice of ``Shards`` would take the host 1 us."""
     if isinstance(shards, Shards):
-        flat, chunk = shards.flat, shards.numel
-        return chunk, min(chunk, flat.numel() - me * chunk), flat
-    return shards[0].numel(), shards[me].numel(), shards[me]
+        return max(0, min(shards.numel, shards.flat.numel() - rank * shards.numel))
+    return shards[rank].numel()
 
 
 def _planned(
-    shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, how: Reduction, like: Tensor
-) -> ReduceScatterPlan:
+    shards: Sequence[Tensor],
+    residuals: Residuals,
+    cuts: Cuts,
+    how: Reduction,
+    like: Tensor,
+    one: bool,
+    kernels: bool = True,
+) -> FirstHop:
     """Return the cached plan for messages like this one, making it for the first.
 
-    ``like``: a tensor of the dtype and device of the shards.
+    Args:
+        like: a tensor of the dtype and device of the shards.
+        one: whether shards and residuals are one tensor each.
+        kernels: whether kernels for shards that are neighbours in memory may sum them.
     """
-    one = isinstance(shards, Shards)
-    is_one = one and (residuals is None or isinstance(residuals, Shards))
     lengths = (
         (shards.flat.numel(), shards.numel)
         if isinstance(shards, Shards)
         else tuple(shard.numel() for shard in shards)
     )
     edges = tuple(map(tuple, cuts)) if cuts and any(cuts) else ()
-    kinds = (is_one, residuals is None, how.flush, like.dtype, like.device)
-    key = ("reduce_scatter", id(how.codec), one, lengths, edges, *kinds)
-    found: ReduceScatterPlan | None = how.group.plans.get(key)
+    kinds = (one, kernels, residuals is None, how.flush, like.dtype, like.device)
+    key = ("reduce_scatter", id(how.codec), isinstance(shards, Shards), lengths, edges, *kinds)
+    found: FirstHop | None = how.group.plans.get(key)
     if found is None:
         (codec,) = how.codec.split_error_budget(1, how.group.size, exact=1)
-        fused = None if edges else codec.fused(like.device)
-        parts = codec.planned(like.device) if edges else None
-        found = ReduceScatterPlan(how.codec, codec, codec.spec, fused, parts, is_one)
-        found = how.group.keep(key, found, 1 if fused is not None else how.group.size)
+        ends = list(accumulate([_length(shards, rank) for rank in range(len(shards))], initial=0))
+        ranges = tuple(OwnedRange(*edge, (rank,)) for rank, edge in enumerate(pairwise(ends)))
+        whole = [ends[rank] + cut for rank, row in enumerate(edges) for cut in row]
+        via = Transfer(codec, how.group, how.meter, whole, flush=how.flush)
+        found = plan_first_hop(
+            direct_plan(ranges), [codec], like, via, residuals is not None,
+            chunk=ends[1], starts=None if one else ends, kernels=kernels,
+        )  # fmt: skip
+        weight = 1 if found.by == "chunks" else how.group.size
+        found = how.group.keep(key, replace(found, held=how.codec), weight)
     return found
 
 
@@ -251,30 +255,26 @@ def _joined(shards: Sequence[Tensor]) -> Tensor | None:
     return shards.flat if isinstance(shards, Shards) else adjacent(shards)
 
 
-def _joined_residuals(residuals: Sequence[Residual]) -> Residual | None:
-    """Return residuals as one if contiguous in memory (few-bit ones with gaps), else None."""
+def _as_one(
+    shards: Sequence[Tensor], residuals: Residuals
+) -> tuple[Tensor, Residual | None] | None:
+    """Return shards and residuals as one tensor each if they are contiguous in memory, else None.
+
+    Few-bit residuals have gaps between shards.
+    """
+    flat, left = _joined(shards), None  # type: Tensor | None, Residual | None
     if isinstance(residuals, Shards):
-        return residuals.flat
-    wide = [one for one in residuals if isinstance(one, Tensor)]
-    return adjacent(wide) if wide else joined(residuals)
+        left = residuals.flat
+    elif residuals is not None:
+        wide = [one for one in residuals if isinstance(one, Tensor)]
+        left = adjacent(wide) if wide else joined(residuals)
+    return None if flat is None or (left is None and residuals is not None) else (flat, left)
 
 
-def _in_rounds(
-    shards: Sequence[Tensor],
-    total: Tensor,
-    residuals: Residuals,
-    plan: ReduceScatterPlan,
-    how: Reduction,
-) -> Steps[Tensor]:
-    """Sum this rank's shard into ``total``, in overlapping rounds (``sum_parts``)."""
-    values: Sequence[Tensor] = shards
-    if plan.is_one and isinstance(shards, Shards):
-        values = [shards.flat]
-        residuals = [residuals.flat] if isinstance(residuals, Shards) else None
-    steps = [
-        sum_parts(each, values, residuals, total, how.group, how.meter) for each in plan.rounds
-    ]
-    return overlapped(steps)
+def _fits(plan: FirstHop, left: Residual | None, shards: Sequence[Tensor]) -> bool:
+    """Return whether the kernels of ``plan`` can process the residual ``left`` of all shards."""
+    gaps = isinstance(left, QuantizedResidual) and bool(_length(shards, 0) % BLOCK)
+    return plan.by != "table" or not gaps
 
 
 def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Residual]) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridcomp import collectives
 from hybridcomp.codecs import Codec, make_codec
-from hybridcomp.collectives import Group, Meter, OwnedRange, Shards, Transfer, owner_plan
-from hybridcomp.collectives.owner_plan import find_plan
+from hybridcomp.collectives import Group, Meter, OwnedRange, Shards, Transfer
+from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.wire import exchange_plan, gathers
 from hybridcomp.collectives.wire import group as wire_group
 from hybridcomp.errors import CodecError
@@ -34,29 +34,11 @@ def _threads() -> Iterator[None]:
 RANGES = (OwnedRange(0, 40, (1,)), OwnedRange(40, 40, (0,)), OwnedRange(40, 100, (2, 1)))
 
 
-def test_a_tuple_of_ranges_is_known_without_a_look_at_it() -> None:
-    again = (RANGES[0], *RANGES[1:])
-    plan = find_plan(RANGES, 3)
-    with mock.patch.object(owner_plan, "plan_of", side_effect=AssertionError):
-        assert find_plan(RANGES, 3) is plan
-    assert find_plan(again, 3) == plan == find_plan(list(RANGES), 3)
-    assert find_plan(RANGES, 4) != plan
-
-
-def test_only_so_many_tuples_are_kept() -> None:
-    owner_plan._KNOWN.clear()
-    with mock.patch.object(owner_plan, "MOST_KNOWN", 2):
-        every = [(OwnedRange(0, numel, (0,)),) for numel in (1, 2, 3)]
-        for ranges in every:
-            assert find_plan(ranges, 2).numel == ranges[0].stop
-    assert len(owner_plan._KNOWN) == 1
-
-
 def test_sums_of_a_rank_lie_one_after_the_other() -> None:
-    sums = find_plan(RANGES, 3).sums_of(1)
+    sums = plan_of(RANGES, 3).sums_of(1)
     assert (sums.numel, sums.results) == (64 + 64, [(0, 40), (64, 124)])
     assert sums.place_of(39) == 39 and sums.place_of(50) == 74
-    assert find_plan(RANGES, 3).sums_of(0).results == [(0, 0)]
+    assert plan_of(RANGES, 3).sums_of(0).results == [(0, 0)]
 
 
 def test_shards_are_those_of_a_split() -> None:

@@ -23,12 +23,14 @@ error of the codec between the units.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.first_hop import FirstHop
 from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.wire import (
     POOL,
@@ -40,7 +42,6 @@ from hybridcomp.collectives.wire import (
     Reduction,
     Steps,
     SummedPart,
-    SumPlan,
     Transfer,
     chunk_ranges,
     plan_sum,
@@ -139,24 +140,28 @@ def _sum_encoded(
 
     Blocks of the codec may cross the borders of parameters.
     """
-    codec, group, meter = via.codec, via.group, via.meter
+    codec, group = via.codec, via.group
     buffer, total = POOL.take_fp32(lengths[group.rank], values.device)
-    fused, chunk = codec.fused(values.device), lengths[0]
-    edges = [min(rank * chunk, values.numel()) for rank in range(group.size + 1)]
-    meter.used[codec.spec] = None
-    if fused is not None and chunk and [b - a for a, b in pairwise(edges)] == list(lengths):
-        yield from fused_reduce_scatter(values, chunk, total, fused, Reduction(codec, group, meter))
-        return buffer, total
+    via.meter.used[codec.spec] = None
     key = ("level", id(codec), *lengths, values.dtype, values.device)
-    found: tuple[Codec, SumPlan] | None = group.plans.get(key)
+    found: FirstHop | None = group.plans.get(key)
     if found is None:
-        ends = list(accumulate(lengths, initial=0))
-        parts = [SummedPart(*edge, (rank,)) for rank, edge in enumerate(pairwise(ends))]
-        dtype = sent_dtype(codec, values.dtype, wide=False)
-        plan = plan_sum(parts, codec, dtype, values.device, group)
-        found = group.keep(key, (codec, plan), group.size)
-    yield from sum_parts(found[1], [values], None, total, group, meter)
+        found = group.keep(key, _level_plan(values, lengths, via), group.size)
+    yield from found.sum([values], None, total, via)
     return buffer, total
+
+
+def _level_plan(values: Tensor, lengths: Sequence[int], via: Transfer) -> FirstHop:
+    """Plan ``_sum_encoded``: by kernels for whole chunks, or in one exchange."""
+    codec, group, device = via.codec, via.group, values.device
+    ends = list(accumulate(lengths, initial=0))
+    fused = codec.fused(device) if ends[1] else None
+    if fused is not None and ends == [min(n * ends[1], ends[-1]) for n in range(len(ends))]:
+        return FirstHop(codec, "chunks", (partial(fused_reduce_scatter, fused, codec, ends[1]),))
+    parts = [SummedPart(*edge, (rank,)) for rank, edge in enumerate(pairwise(ends))]
+    dtype = sent_dtype(codec, values.dtype, wide=False)
+    plan = plan_sum(parts, codec, dtype, device, group)
+    return FirstHop(codec, "rounds", (partial(sum_parts, plan),))
 
 
 def _gather(values: Tensor, stages: Sequence[Group], meter: Meter) -> Steps[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ exchange_plan   plans of all-to-alls of payloads, and of sums that use them
 exchanges       all-to-all of payloads, and sums at owners
 message_rounds  cutting long messages, so that coding overlaps with sending
 varying         payloads of variable size
-batched_kernels all variable-size payloads in few launches, on a GPU
+batched_kernels all payloads in few launches, on a GPU
 gathers         all-gather of payloads
 chained_gather  all-gather over several groups, one after the other
 payload_sizes   sizes of payloads of variable size
@@ -25,7 +25,6 @@ Operations above import from here, not from its parts.
 from __future__ import annotations
 
 from hybridcomp.collectives.wire import chained_gather, payload_sizes, profiler_ranges, transport
-from hybridcomp.collectives.wire.batched_kernels import decode_all_fp32
 from hybridcomp.collectives.wire.chunking import (
     OwnedRange,
     Range,
@@ -50,12 +49,20 @@ from hybridcomp.collectives.wire.exchange_plan import (
     plan_sum,
     sent_dtype,
 )
-from hybridcomp.collectives.wire.exchanges import add_alone, exchange, show_overflow, sum_parts
+from hybridcomp.collectives.wire.exchanges import (
+    accumulator,
+    decode_fp32_all,
+    exchange,
+    show_overflow,
+    sum_parts,
+)
 from hybridcomp.collectives.wire.gathers import (
     GatherPlan,
     decode_all,
     encode_all,
     gather,
+    gather_slices,
+    gather_values,
     plan_gather,
 )
 from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
@@ -80,7 +87,7 @@ from hybridcomp.collectives.wire.headers import (
 )
 from hybridcomp.collectives.wire.message_rounds import round_count, rounds
 from hybridcomp.collectives.wire.splits import Splits
-from hybridcomp.collectives.wire.steps import given, transfer
+from hybridcomp.collectives.wire.steps import add_alone, given, transfer
 
 __all__ = [
     "Clock",
@@ -107,6 +114,7 @@ __all__ = [
     "SummedPart",
     "Transfer",
     "UNREAD",
+    "accumulator",
     "add_alone",
     "add_values",
     "check_headers",
@@ -116,11 +124,13 @@ __all__ = [
     "chunk_ranges",
     "cut_rows",
     "decode_all",
-    "decode_all_fp32",
+    "decode_fp32_all",
     "encode_all",
     "encode_sum",
     "exchange",
     "gather",
+    "gather_slices",
+    "gather_values",
     "given",
     "profiler_ranges",
     "overlapped",

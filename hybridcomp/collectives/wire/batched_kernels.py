@@ -1,4 +1,4 @@
-"""Encode, decode and add all payloads of variable size of a message in few launches, on a GPU."""
+"""Encode, decode and add all payloads of a message in few launches, on a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import PieceKernel
+from hybridcomp.codecs.base import MultiTensorKernel, PieceKernel
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.residual_runs import LONGEST, runs
-from hybridcomp.collectives.wire.encoding import POOL, Coder, EncodeRequest, decode_fp32
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest
 
 #: fp32 values that are decoded side by side begin at multiples of this many, which load as a vector
 ALIGNED = 4
@@ -46,6 +47,31 @@ def encode_at_once(
         run.pack(values)
         POOL.give(buffer)
         done = here.stop
+    return True
+
+
+def encode_jobs(
+    each: MultiTensorKernel,
+    jobs: Sequence[EncodeRequest],
+    slots: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> bool:
+    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was done.
+
+    The codec has a fixed size. It is not possible if a job has ``decoded``, or has its sum as
+    residual.
+    """
+    plain = [job.residual is None for job in jobs]
+    if any(job.decoded is not None or job.values is job.residual for job in jobs):
+        return False
+    if all(plain):
+        each.encode([job.values.to(dtype) for job in jobs], slots)
+        return True
+    residuals = [job.residual for job in jobs if job.residual is not None]
+    few = [one for one in residuals if isinstance(one, QuantizedResidual)]
+    if len(residuals) < len(jobs) or dtype != torch.float32 or not all(r.in_blocks for r in few):
+        return False
+    each.encode([job.values for job in jobs], slots, residuals)
     return True
 
 
@@ -94,21 +120,6 @@ def _settle(
     if residuals:
         kernel.settle(residuals, delivered)
     POOL.give(buffer)
-
-
-def decode_all_fp32(
-    kernel: PieceKernel | None,
-    coder: Coder,
-    payloads: Sequence[Tensor],
-    out: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> None:
-    """Decode ``payloads`` of ``dtype`` into fp32 ``out``, all at once if there is a ``kernel``."""
-    if kernel is not None and len(out) > 1:
-        kernel.decode_fp32(payloads, out, dtype)
-        return
-    for payload, one in zip(payloads, out, strict=True):
-        decode_fp32(coder, payload, one, dtype)
 
 
 def add_at_once(

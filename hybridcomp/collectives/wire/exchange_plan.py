@@ -172,13 +172,14 @@ class SumPlan:
         owned: the parts that this rank sums, each with its job number or None. None: the rank adds
             its values unquantized, which only a sole owner may do. Several owners must hold the
             same sum, so each decodes its own contribution from the payload that the others got.
-        each: kernels for all sums in one launch, where there are several and the back end has them.
+        ahead: sums with several owners begin with this rank's payload, which it decodes while the
+            message is on its way: between two ranks only, where a + b is b + a.
     """
 
     exchange: ExchangePlan
     sent: list[SummedPart]
     owned: list[tuple[SummedPart, int | None]]
-    each: MultiTensorKernel | None
+    ahead: bool
 
 
 def plan_sum(
@@ -202,12 +203,8 @@ def plan_sum(
     incoming = [numels] * group.size
     incoming[me] = []
     lengths = [part.stop - part.start for part in sent]
-    return SumPlan(
-        plan_exchange(rows, lengths, incoming, codec, dtype, device, group),
-        sent,
-        owned,
-        codec.each(device) if len(owned) > 1 else None,
-    )
+    exchange = plan_exchange(rows, lengths, incoming, codec, dtype, device, group)
+    return SumPlan(exchange, sent, owned, group.size == 2 and exchange.each is None)
 
 
 def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:

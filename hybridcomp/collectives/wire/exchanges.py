@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import MultiTensorKernel
-from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.codecs.residual_runs import ALL, ResidualRun, runs
 from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.batched_kernels import add_at_once
+from hybridcomp.collectives.wire.batched_kernels import add_at_once, encode_jobs
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     Coder,
@@ -28,11 +27,10 @@ from hybridcomp.collectives.wire.encoding import (
     decode_fp32,
     encode_job,
     encode_sum,
-    settle,
     settle_job,
 )
 from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads, SumPlan
-from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.group import Group, Transfer
 from hybridcomp.collectives.wire.handle import UNDER_WAY, Meter, Steps
 from hybridcomp.collectives.wire.varying import Varying, cut_payloads
 
@@ -97,72 +95,54 @@ def _encode(plan: ExchangePlan, jobs: Sequence[EncodeRequest]) -> Payloads:
     return Payloads(encoded, [out], leaving, later)
 
 
-def encode_jobs(
-    each: MultiTensorKernel,
-    jobs: Sequence[EncodeRequest],
-    slots: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> bool:
-    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was done.
-
-    The codec has a fixed size. It is not possible if a job has ``decoded``, or has its sum as
-    residual.
-    """
-    plain = [job.residual is None for job in jobs]
-    if any(job.decoded is not None or job.values is job.residual for job in jobs):
-        return False
-    if all(plain):
-        each.encode([job.values.to(dtype) for job in jobs], slots)
-        return True
-    residuals = [job.residual for job in jobs if job.residual is not None]
-    few = [one for one in residuals if isinstance(one, QuantizedResidual)]
-    if len(residuals) < len(jobs) or dtype != torch.float32 or not all(r.in_blocks for r in few):
-        return False
-    each.encode([job.values for job in jobs], slots, residuals)
-    return True
-
-
 def sum_parts(
     plan: SumPlan,
     values: Sequence[Tensor],
     residuals: Sequence[Residual] | None,
-    total: Tensor | None,
-    group: Group,
-    meter: Meter,
-    begun: bool = False,
-) -> Steps[Any]:
+    total: Tensor,
+    via: Transfer,
+    begin: Tensor | None = None,
+    in_place: bool = False,
+) -> Steps[Tensor]:
     """Sum the parts that this rank owns into ``total`` (fp32), update the residuals, return it.
 
-    ``values`` and ``residuals``: by ``source``. ``begun``: the sums are added to the contents of
-    ``total``. Without a ``total`` the sums replace ``values``; only with ranks 0 and 1, for which
-    x0 + x1 == x1 + x0 gives the bits of rank order.
-
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
+
+    Args:
+        values, residuals: by ``source``.
+        begin: None, or ``total``, whose contents are then added to.
+        in_place: ``total`` is this rank's part of ``values``; only with ranks 0 and 1, for which
+            x0 + x1 == x1 + x0 gives the bits of rank order.
     """
-    coder, dtype = plan.exchange.coder, plan.exchange.dtype
+    coder, dtype, meter, me = plan.exchange.coder, plan.exchange.dtype, via.meter, via.group.rank
     # 1, 2
     jobs = [
         EncodeRequest(
             values[part.source][part.start : part.stop],
             None if residuals is None else residuals[part.source][part.start : part.stop],
+            total[part.place :][: part.stop - part.start]
+            if plan.ahead and me in part.owners
+            else None,
         )
         for part in plan.sent
     ]
-    payloads = yield from exchange(plan.exchange, jobs, group, meter)
+    payloads = yield from exchange(plan.exchange, jobs, via.group, meter)
     # 3
     start = meter.clock.begin()
     rows: list[list[Tensor | None]] = [
         [*row] if row else [None] * len(plan.owned) for row in payloads.received
     ]
-    rows[group.rank] = [None if job is None else payloads.encoded[job] for _, job in plan.owned]
-    sums, left = _begin(plan, values, residuals, total, begun)
-    if plan.each is not None:
+    rows[me] = [
+        None if job is None or plan.ahead else payloads.encoded[job] for _, job in plan.owned
+    ]
+    sums, left = _begin(plan, values, residuals, None if in_place else total, begin is not None)
+    if plan.exchange.each is not None:
         for row in rows:
-            _add_row(sums, row, plan.each)
+            _add_row(sums, row, plan.exchange.each, plan.exchange)
     elif plan.exchange.varying is not None and sums:
         outs, own = [each.out for each in sums], [each.own for each in sums]
         fresh = [each.fresh for each in sums]
-        add_at_once(plan.exchange.varying, rows, group.rank, outs, own, fresh, dtype)
+        add_at_once(plan.exchange.varying, rows, me, outs, own, fresh, dtype)
     else:
         for sum_, column in zip(sums, zip(*rows, strict=True), strict=True):
             _add_column(sum_, column, coder, dtype)
@@ -186,15 +166,6 @@ class _PartSum:
     out: Tensor
     own: Tensor | None
     fresh: bool
-
-    def add_own(self) -> None:
-        """Add this rank's exact values."""
-        if self.own is None:
-            return
-        if self.fresh:
-            self.out.copy_(self.own)
-        else:
-            add_values(self.out, self.own)
 
 
 def _begin(
@@ -228,8 +199,12 @@ def _begin(
         for index, one in zip(alone, wide, strict=True):
             own[index] = one
         places = [total[part.place :][: part.stop - part.start] for part, _ in plan.owned]
-        rows = zip(places, own, strict=True)
-        return [_PartSum(place, one, not begun) for place, one in rows], held
+        ahead = [plan.ahead and job is not None for _, job in plan.owned]
+        rows = zip(places, own, ahead, strict=True)
+        return [
+            _PartSum(place, None, False) if done else _PartSum(place, one, not begun)
+            for place, one, done in rows
+        ], held
     for index, one in zip(alone, wide, strict=True):
         own[index].copy_(one)
     return [_PartSum(one, None, False) for one in own], held
@@ -244,7 +219,10 @@ def _add_column(
     """
     for payload in column:
         if payload is None:
-            sum_.add_own()
+            if sum_.own is not None and sum_.fresh:
+                sum_.out.copy_(sum_.own)
+            elif sum_.own is not None:
+                add_values(sum_.out, sum_.own)
         elif sum_.fresh:
             decode_fp32(coder, payload, sum_.out, dtype)
         else:
@@ -253,7 +231,10 @@ def _add_column(
 
 
 def _add_row(
-    sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: MultiTensorKernel
+    sums: Sequence[_PartSum],
+    row: Sequence[Tensor | None],
+    each: MultiTensorKernel,
+    plan: ExchangePlan,
 ) -> None:
     """Add one rank's payloads to their sums: one launch for empty sums, one for the others."""
     for begun in (False, True):
@@ -265,27 +246,43 @@ def _add_row(
         each.decode([payload for payload, _ in chosen], [out for _, out in chosen], add=begun)
     for payload, sum_ in zip(row, sums, strict=True):
         if payload is None:
-            sum_.add_own()
+            _add_column(sum_, [None], plan.coder, plan.dtype)
         sum_.fresh = False
 
 
-def add_alone(residual: Residual, values: Tensor) -> None:
-    """Add ``residual`` to ``values`` in place: the sum over a group of one rank.
+def decode_fp32_all(plan: ExchangePlan, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Decode ``payloads`` of ``plan`` into fp32 ``out``; in few launches if possible."""
+    if plan.each is not None and len(out) > 1:
+        plan.each.decode(payloads, out)
+    elif plan.varying is not None and len(out) > 1:
+        plan.varying.decode_fp32(payloads, out, plan.dtype)
+    else:
+        for payload, one in zip(payloads, out, strict=True):
+            decode_fp32(plan.coder, payload, one, plan.dtype)
 
-    The rounding error of the dtype of ``values`` stays in the residual.
+
+def accumulator(
+    kept: Residual | None, place: Tensor | None, like: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return ``(buffer to give back, fp32 tensor for the sum of a chunk, its start values)``.
+
+    The sum is computed where it needs no extra pass over memory: in ``place``, or in the residual
+    ``kept`` of the second quantization, which has the start values; else in a buffer as long as
+    ``like``.
     """
-    sums = as_fp32(residual)
-    add_values(sums, values)
-    values.copy_(sums)
-    settle(sums, values)
-    if isinstance(residual, QuantizedResidual):
-        residual.pack(sums)
+    buffer: Tensor | None = None
+    if place is not None:
+        total = place
+    elif isinstance(kept, Tensor):
+        total = kept
+    else:
+        buffer, total = POOL.take_fp32(like.numel(), like.device)
+    return buffer, total, kept.unpack(total) if isinstance(kept, QuantizedResidual) else kept
 
 
-def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
-    """Set sums to Inf (in place) where ``dtype`` would overflow, as native sums would be.
+def show_overflow(total: Tensor) -> None:
+    """Set sums to Inf (in place) where fp16 would overflow, as native sums would be.
 
     Codecs saturate instead of overflowing, but loss scaling must see overflows.
     """
-    if dtype == torch.float16:
-        total.copy_(torch.where(total.half().isinf(), total.half().float(), total))
+    total.copy_(torch.where(total.half().isinf(), total.half().float(), total))

@@ -16,9 +16,15 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, MultiTensorKernel, PieceKernel
 from hybridcomp.collectives.wire import chained_gather, payload_sizes, transport
 from hybridcomp.collectives.wire.chunking import Range
-from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_sum
+from hybridcomp.collectives.wire.encoding import (
+    POOL,
+    Coder,
+    EncodeRequest,
+    coder_of,
+    encode_sum,
+)
 from hybridcomp.collectives.wire.exchange_plan import ExchangePlan
-from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.group import Group, Transfer
 from hybridcomp.collectives.wire.handle import Meter, Steps
 from hybridcomp.collectives.wire.varying import cut_payloads
 
@@ -29,6 +35,7 @@ class GatherPlan:
 
     Attributes:
         codec, dtype, device: codec, dtype and device of the encoded values.
+        coder: the codec with its kernels looked up.
         me: this rank's group rank.
         nbytes: for each rank, the bytes of each of its payloads, the maximum if sizes vary.
         heads: for each rank, the bytes in front of its payloads for their sizes.
@@ -37,10 +44,12 @@ class GatherPlan:
             payloads.
         each: kernels for several payloads in one launch, if the back end has them.
         varying: kernels for all payloads of variable size, where their sizes stay on the device.
+        is_late: the encoder leaves sizes on the device.
         sizes_in_front: sizes travel in front of the payloads.
     """
 
     codec: Codec
+    coder: Coder
     dtype: torch.dtype
     device: torch.device
     me: int
@@ -50,6 +59,7 @@ class GatherPlan:
     pieces: list[int]
     each: MultiTensorKernel | None
     varying: PieceKernel | None
+    is_late: bool
     sizes_in_front: bool
 
     def room(self) -> Slots:
@@ -75,9 +85,10 @@ def plan_gather(
     heads = [payload_sizes.head_nbytes(len(row)) if in_front else 0 for row in numels]
     slot = max(map(sum, known.values()))
     pieces = list(chain(*([*row, slot - sum(row)] for row in nbytes)))
-    several, stay = sum(map(len, numels)) > 1, payload_sizes.SIZES.stay(codec, device)
+    several, is_late = sum(map(len, numels)) > 1, payload_sizes.SIZES.stay(codec, device)
     return GatherPlan(
         codec=codec,
+        coder=coder_of(codec, device),
         dtype=dtype,
         device=device,
         me=group.rank,
@@ -86,7 +97,8 @@ def plan_gather(
         slot=slot,
         pieces=pieces,
         each=codec.each(device) if several else None,
-        varying=codec.pieces(device) if several and stay else None,
+        varying=codec.pieces(device) if several and is_late else None,
+        is_late=is_late,
         sizes_in_front=in_front,
     )
 
@@ -117,13 +129,13 @@ def encode_all(
 
     ``places``: positions of the slices in the message, for a codec ``against`` earlier values.
     """
-    codec, dtype, most, room = plan.codec, plan.dtype, plan.nbytes[plan.me], plan.room()
+    dtype, most, room = plan.dtype, plan.nbytes[plan.me], plan.room()
     if plan.each is not None and len(stretches) > 1:
         room.nbytes = most
         slots = torch.split(room.buffer[room.head : room.head + sum(most)], most)
         plan.each.encode([values.to(dtype) for values in stretches], slots)
         return room
-    if payload_sizes.SIZES.stay(codec, plan.device):
+    if plan.is_late:
         room.words = room.buffer.new_empty(len(stretches), dtype=torch.int64)
     if plan.varying is not None and room.words is not None and len(stretches) > 1:
         room.nbytes = most
@@ -134,7 +146,7 @@ def encode_all(
     for index, values in enumerate(stretches):
         word = None if room.words is None else room.words[index : index + 1]
         slot = room.buffer[position : position + most[index]]
-        one = codec.part(*places[index]) if places else codec
+        one = plan.codec.part(*places[index]) if places else plan.coder
         room.nbytes.append(encode_sum(one, EncodeRequest(values), slot, dtype, word))
         position += room.nbytes[-1]
     return room
@@ -149,7 +161,47 @@ def decode_all(
         kernels.decode(payloads, out)
         return
     for payload, values in zip(payloads, out, strict=True):
-        plan.codec.decode(payload, values)
+        plan.coder.decode(payload, values)
+
+
+def gather_values(
+    plan: GatherPlan,
+    values: Sequence[Tensor],
+    out: Sequence[Tensor],
+    via: Transfer,
+    places: Sequence[Range] = (),
+    ranks: Sequence[int] = (),
+) -> Steps[None]:
+    """1 encode the slices ``values``, 2 all-gather, 3 decode into ``out``, by rank and slice.
+
+    ``places``: as for ``encode_all``. ``ranks``: decode the payloads of these ranks only.
+    """
+    group, meter = via.group, via.meter
+    # 1
+    start = meter.clock.begin()
+    own = encode_all(plan, values, places)
+    meter.clock.end(meter, "codec", start)
+    # 2
+    payloads, gathered = yield from gather(own, plan, group, meter)
+    # 3
+    start = meter.clock.begin()
+    rows = [payloads[rank] for rank in ranks] if ranks else payloads
+    decode_all(plan, list(chain.from_iterable(rows)), out)
+    meter.clock.end(meter, "codec", start)
+    POOL.give(own.buffer, gathered)
+
+
+def gather_slices(
+    plan: GatherPlan,
+    lengths: list[int],
+    arriving: Sequence[Range],
+    values: Tensor,
+    out: Tensor,
+    via: Transfer,
+) -> Steps[None]:
+    """Gather ``values``, in slices of ``lengths``, into the slices ``arriving`` of ``out``."""
+    places = [out[start:stop] for start, stop in arriving]
+    return gather_values(plan, torch.split(values, lengths), places, via)
 
 
 def gather(
@@ -170,7 +222,8 @@ def gather(
         _bring_together(own, found[plan.me], slot)
     buffer, wire = POOL.take_bytes(len(found) * slot, own.buffer.device)
     mine = own.buffer if own.buffer.numel() == slot else own.buffer[:slot]
-    yield chained_gather.all_gather(wire, mine, group, meter)
+    post = chained_gather.all_gather if group.hops else transport.all_gather
+    yield post(wire, mine, group, meter)
     if not plan.codec.fixed_size:
         rooms = [slot] * len(found)
         return cut_payloads(wire, rooms, plan.heads, found, plan.codec, group), buffer

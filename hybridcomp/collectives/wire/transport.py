@@ -134,21 +134,19 @@ def all_to_all(
 
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
-    _sent_around(values.nbytes, group, meter)
-    staged = STAGING.needed(out, group)
+    nbytes = (group.size - 1) * values.nbytes  # a ring: all bytes go to the next rank
+    meter.sent(nbytes, nbytes * int(group.ring))
+    staged = out.device.type in STAGING.devices and STAGING.needed(out, group)
     room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
     for operation in here.operations:
         operation.before_message()
-    work = _gather(room, source, group)
+    work: Work
+    if not room.is_cuda and group.backends.get("cpu") == "gloo":
+        places = torch.tensor_split(room, group.size)
+        work = between_pairs(places, [source] * len(places), group)
+    else:
+        work = getattr(dist, GATHER)(room, source, group=group.process_group, async_op=True)
     return Staged(work, room, out) if staged else work
-
-
-def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
-    if not out.is_cuda and group.backends.get("cpu") == "gloo":
-        places = torch.tensor_split(out, group.size)
-        return between_pairs(places, [values] * len(places), group)
-    work: Work = getattr(dist, GATHER)(out, values, group=group.process_group, async_op=True)
-    return work
 
 
 def all_gather_uneven(
@@ -159,7 +157,8 @@ def all_gather_uneven(
     ``rooms``: for each rank, the elements of ``out`` reserved for its values: at least their
     number, and exactly their number for this rank.
     """
-    _sent_around(values.nbytes, group, meter)
+    nbytes = (group.size - 1) * values.nbytes  # a ring: all bytes go to the next rank
+    meter.sent(nbytes, nbytes * int(group.ring))
     places = torch.split(out, rooms)
     for operation in here.operations:
         operation.before_message()
@@ -264,12 +263,6 @@ def _between_two(
     if values is not None:
         works.append(_posted(dist.isend(values, ranks[dst], group=own, tag=TAG)))
     return Works(works, group.limit)
-
-
-def _sent_around(slot: int, group: Group, meter: Meter) -> None:
-    """Count an all-gather of ``slot`` bytes by a ring, where all bytes go to the next rank."""
-    nbytes = (group.size - 1) * slot
-    meter.sent(nbytes, nbytes * int(group.ring))
 
 
 def _posted(work: Work | None) -> Work:

@@ -17,7 +17,7 @@ from torch.distributed import Work
 
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges
 from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.wire import (
     Group,
@@ -272,12 +272,6 @@ def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
         assert message_rounds.rounds(rows, [FIXED[0], odd], CPU, ALONE) == whole
 
 
-def _forget_plans() -> None:
-    """Forget plans made with another shortest round."""
-    owner_plan.range_rounds.cache_clear()
-    owner_plan.part_rounds.cache_clear()
-
-
 def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
     """On gloo: in rounds of 1024 elements and in a single exchange."""
     expected = everything(codec, dtype, True, 2)
@@ -285,9 +279,7 @@ def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
         stack.enter_context(patch.object(chunking, "SEGMENT_ALIGN", 512))
         for name, value in {"SEGMENT_ALIGN": 512, "ROUND": 1024, "HALF": 512}.items():
             stack.enter_context(patch.object(message_rounds, name, value))
-        _forget_plans()
         found = everything(codec, dtype, True, 2)
-    _forget_plans()
     assert [bits for bits, _ in found] == [bits for bits, _ in expected]
     more = [
         cast(int, cut[0]) > cast(int, one[0])

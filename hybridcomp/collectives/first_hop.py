@@ -1,0 +1,127 @@
+"""First hop of every sum: values go encoded to the owners of the sums, who add them in fp32.
+
+An all-reduce between two ranks has one range that both own. The chunks of a longer all-reduce and
+the shards of a reduce-scatter have an owner each, and a bucket states the owners of its ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import Residual
+from hybridcomp.collectives.fused import fused_reduce_scatter
+from hybridcomp.collectives.owner_exchange import direct_exchange, sum_at_owners
+from hybridcomp.collectives.owner_layout import SendingRank
+from hybridcomp.collectives.owner_plan import OwnerPlan, range_rounds
+from hybridcomp.collectives.wire import (
+    OwnedRange,
+    Steps,
+    SummedPart,
+    Transfer,
+    overlapped,
+    plan_sum,
+    round_count,
+    sent_dtype,
+    sum_parts,
+)
+
+
+class Summing(Protocol):
+    """Steps that sum ranges of this rank, or one round of them: ``sum_parts`` of a plan."""
+
+    def __call__(
+        self,
+        values: Sequence[Tensor],
+        residuals: Sequence[Residual] | None,
+        total: Tensor,
+        via: Transfer,
+        begin: Tensor | None = None,
+        in_place: bool = False,
+    ) -> Steps[Tensor]:
+        """Return the steps that sum into ``total`` (fp32), and return that.
+
+        Args:
+            values, residuals: one tensor; in rounds maybe one for each rank.
+            begin: fp32 start values of the sums; in rounds ``total`` itself.
+            in_place: ``total`` is this rank's range of ``values``; by a table, or for ranks 0
+                and 1.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class FirstHop:
+    """First hop of equal messages.
+
+    Attributes:
+        codec: codec of the values.
+        by: the first of three means that the codec has on the device: kernels for equal ``chunks``,
+            or for any slices in a ``table``, in two launches; or exchanges in ``rounds``.
+        rounds: sums of each round; kernels have one round.
+        held: codec of the message, kept alive for the key of a cached hop.
+    """
+
+    codec: Codec
+    by: Literal["chunks", "table", "rounds"]
+    rounds: tuple[Summing, ...]
+    held: Codec | None = None
+
+    @cached_property
+    def sum(self) -> Summing:
+        """Return the sum of all rounds, which run side by side."""
+        rounds = self.rounds
+        if len(rounds) == 1:
+            return rounds[0]
+        return lambda *more: overlapped([each(*more) for each in rounds])
+
+
+def plan_first_hop(
+    owners: OwnerPlan,
+    codecs: Sequence[Codec],
+    like: Tensor,
+    how: Transfer,
+    feedback: bool,
+    *,
+    chunk: int = 0,
+    starts: Sequence[int] | None = None,
+    kernels: bool = True,
+) -> FirstHop:
+    """Plan the first hop of messages like ``like`` with the cuts and the group of ``how``.
+
+    Args:
+        owners: a direct plan.
+        codecs: codec of the values, and of sums that a second hop sends in the same rounds.
+        feedback: whether values have residuals.
+        chunk: elements of the ranges, each with one owner, if kernels for whole chunks may sum
+            them.
+        starts: for values in one tensor for each rank: the start of each in the whole.
+        kernels: whether kernels for all ranges may sum values in one tensor.
+    """
+    codec, group, device, cuts = codecs[0], how.group, like.device, tuple(how.cuts)
+    fused = codec.fused(device) if kernels and chunk and not cuts else None
+    if fused is not None:
+        return FirstHop(codec, "chunks", (partial(fused_reduce_scatter, fused, codec, chunk),))
+    kernel = codec.planned(device) if kernels else None
+    if kernel is not None:
+        sending = SendingRank(group.rank, group.size, codec, like.dtype, device, cuts)
+        exchange = direct_exchange(owners, kernel, sending)
+        return FirstHop(codec, "table", (partial(sum_at_owners, exchange),))
+    mine, dtype = owners.sums_of(group.rank), sent_dtype(codec, like.dtype, feedback, how.flush)
+
+    def part(owned: OwnedRange) -> SummedPart:
+        start, stop, ranks = owned.start, owned.stop, owned.ranks
+        place = mine.place_of(start) if group.rank in ranks else 0
+        if starts is None:
+            return SummedPart(start, stop, ranks, place)
+        (rank,) = ranks
+        return SummedPart(start - starts[rank], stop - starts[rank], ranks, place, rank)
+
+    count = round_count(owners.longest, codecs, device, group)
+    shares = range_rounds(owners.runs, cuts, count)
+    plans = [plan_sum(list(map(part, each)), codec, dtype, device, group) for each in shares]
+    return FirstHop(codec, "rounds", tuple(partial(sum_parts, plan) for plan in plans))
