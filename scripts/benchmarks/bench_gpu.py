@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Benchmark every codec on a GPU against a device copy and named peers in one run.
 
-    python bench_gpu.py                    # tables, bench_gpu.md, .json and .png
+    python bench_gpu.py                    # tables, bench_gpu.md and .json
     python bench_gpu.py --check            # exit 1 if a target or a test is missed
     python bench_gpu.py --sizes 256M --only blockint Triton --no-tests
 
@@ -159,7 +159,7 @@ def size_of(text: str) -> int:
 
 def without_files(words: Sequence[str]) -> list[str]:
     """Return a command's words without the paths of its result files."""
-    files = ("--md", "--json", "--png")
+    files = ("--md", "--json")
     return [
         word
         for before, word in pairwise(("", *words))
@@ -177,7 +177,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--md", type=Path, default=Path("bench_gpu.md"))
     parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
-    parser.add_argument("--png", type=Path, default=Path("bench_gpu.png"))
     parser.add_argument("--no-tests", action="store_true", help="measure only")
     parser.add_argument(
         "--resume", action="store_true", help="no message that --json has; 75: more"
@@ -250,11 +249,6 @@ def conclude(
     report.write_json(arguments.json, found.points, known)
     command = " ".join(["python scripts/benchmarks/bench_gpu.py", *without_files(sys.argv[1:])])
     arguments.md.write_text(markdown.document(found.points, known, command))
-    try:
-        if found.points:  # none where no time was left
-            report.draw(arguments.png, found.points, f"codecs on {known['device']}")
-    except ImportError as error:
-        print(f"no picture: {error}; {install_hint('plot')}", file=sys.stderr)
     print("", *report.published(), sep="\n")
     for name, reason in found.left_out.items():
         print(f"left out: {name}: {reason}")

@@ -42,7 +42,7 @@ def test_arms_are_in_parts_with_both_references(layout: str) -> None:
     others = [arm.name for part in parts for arm in part[2:]]
     assert sorted(others) == sorted(arm.name for arm in arms[2:])
     assert others[:2] == ["recommended", "recommended when auto"]  # at once
-    assert any(arm.peer for arm in arms) == (layout == "dp2")
+    assert any(arm.peer for arm in arms) == (layout in ("dp2", "ddp"))
     for arm in arms:
         settings = gpu_cells.settings_of(layout, arm, "85M")
         assert settings["bf16"]["enabled"] and settings["optimizer"]["params"]["fused"]
