@@ -39,7 +39,8 @@ class Pair:
 
     def _patience(self) -> float:
         """Return the seconds that a rank may say nothing."""
-        return max(1.0, min(self._asked.timeout, self._asked.deadline - time.monotonic()))
+        left = float(self._asked.deadline) - time.monotonic()
+        return max(1.0, min(float(self._asked.timeout), left))
 
     def begin(self) -> None:
         """Wait until all ranks are ready for their first step, and release them for all steps.

@@ -21,7 +21,7 @@ from benchmarks.training_bench import (
     loss_records,
     loss_runner,
 )
-from benchmarks.training_bench.forked import JobError
+from benchmarks.training_bench.forked import Job, JobError
 from hybridcomp.config import load_config
 from tests.scripts.benchmarks.made_losses import METHOD, TINY, trained
 
@@ -160,7 +160,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         return jobs[-1]
 
     monkeypatch.setattr(losses, "specs_of", specs_of)
-    monkeypatch.setattr(loss_runner.Job, "start", start)
+    monkeypatch.setattr(Job, "start", start)
 
     def run(
         budget: float, seeds: list[int], seconds: float = 2.0, dies: Sequence[str] = ()
