@@ -8,12 +8,8 @@
 The default sizes take about four minutes on an H100, plus the tests. Rows of a message are printed
 as soon as they are measured.
 
-Speeds are bytes read and written per second; `x copy` is the ratio to `Tensor.copy_` of as many
-bytes in the same run with cold caches. `us` is device time, `host us` the host's time to submit the
-work without waiting for it. Targets apply at 256 MB, for small messages at 1 MB
-(gpu_bench/targets.py); the last column shows which were met. `sum_encode` decodes the payloads of 7
-ranks, adds this rank's values and encodes the sum in one launch. `all_reduce` is the collective's
-three launches, `path` the whole collective in a group that sends nothing.
+The tables explain themselves; the JSON has bits, seconds and GB/s too. Targets apply at 256 MB, for
+small messages at 1 MB (gpu_bench/targets.py).
 
 It also measures the cost of exchanging radix payload sizes first, and prints the message length
 from which radix pays off, beside the threshold of `codec: "auto"`.
@@ -132,7 +128,7 @@ def measure(
             f"{len(found.points) - before} measured in {time.perf_counter() - start:.1f} s",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        print(report.table(found.points[before:]), flush=True)
+        print(*markdown.section(found.points[before:]), "", sep="\n", flush=True)
 
 
 def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:

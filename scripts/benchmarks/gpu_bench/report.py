@@ -1,4 +1,4 @@
-"""Write the table and the JSON."""
+"""Write the JSON, and what it shares with the page."""
 
 from __future__ import annotations
 
@@ -10,21 +10,7 @@ from typing import Any
 
 from benchmarks.gpu_bench.measure import Point
 from benchmarks.gpu_bench.published import PUBLISHED
-from benchmarks.gpu_bench.targets import below, target_of
-
-HEADER = (
-    f"{'subject':22} {'phase':25} {'bits':>6} {'us':>9} {'host us':>8} {'GB/s':>7} {'x copy':>7} "
-    f"{'target':>7}"
-)
-
-
-def table(points: Sequence[Point]) -> str:
-    """Return a block of lines for each message."""
-    lines: list[str] = []
-    for message in dict.fromkeys((p.message_nbytes, p.dtype) for p in points):
-        lines += ["", f"{size_name(message[0])} of {message[1]}", HEADER, "-" * len(HEADER)]
-        lines += [_line(p) for p in points if (p.message_nbytes, p.dtype) == message]
-    return "\n".join(lines)
+from benchmarks.gpu_bench.targets import target_of
 
 
 def published() -> list[str]:
@@ -35,18 +21,6 @@ def published() -> list[str]:
         f"({p.what}): {p.source}"
         for p in PUBLISHED
     ]
-
-
-def _line(point: Point) -> str:
-    wanted = target_of(point)
-    verdict = ""
-    if wanted is not None:
-        verdict = f"{wanted:7.2f} {'MISSED' if below(point) else 'met'}"
-    bits = f"{point.bits:6.2f}" if point.bits else " " * 6
-    return (
-        f"{point.subject:22} {point.phase:25} {bits} {point.seconds * 1e6:9.1f} "
-        f"{point.host_us:8.1f} {point.gbps:7.0f} {point.share:7.2f} {verdict:>7}  {point.note}"
-    ).rstrip()
 
 
 def size_name(nbytes: int) -> str:

@@ -381,8 +381,6 @@ def test_table_and_json(
     assert "worth it at 50 GB/s from 5e+06 values, at 12.5 GB/s from 1.05e+06 values" in printed.out
     assert "auto takes it from 262144 values on" in printed.out
     assert "MISSED blockint 8 encode fp32, 256 MB: 0.80 of a copy, expected 0.95" in printed.err
-    table = modules["report"].table(found.points)
-    assert "256 MB of bf16" in table and "0.95 MISSED" in table and "0.65 met" in table
     written = json.loads((tmp_path / "b.json").read_text())
     assert len(written["points"]) == len(found.points) and written["missed"]
     assert {0.95, 0.85} <= {point["target"] for point in written["points"]}
