@@ -437,16 +437,6 @@ def test_bytes_are_of_the_busiest_node_and_seconds_of_the_slowest_rank() -> None
 # ---- reading, and the command line
 
 
-def test_rounds_and_seconds_of_coding_are_those_of_a_rank_and_step(tmp_path: Path) -> None:
-    row = {"codec_ms": 600.0, "messages": 24, "native_messages": 4}
-    ways = {"forward": {**row, "codec": "blockint(bits=8)"}, "backward": {**row, "codec": "mpc"}}
-    file = tmp_path / "ledger.jsonl"
-    summary = {"summary": True, "step": 5, "dimensions": {"tp": ways}}
-    file.write_text("{}\n" + json.dumps(summary) + "\n")
-    assert measure.coded(file, 2) == pytest.approx({"codec_s": 0.12, "rounds": 2 + 2})
-    assert measure.coded(tmp_path / "none", 2) == {"codec_s": 0.0, "rounds": 0.0}
-
-
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text_train.idx").touch()
     found = bench_training.parse(["--data", str(tmp_path / "text"), "--loopback"])
