@@ -139,6 +139,7 @@ class Runner:
         except (JobError, ValueError) as error:
             if self._left <= 1:
                 self._say(f"time is up: {pair} ended")
+                self.time_is_up = True
                 return
             self._say(f"{pair} FAILED: {error}")
             self.failed += 1
