@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fuzz decoders, codec bounds, compression blocks and checkpoints.
+"""Fuzz decoders, codec bounds and checkpoints.
 
     python scripts/fuzz.py                               # all of it, 15 to 30 minutes
     python scripts/fuzz.py payloads --only radix --cases 5000000
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from fuzzing import blocks, bounds, payloads  # noqa: E402
+from fuzzing import bounds, payloads  # noqa: E402
 
 #: damaged payloads per codec of variable size and of fixed size
 VARIABLE_CASES, FIXED_CASES = 5_000_000, 1_000_000
@@ -63,17 +63,6 @@ def fuzz_bounds(args: argparse.Namespace) -> int:
     return len(result.outside)
 
 
-def fuzz_blocks(args: argparse.Namespace) -> int:
-    """Parse broken blocks; count those whose error is not a single line that names the key."""
-    tried = blocks.broken()
-    wrong = [(block, key, blocks.problem_of(block, key)) for block, key in tried]
-    wrong = [case for case in wrong if case[2]]
-    say(f"blocks: {len(tried)} tried, {len(wrong)} not told in one line that names the key")
-    for block, key, problem in wrong:
-        print(f"{key}: {block}: {problem}")
-    return len(wrong)
-
-
 def fuzz_checkpoints(args: argparse.Namespace) -> int:
     """Resume two ranks from damaged hybridcomp files of a checkpoint."""
     from fuzzing import checkpoints
@@ -108,8 +97,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 PARTS = {
-    "blocks": fuzz_blocks, "checkpoints": fuzz_checkpoints, "bounds": fuzz_bounds,
-    "payloads": fuzz_payloads,
+    "checkpoints": fuzz_checkpoints, "bounds": fuzz_bounds, "payloads": fuzz_payloads,
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Generate the parts of docs/ that come from the code, or build the site.
 
-make_docs.py                    write docs/block.md, the schema for editors, charts, the tables
-                                inside other pages, and the releases that they name
+make_docs.py                    write docs/block.md, the tables inside other pages, and the releases
+                                that they name
 make_docs.py --check            list stale pages; the exit status is then 1
 make_docs.py --build FOLDER     build the site there, strictly (pip install -e '.[docs]');
                                 --repository URL: its pages link to where they are edited
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import hybridcomp
-from doc_pages import bits, block, charts, chooser, inside, jobs, link, parts, releases, speeds
+from doc_pages import bits, block, chooser, inside, jobs, link, parts, releases, speeds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -27,9 +27,7 @@ CONFIG = DOCS / "mkdocs" / "mkdocs.yml"
 #: generated files below docs/
 PAGES: Mapping[str, Callable[[], str]] = {
     "block.md": block.page,
-    "../configs/compression.schema.json": block.editors,
     "site/blocks.js": chooser.script,
-    **charts.PICTURES,
 }
 #: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, its generator
 PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (

@@ -5,14 +5,14 @@ The format is at the top of ``kernels/formats/expcode.h``.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from hybridcomp.codecs._variable import LosslessCodec
 from hybridcomp.codecs.base import align
 from hybridcomp.codecs.checks import check_count, check_dtype
-from hybridcomp.kernels import KernelSet
+from hybridcomp.kernels import KernelSet, VariableKernels
 
 BLOCK, TILE = 32, 2048
 HEADER, TILE_HEADER = 32, 4
@@ -24,36 +24,6 @@ def _largest_tile(numel: int, dtype: torch.dtype) -> int:
     return -(-(TILE_HEADER + -(-blocks // 8) + blocks * BLOCK * dtype.itemsize) // 4) * 4
 
 
-class ExpCodeKernels(Protocol):
-    """Kernels of expcode on every back end."""
-
-    def encode(
-        self,
-        dtype: int,
-        values: int,
-        numel: int,
-        out: int,
-        nbytes: int,
-        threads: int,
-        size: int = 0,
-        /,
-    ) -> int:
-        """Write a payload of at most ``nbytes``, which is the worst case."""
-
-    def decode(
-        self,
-        dtype: int,
-        payload: int,
-        nbytes: int,
-        out: int,
-        numel: int,
-        add: bool,
-        threads: int,
-        /,
-    ) -> None:
-        """Read values; ``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
-
-
 class ExpCode(LosslessCodec):
     """Lossless, variable size: about 11.2 bits a value on bf16, 14.2 on fp16, 27.2 on fp32.
 
@@ -63,7 +33,7 @@ class ExpCode(LosslessCodec):
 
     name: ClassVar[str] = "expcode"
     remark: ClassVar[str] = "expcode saves more"
-    kernels = KernelSet[ExpCodeKernels](name)
+    kernels = KernelSet[VariableKernels](name)
 
     @property
     def spec(self) -> str:

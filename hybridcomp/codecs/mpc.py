@@ -6,7 +6,7 @@ The stream is described at the top of ``kernels/formats/mpc.h``.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -14,42 +14,10 @@ from hybridcomp.codecs._variable import LosslessCodec
 from hybridcomp.codecs.base import align
 from hybridcomp.codecs.checks import check_count, check_dtype
 from hybridcomp.codecs.setting import Setting
-from hybridcomp.kernels import KernelSet
+from hybridcomp.kernels import KernelSet, VariableKernels
 
 GROUP = 32
 HEADER_WORDS = 2
-
-
-class MpcKernels(Protocol):
-    """Kernels of mpc on every back end."""
-
-    def encode(
-        self,
-        dim: int,
-        dtype: int,
-        values: int,
-        numel: int,
-        out: int,
-        nbytes: int,
-        threads: int,
-        size: int = 0,
-        /,
-    ) -> int:
-        """Write a payload of at most ``nbytes``, which is the worst case."""
-
-    def decode(
-        self,
-        dim: int,
-        dtype: int,
-        payload: int,
-        nbytes: int,
-        out: int,
-        numel: int,
-        add: bool,
-        threads: int,
-        /,
-    ) -> None:
-        """Read values; ``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
 
 
 class Mpc(LosslessCodec):
@@ -75,7 +43,7 @@ class Mpc(LosslessCodec):
             most=32,
         ),
     )
-    kernels = KernelSet[MpcKernels](name)
+    kernels = KernelSet[VariableKernels](name)
 
     def __init__(self, dim: int = 1) -> None:
         self.check_settings(dim=dim)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import ClassVar, Protocol, get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hybridcomp.codecs.base import align
 from hybridcomp.codecs.budget import LARGEST_SEGMENT, SEGMENT_STEP, SMALLEST_SEGMENT, Mode
 from hybridcomp.codecs.checks import check_count, check_dtype
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import KernelSet
+from hybridcomp.kernels import KernelSet, VariableKernels
 
 BLOCK = SEGMENT_STEP
 HEADER, TILE_HEADER, TAIL = 32, 8, 8
@@ -37,42 +37,6 @@ def _largest_tile(numel: int, dtype: torch.dtype) -> int:
     blocks = -(-numel // BLOCK)
     head = TILE_HEADER + 7 * -(-blocks // 8)
     return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4
-
-
-class RadixKernels(Protocol):
-    """Kernels of radix on every back end; ``bound`` is a float32."""
-
-    def encode(
-        self,
-        segment: int,
-        relative: bool,
-        bound: float,
-        dtype: int,
-        values: int,
-        numel: int,
-        out: int,
-        nbytes: int,
-        threads: int,
-        size: int = 0,
-        /,
-    ) -> int:
-        """Write a payload of at most ``nbytes``, which is the worst case."""
-
-    def decode(
-        self,
-        segment: int,
-        relative: bool,
-        bound: float,
-        dtype: int,
-        payload: int,
-        nbytes: int,
-        out: int,
-        numel: int,
-        add: bool,
-        threads: int,
-        /,
-    ) -> None:
-        """Read values; ``dtype`` is that of ``out``, the payload holds the encoded one."""
 
 
 class Radix(VariableCodec):
@@ -99,7 +63,7 @@ class Radix(VariableCodec):
     name: ClassVar[str] = "radix"
     about: ClassVar[str] = "fewest bits for an `error_bound`, variable size"
     lossless = False
-    kernels = KernelSet[RadixKernels](name)
+    kernels = KernelSet[VariableKernels](name)
 
     def __init__(
         self, error_bound: float = 1e-2, segment: int = LARGEST_SEGMENT, mode: Mode = "rel"

@@ -11,7 +11,7 @@ value.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -19,52 +19,10 @@ from hybridcomp.codecs._variable import VariableCodec
 from hybridcomp.codecs.base import align
 from hybridcomp.codecs.checks import check_dtype
 from hybridcomp.codecs.setting import Setting
-from hybridcomp.kernels import KernelSet
+from hybridcomp.kernels import KernelSet, VariableKernels
 
 CHUNK = 4096
 HEADER = 16
-
-
-class TopKKernels(Protocol):
-    """Kernels of topk on every back end.
-
-    The first settings: bits per kept value, low bits of a gap, values kept of a whole chunk and of
-    the last chunk.
-    """
-
-    def encode(
-        self,
-        bits: int,
-        rice: int,
-        most: int,
-        last: int,
-        dtype: int,
-        values: int,
-        numel: int,
-        out: int,
-        nbytes: int,
-        threads: int,
-        size: int = 0,
-        /,
-    ) -> int:
-        """Write a payload of at most ``nbytes``, which is the worst case."""
-
-    def decode(
-        self,
-        bits: int,
-        rice: int,
-        most: int,
-        last: int,
-        dtype: int,
-        payload: int,
-        nbytes: int,
-        out: int,
-        numel: int,
-        add: bool,
-        threads: int,
-        /,
-    ) -> None:
-        """Read values into ``out``, or ``add`` them to fp32."""
 
 
 class TopK(VariableCodec):
@@ -80,7 +38,7 @@ class TopK(VariableCodec):
         ),
     )  # fmt: skip
     sparse: ClassVar[bool] = True
-    kernels = KernelSet[TopKKernels](name)
+    kernels = KernelSet[VariableKernels](name)
     lossless = False
     block_size: int = CHUNK
     segment = CHUNK
@@ -122,6 +80,7 @@ class TopK(VariableCodec):
         return self.bits, self._rice
 
     def _settings_for(self, numel: int) -> tuple[int, ...]:
+        """Return bits a value, low bits of a gap, values kept of a whole and of the last chunk."""
         last = (numel - 1) % CHUNK + 1
         return *self._settings, self._kept(CHUNK), self._kept(last)
 

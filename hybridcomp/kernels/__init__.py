@@ -67,17 +67,25 @@ class FixedKernels(Protocol):
 
 
 class VariableKernels(Protocol):
-    """Kernels of a codec of variable size, on every back end; the codec defines the arguments.
+    """Kernels of a codec of variable size, on every back end; the codec's settings come first.
 
-    The last argument of ``encode`` may be the address of an int64, on back ends that store sizes:
-    they store the bytes used there, do not wait, and return 0. Otherwise it returns the bytes used.
+    Then addresses and dtypes as of ``FixedKernels``.
     """
 
-    def encode(self, *args: Any, **kwargs: Any) -> int:
-        """Write a payload."""
+    def encode(self, *args: float) -> int:
+        """Write a payload of at most ``nbytes``, the worst case; return the bytes used.
 
-    def decode(self, *args: Any, **kwargs: Any) -> None:
-        """Read values from a payload."""
+        Args after the settings: dtype, values, numel, out, nbytes, threads, and, on back ends that
+        store sizes, the address of an int64: they store the bytes there, do not wait, and return 0.
+        """
+
+    def decode(self, *args: float) -> None:
+        """Read values.
+
+        Args after the settings: dtype, payload, nbytes, out, numel, add, threads. The dtype of a
+        lossless codec is the encoded one, also when ``add`` accumulates into fp32, else that of
+        ``out``.
+        """
 
 
 class Kernels(Protocol):

@@ -4,7 +4,6 @@
     python bench_codecs.py                 # table
     python bench_codecs.py --check         # exit 1 if a target is missed
     python bench_codecs.py --json out.json
-    python bench_codecs.py --feedback      # encoding with error feedback, by residual
 
 Speeds are bytes of uncompressed values per second in either direction. A single-threaded run is
 timed by the thread's CPU time, which excludes waits for a core on a busy machine. Each repeat times
@@ -21,23 +20,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs import Codec, make_codec
-from hybridcomp.codecs.quantized_residual import BITS, nbytes_of, zeros
 from hybridcomp.codecs.words import DTYPES
-from hybridcomp.collectives.wire.encoding import EncodeRequest, encode_job
 
 PHASES = ("encode", "decode", "decode_add")
-#: codecs of --feedback; the last has no kernel that adds the residual while it encodes
-FED_BACK = (
-    make_codec("blockint", bits=4), make_codec("blockint", bits=4, levels="gaussian"),
-    make_codec("blockint", bits=3, rotate=True), make_codec("radix", error_bound=0.02),
-)  # fmt: skip
 
 
 @dataclass
@@ -247,46 +238,6 @@ def print_table(rows: list[Row]) -> None:
         print(f"{row.name:{width}}{row.bits:>7.2f}{row.relative_error:>10.1e}{cells}")
 
 
-def feedback_rows(values: Tensor, repeats: int) -> list[dict[str, float | str]]:
-    """Time encoding with error feedback, by codec and bits of the residual.
-
-    This is the sender's cost of a message: it reads values and residual and writes payload and
-    residual.
-    """
-    rows: list[dict[str, float | str]] = []
-    for codec in FED_BACK:
-        wire = torch.empty(codec.wire_nbytes(values.numel(), torch.float32), dtype=torch.uint8)
-        held = {bits: zeros(bits, values.numel(), values.device) for bits in reversed(BITS)}
-        seconds: dict[int, list[float]] = {bits: [] for bits in held}
-        for repeat in range(repeats + 1):  # the first fills the residuals
-            for bits, residual in held.items():
-                job = EncodeRequest(values, residual)
-                one = timed(partial(encode_job, codec, job, wire, torch.float32))
-                seconds[bits] += [one] if repeat else []
-        for bits, found in seconds.items():
-            faster = [whole / few for whole, few in zip(seconds[32], found, strict=True)]
-            best, middle = min(seconds[32]) / min(found), statistics.median(faster)
-            rows.append(
-                {
-                    "codec": codec.spec, "bits": bits,
-                    "ns a value": min(found) / values.numel() * 1e9,
-                    "bytes a value": nbytes_of(bits, values.numel()) / values.numel(),
-                    "x fp32": best, "x fp32 median": middle,
-                }
-            )  # fmt: skip
-    return rows
-
-
-def print_feedback(rows: list[dict[str, float | str]]) -> None:
-    """Print how long encoding takes by bits of the residual, and the ratio to fp32 residuals."""
-    print(f"{'':48}{'bits':>6}{'B/value':>9}{'ns/value':>10}{'x fp32':>8}{'median':>8}")
-    for row in rows:
-        print(
-            f"{row['codec']:48}{row['bits']:>6}{row['bytes a value']:>9.3f}"
-            f"{row['ns a value']:>10.2f}{row['x fp32']:>8.2f}{row['x fp32 median']:>8.2f}"
-        )
-
-
 def main() -> int:
     """Parse arguments, measure, print; the exit status is 1 if --check found a missed target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -296,9 +247,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
-    parser.add_argument(
-        "--feedback", action="store_true", help="time encodings with residuals of 32 to 4 bits"
-    )
     arguments = parser.parse_args()
     if arguments.check and (arguments.dtype != "fp32" or arguments.threads != 1):
         parser.error("--check needs --dtype fp32 and --threads 1: the targets are stated for those")
@@ -306,12 +254,6 @@ def main() -> int:
     dtype = DTYPES[arguments.dtype]
     torch.manual_seed(0)
     values = torch.randn(arguments.mbytes * 2**20 // dtype.itemsize).to(dtype)
-    if arguments.feedback:
-        timings = feedback_rows(values, arguments.repeats)
-        print_feedback(timings)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(timings, indent=1) + "\n")
-        return 0
     rows = rows_of(values, *measure(values, arguments.repeats))
     print_table(rows)
     if arguments.json:

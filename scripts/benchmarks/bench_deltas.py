@@ -8,13 +8,11 @@
 
 A byte-level GPT is pretrained on the text of this checkout in fp32 with AdamW at 1e-3. From there
 it takes a few steps at each learning rate; the trace is all weights, cast to bf16, before and after
-the last step. `static model` assumes Laplace-distributed deltas with one scale per message; `short
-codes` is an ideal prefix code per exponent, not counting its table. Speeds are bytes of weights per
+the last step. `entropy` is of the deltas, given the exponents; `gaps` and `xor` are other projects'
+formats through a general compressor: zstd of the package zstandard (`pip install zstandard`;
+hybridcomp does not need it) or of Python 3.14, otherwise zlib. Speeds are bytes of weights per
 second on one core, for a trace repeated to `--mbytes`, by the clock of bench_codecs.py; `x copy` is
-the best time of `Tensor.copy_` of as many bytes divided by the codec's best time. The other formats
-(`deltas_bench/others.py`) are timed on `--others-mbytes` of the trace, encoding and decoding. zstd
-comes from the package zstandard (`pip install zstandard`; hybridcomp does not need it) or Python
-3.14; without either, zlib takes its place.
+the best time of `Tensor.copy_` of as many bytes divided by the codec's best time.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from benchmarks.bench_codecs import timed
 from benchmarks.deltas_bench.bits import compressors, sent
-from benchmarks.deltas_bench.others import speeds_of_others
 from benchmarks.deltas_bench.traces import Size, Trace, traces
 from hybridcomp.codecs import StepCode
 
@@ -113,10 +110,7 @@ def missed_targets(rows: Mapping[str, Row]) -> list[str]:
 
 def _missed_by_few(row: Row) -> list[str]:
     """Return the targets missed by a row whose trace changed 1 to 5 % of the weights."""
-    gaps = min(
-        (bits for name, bits in row.items() if name.startswith("gaps, ") and "GB/s" not in name),
-        default=None,
-    )
+    gaps = min((bits for name, bits in row.items() if name.startswith("gaps, ")), default=None)
     found = [(row["stepcode"] / row["changed"], MOST_CHANGED_BITS, "bits a changed value")]
     if OTHER in row:
         found.append((row["stepcode"] / row[OTHER], MOST_OF_POSITIONS, f"of {OTHER}"))
@@ -142,7 +136,6 @@ def parser_of(doc: str, mbytes: int, what: str, repeats: int) -> argparse.Argume
 def main() -> int:
     """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
     parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
-    parser.add_argument("--others-mbytes", type=int, default=16, help="to time others on")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -155,10 +148,7 @@ def main() -> int:
         row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
         row["bits a changed value"] = row["stepcode"] / row["changed"] if row["changed"] else 0.0
         fast_row = speeds(trace, arguments.mbytes, arguments.repeats)
-        head = arguments.others_mbytes * 2**19
-        pair = trace.reference[:head], trace.values[:head]
-        other_row = speeds_of_others(*pair, max(1, arguments.repeats // 3), timed)
-        rows[trace.label] = row | fast_row | other_row
+        rows[trace.label] = row | fast_row
         print(
             f"{trace.label}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed",
             flush=True,

@@ -1,19 +1,15 @@
 #!/usr/bin/env python3
 """Benchmark every codec on a GPU against a device copy and named peers in one run.
 
-    python bench_gpu.py                    # tables, bench_gpu.md, .json and .png
+    python bench_gpu.py                    # tables, bench_gpu.md and .json
     python bench_gpu.py --check            # exit 1 if a target or a test is missed
     python bench_gpu.py --sizes 256M --only blockint Triton --no-tests
 
 The default sizes take about four minutes on an H100, plus the tests. Rows of a message are printed
 as soon as they are measured.
 
-Speeds are bytes read and written per second; `x copy` is the ratio to `Tensor.copy_` of as many
-bytes in the same run with cold caches. `us` is device time, `host us` the host's time to submit the
-work without waiting for it. Targets apply at 256 MB, for small messages at 1 MB
-(gpu_bench/targets.py); the last column shows which were met. `sum_encode` decodes the payloads of 7
-ranks, adds this rank's values and encodes the sum in one launch. `all_reduce` is the collective's
-three launches, `path` the whole collective in a group that sends nothing.
+The tables explain themselves; the JSON has bits, seconds and GB/s too. Targets apply at 256 MB, for
+small messages at 1 MB (gpu_bench/targets.py).
 
 It also measures the cost of exchanging radix payload sizes first, and prints the message length
 from which radix pays off, beside the threshold of `codec: "auto"`.
@@ -132,7 +128,7 @@ def measure(
             f"{len(found.points) - before} measured in {time.perf_counter() - start:.1f} s",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        print(report.table(found.points[before:]), flush=True)
+        print(*markdown.section(found.points[before:]), "", sep="\n", flush=True)
 
 
 def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
@@ -159,7 +155,7 @@ def size_of(text: str) -> int:
 
 def without_files(words: Sequence[str]) -> list[str]:
     """Return a command's words without the paths of its result files."""
-    files = ("--md", "--json", "--png")
+    files = ("--md", "--json")
     return [
         word
         for before, word in pairwise(("", *words))
@@ -177,7 +173,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--md", type=Path, default=Path("bench_gpu.md"))
     parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
-    parser.add_argument("--png", type=Path, default=Path("bench_gpu.png"))
     parser.add_argument("--no-tests", action="store_true", help="measure only")
     parser.add_argument(
         "--resume", action="store_true", help="no message that --json has; 75: more"
@@ -250,11 +245,6 @@ def conclude(
     report.write_json(arguments.json, found.points, known)
     command = " ".join(["python scripts/benchmarks/bench_gpu.py", *without_files(sys.argv[1:])])
     arguments.md.write_text(markdown.document(found.points, known, command))
-    try:
-        if found.points:  # none where no time was left
-            report.draw(arguments.png, found.points, f"codecs on {known['device']}")
-    except ImportError as error:
-        print(f"no picture: {error}; {install_hint('plot')}", file=sys.stderr)
     print("", *report.published(), sep="\n")
     for name, reason in found.left_out.items():
         print(f"left out: {name}: {reason}")

@@ -8,9 +8,8 @@ bench_gpu_waits.py --read --out runs/gpu/waits           # the traces again
 As in bench_gpu_training.py, native, native without a wire ("compute") and one compressed arm of a
 layout run at once, with all ranks on one GPU. torch's profiler records --steps steps of each on
 every rank. For each layout OUT/LAYOUT.md and .json list how a step's time was spent, how much codec
-and wire time overlapped with computation, the causes of the gap to the step time that the bytes
-allow, and the longest waits with stream, event and message. OUT/LAYOUT.png shows one step.
-OUT/traces keeps the traces for Perfetto.
+and wire time overlapped with computation, and the causes of the gap to the step time that the bytes
+allow. OUT/traces keeps the traces for Perfetto, which shows each wait and message.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt
 from benchmarks.training_bench import forked, gpu_cells, gpu_session
 from benchmarks.training_bench.cells import REFERENCE
 from benchmarks.training_bench.gpu_cells import COMPUTE
-from benchmarks.waits_bench import figures, picture, report
+from benchmarks.waits_bench import figures, report
 from benchmarks.waits_bench.session import Recordings, Turns
 from benchmarks.waits_bench.traces import TraceError
 
@@ -119,7 +118,7 @@ def _note(traces: Path, layout: str) -> Path:
 
 
 def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
-    """Analyze the traces of a layout, write page, figures and picture, and return the figures.
+    """Analyze the traces of a layout, write page and figures, and return the figures.
 
     Raises TraceError for traces that are missing, damaged or written by another program.
     """
@@ -154,8 +153,6 @@ def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
         "missing": {arm: missed},
     }  # fmt: skip
     report.write(found, out / f"{layout}.json")
-    title = f"One step of {layout}, {head['size']} parameters, rank 0"
-    picture.draw({**lanes}, title, out / f"{layout}.png")
     print(report.page(found))
     _say(f"{layout}: read in {time.monotonic() - began:.1f} s: {out / layout}.md")
     return found

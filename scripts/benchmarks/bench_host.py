@@ -15,9 +15,6 @@ Microseconds are CPU time, which other load hardly affects, as medians over roun
 followed by a round of `Tensor.copy_` of four values; compare runs by multiples of that copy, whose
 time is printed too.
 
-`--when` times a gradient message and the end of a step under `"when": "auto"`, both after it has
-decided and while it compares steps, and under a block that measures nothing.
-
 With several `--ranks` it prints how host time and number of launches grow with the group for each
 kind of message, such as gradient buckets with owners (ZeRO 1 and 2), unequal shards, coalesced
 parameter gathers, two-level messages, low rank and the guard's sums.
@@ -41,7 +38,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from benchmarks.gpu_bench import verdict_messages
 from benchmarks.gpu_bench.group_messages import GroupMessages
 from benchmarks.gpu_bench.messages import RANKS, Messages, group_without_wire
 from hybridcomp.channels import channel
@@ -158,18 +154,6 @@ def print_growth(found: dict[int, dict[str, tuple[float, float, int]]]) -> None:
         print(f"{name:22}" + "".join(f"{us:10,.0f} ({count:3})" for us, _, count in cells))
 
 
-def print_when(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Print microseconds of a message and of the end of a step, by state of `auto`."""
-    values = torch.randn(numel).to(dtype)
-    target, source = torch.empty(4), torch.empty(4)
-    found = {}
-    with as_on_a_gpu():
-        for name, run in verdict_messages.kinds(codec, values).items():
-            us, times = found[name] = measure(run, lambda: target.copy_(source))
-            print(f"{name:34} {us:6.1f} us {times:7.1f} times copy_ of four values")
-    return found
-
-
 def profile(codec: Codec, numel: int, dtype: torch.dtype, name: str, ranks: int) -> None:
     """Print where the time of one kind of message goes."""
     with as_on_a_gpu(ranks):
@@ -198,7 +182,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bits", type=int, default=4, help="of blockint (default 4)")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     parser.add_argument("--ranks", type=int, nargs="+", help="of the groups, at least 8 in each")
-    parser.add_argument("--when", action="store_true", help="what auto costs, instead")
     parser.add_argument("--profile", metavar="KIND", help="profile one kind of message instead")
     asked = parser.parse_args(argv)
     if asked.ranks and min(asked.ranks) < RANKS:
@@ -211,9 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         profile(codec, numel, dtype, asked.profile, (asked.ranks or [RANKS])[0])
         return 0
     figures: object
-    if asked.when:
-        figures = print_when(codec, numel, dtype)
-    elif asked.ranks:
+    if asked.ranks:
         every = {ranks: growth(codec, numel, dtype, ranks) for ranks in asked.ranks}
         print(f"{codec}, {megabytes:g} MB of {asked.dtype}, by number of ranks")
         print_growth(every)

@@ -7,7 +7,7 @@ Links are set by r, the communication time of native bf16 over its compute time:
 no limit, then link rates give r = 0.25, 1 and 4. All arms run at once and alternate single steps,
 and every step is paired with native bf16's step of the same turn, since the machine's speed drifts.
 Every finished cell is kept in --out, and a new call continues from there. Timing stops on a busy
-machine (--force continues and reports the load). Tables, JSON and pictures contain all kept cells,
+machine (--force continues and reports the load). Tables and JSON contain all kept cells,
 so layouts and arms can be measured one at a time.
 """
 
@@ -18,16 +18,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
-from benchmarks.training_bench import cells, machine, picture, products, report
+from benchmarks.training_bench import cells, machine, products, report
 from benchmarks.training_bench.measure import Bench, Options
 from benchmarks.training_bench.runners import CellError
-from hybridcomp.errors import install_hint
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,9 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
     if products.needed():
         print("no bf16 instructions here: products of bf16 matrices run in fp32, for all arms")
-    drawing = find_spec("matplotlib") is not None
-    if not drawing:
-        print(f"no pictures: they need matplotlib: {install_hint('plot')}", flush=True)
     ratios = [*([None] if asked.unshaped else []), *asked.r]
     for layout in asked.layouts:
         try:
@@ -103,8 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")
-        if drawing and picture.draw(rows, layout, asked.out / f"{layout}.png"):
-            print(f"picture: {asked.out / f'{layout}.png'}", flush=True)
     return 0
 
 

@@ -6,8 +6,7 @@ scripts/examples/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --ma
 scripts/benchmarks/gpu_losses.py --data data/gpt2 --budget 480 --out runs/gpu/losses
 
 124 M parameters in bf16 under ZeRO 1 on two ranks, which exchange bytes through GPU memory
-(training_bench/gpu_memory.py) and get the same sums as over NCCL. --transport "" uses NCCL's
-sockets.
+(training_bench/gpu_memory.py) and get the same sums as over NCCL.
 
 A pair is the native and the compressed training of one seed, started together with the same weights
 and data. Held-out loss is evaluated --evaluations times in the last fifth of the steps; a seed's
@@ -24,7 +23,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
@@ -32,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt
 
 from gpt.indexed import DatasetError
 
-from benchmarks.training_bench import forked, gpu_losses, loss_cost, loss_gaps, loss_records
+from benchmarks.training_bench import forked, gpu_losses, loss_gaps, loss_records
 from benchmarks.training_bench.gpu_losses import BASELINE, Case, Method, Text
 from benchmarks.training_bench.loss_runner import Runner
 
@@ -57,31 +55,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--samples", type=int, default=8, help="of a rank in a micro-batch, 1024 tokens each")
     add("--micro-batches", type=int, default=1, help="of a step")
     add("--lr", type=float, default=3e-4)
-    add("--schedule", choices=list(gpu_losses.SCHEDULES), default="linear",
-        help="of the learning rate after a tenth of warm-up")  # fmt: skip
-    add("--warmup", choices=gpu_losses.WARMUPS, default=gpu_losses.WARMUPS[0])
     add("--evaluations", type=int, default=4, metavar="N", help="in the last fifth of the steps")
     add("--eval-tokens", type=int, metavar="N",
         help=f"of each evaluation; default: {EVAL_TOKENS}, or what is held out")  # fmt: skip
-    add("--beside", type=int, default=1, metavar="N", help="pairs at once")
     add("--budget", type=float, default=1e9, metavar="S", help="what is not over then is ended")
-    add("--fit", type=int, default=0, metavar="N",
-        help="fewer steps, a fifth at least, where --budget has no room for N pairs")  # fmt: skip
-    add("--timeout", type=float, default=300.0, metavar="S", help="that a rank may say nothing")
-    add("--nccl-steps", type=int, default=0, metavar="N",
-        help="of the first two arms over NCCL's sockets too")  # fmt: skip
-    add("--transport", default="gpu_memory")
+    add("--timeout", type=float, default=900.0, metavar="S", help="of a start or a training")
     add("--data", type=Path, default=Path("data/gpt2"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/gpu/losses"), metavar="FOLDER")
     add("--logs", type=Path, metavar="FOLDER", help="of what is not kept; default: OUT.logs")
     add("--cpu", action="store_true", help="gloo instead of a GPU")
-    add(
-        "--plan",
-        action="store_true",
-        help="say what the missing pairs take on an H100, train nothing",
-    )
     found = parser.parse_args(arguments)
-    for name in ("steps", "samples", "micro_batches", "evaluations", "beside"):
+    for name in ("steps", "samples", "micro_batches", "evaluations"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     if found.arms[0] != BASELINE:
@@ -93,7 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except DatasetError as error:
         parser.error(f"--data: {error}")
     found.eval_tokens = found.eval_tokens or min(EVAL_TOKENS, found.text.valid)
-    found.method, found.vocabulary = _method(found), found.text.vocabulary
+    found.method = _method(found)
     if found.steps % found.method.eval_every:
         parser.error(f"--steps: expected a multiple of {found.method.eval_every}, the steps "
             f"between {found.evaluations} evaluations, found {found.steps}")  # fmt: skip
@@ -105,8 +89,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _method(asked: argparse.Namespace) -> Method:
     return Method(
-        asked.model, asked.steps, asked.samples, asked.micro_batches, asked.lr, asked.schedule,
-        asked.warmup, asked.evaluations, asked.eval_tokens, asked.text.digest,
+        asked.model, asked.steps, asked.samples, asked.micro_batches, asked.lr,
+        asked.evaluations, asked.eval_tokens, asked.text.digest,
     )  # fmt: skip
 
 
@@ -117,24 +101,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked.deadline = began + asked.budget
     records = loss_records.kept(asked.out, _say)
     try:
-        method = going_on(asked, records)
+        _held_to(asked, records)
     except ValueError as error:
         print(f"gpu_losses: {error}", file=sys.stderr)
         return 2
     turns = [
         left
-        for turn in gpu_losses.turns_of(asked.arms, asked.seeds, asked.nccl_steps > 0)
+        for turn in gpu_losses.turns_of(asked.arms, asked.seeds)
         if (left := tuple(case for case in turn if case not in records))
     ]
-    status = 0
-    if turns and (asked.plan or not asked.cpu):
-        _say(loss_cost.told(method, asked.vocabulary, len(turns)))
-    if turns and not asked.plan:
+    status, method = 0, asked.method
+    if turns:
         times = method.steps * method.tokens_per_step / asked.text.train
         _say(f"the text is read {times:.2f} times; held out are {method.eval_tokens:,} tokens")
         os.environ.update(forked.environment(not asked.cpu))
         context = forked.server(asked.timeout, _say)
-        runner = Runner(asked, method, context, turns, _say)
+        took = max((sum(one["seconds"].values()) for one in records.values()), default=0.0)
+        runner = Runner(asked, method, context, turns, _say, took)
         before = signal.signal(signal.SIGTERM, _terminated)  # so that SIGTERM ends the ranks too
         try:
             runner.run()
@@ -148,22 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def going_on(asked: argparse.Namespace, records: Mapping[Case, loss_records.Record]) -> Method:
-    """Return the method, with the steps of kept trainings if ``--fit`` may have chosen them.
-
-    Raises ValueError if kept trainings used another method.
-    """
-    method: Method = asked.method
+def _held_to(asked: argparse.Namespace, records: Mapping[Case, loss_records.Record]) -> None:
+    """Raise ValueError if kept trainings used another method."""
     for case, record in records.items():
-        if asked.fit:
-            method = replace(method, steps=record["method"]["steps"])
-            asked.fit = 0
-        if wrong := method.differences(record["method"]):
+        if wrong := asked.method.differences(record["method"]):
             raise ValueError(
                 f"--out {asked.out}: {case} was trained in another way ({'; '.join(wrong)}); give "
                 "the same options, or name another folder"
             )
-    return method
 
 
 def verdicts(records: Mapping[Case, loss_records.Record]) -> list[str]:
@@ -178,7 +153,7 @@ def verdicts(records: Mapping[Case, loss_records.Record]) -> list[str]:
             lines.append(f"{name}: {error}")
         else:
             lines.append(f"{name}: {found.told(loss_records.pair_seconds(own))}")
-    return [*lines, *loss_records.held_against_nccl(records)]
+    return lines
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train the example GPT with another method of compressed data parallelism, for comparisons.
 
-deepspeed --num_gpus 2 scripts/benchmarks/train_peer.py --method powersgd-16 \\
-    --deepspeed_config configs/ds_zero0_baseline.json --log runs/powersgd/loss.jsonl
+deepspeed --num_gpus 2 scripts/benchmarks/train_peer.py --method sdp4bit \\
+    --deepspeed_config configs/ds_zero1_baseline.json --log runs/sdp4bit/loss.jsonl
 
 Model, data and their order, seeds, batch sizes, AdamW, clipping and learning rate schedule are
 those of train_gpt.py with the same file, whose ZeRO and "compression" settings are ignored:
@@ -91,7 +91,7 @@ def by_itself(
     peer, wire = PEERS[arguments.method], Wire()
     method = peer.make(
         model, wire, Settings(
-            steps=arguments.steps, per_node=arguments.per_node, start=arguments.start,
+            per_node=arguments.per_node,
             clip=float(settings.get("gradient_clipping", 0.0)), adam=adam_of(settings),
         ),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
         "tokens_per_step": share.global_batch * arguments.length,
         "engine": arguments.engine,
         "peer": arguments.method,
-        "what": peer.what + (" (reimplementation)" if getattr(peer, "clean_room", False) else ""),
+        "what": peer.what + (" (reimplementation)" if isinstance(peer, Peer) else ""),
         "source": peer.source,
     }
     first = share.rank == 0

@@ -1,4 +1,4 @@
-"""Compute bits per parameter that a node sends, for README's table and count_bytes.py.
+"""Compute bits per parameter that a node sends, for README's table.
 
 Native messages follow NCCL's algorithms (``collectives.native_nbytes``), compressed ones the preset
 ``recommended``. Figures are for many nodes; n nodes send (n - 1) / n of them.
@@ -81,7 +81,7 @@ class Job:
     recommended: tuple[Message, ...]
     #: micro-batches per message
     accumulated: int = 1
-    #: whether scripts/benchmarks/count_bytes.py counts it or it is only computed
+    #: whether its bytes were counted (docs/results/bytes.md, tests/training/test_wire.py)
     counted: bool = True
     #: whether the table has it
     told: bool = True

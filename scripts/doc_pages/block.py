@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from doc_pages import json_rows
 from hybridcomp.config import schema
 from hybridcomp.config.block import BLOCK, CompressionConfig
 from hybridcomp.dimensions import DIMENSIONS, DIRECTIONS, KINDS
@@ -14,8 +13,8 @@ Schema = Mapping[str, Any]
 HEAD = f"""\
 # The block, key by key
 
-`hybridcomp schema` prints the schema from which this page is made; editors take
-`configs/compression.schema.json`. The block stands in the DeepSpeed file under `"{BLOCK}"`, for
+`hybridcomp schema` prints the JSON schema from which this page is made, for editors too.
+The block stands in the DeepSpeed file under `"{BLOCK}"`, for
 jobs without one in [a file of its own](engines/megatron.md). A setting that cannot act is an
 [error](errors.md) that names the key.
 
@@ -52,11 +51,6 @@ PARTS = (
     ("ramp", "RampConfig",
      'A mild beginning: `"ramp": {"from": 8, "steps": 1000}`. Both keys are needed.'),
 )  # fmt: skip
-
-
-def editors() -> str:
-    """Return the JSON schema as ``hybridcomp schema`` prints it, a line for each key."""
-    return json_rows.dumps(schema(), depth=4)
 
 
 def page() -> str:

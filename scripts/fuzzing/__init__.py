@@ -1,1 +1,1 @@
-"""Parts of ``scripts/fuzz.py``: damaged payloads, hostile values, bad blocks and checkpoints."""
+"""Parts of ``scripts/fuzz.py``: damaged payloads, hostile values and checkpoints."""

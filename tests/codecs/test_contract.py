@@ -24,7 +24,7 @@ from hybridcomp.codecs import (
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, guarded
 from tests.selection import by_day
-from tests.stand_ins.raw_codec import Raw
+from tests.stand_ins.plain_codecs import Identity
 
 ALL: list[Codec] = [
     make_codec("bf16"),
@@ -290,7 +290,7 @@ def test_what_other_packages_check_theirs_with(codec: Codec) -> None:
     testing.check(codec)
 
 
-class _Careless(Raw):
+class _Careless(Identity):
     """Codec that claims to be lossless but drops the sign of zero."""
 
     name = "careless"
@@ -304,12 +304,12 @@ class _Careless(Raw):
 
 
 def test_a_promise_that_is_broken_is_named() -> None:
-    with pytest.raises(AssertionError, match="raw encodes float64 without a CodecError"):
-        testing.check(Raw())
+    with pytest.raises(AssertionError, match=r"identity\(\) encodes float64 without a CodecError"):
+        testing.check(Identity())
     values = torch.tensor([-0.0, 1.0])
     with pytest.raises(AssertionError, match="lossless, and decodes other bits"):
         testing.check_message(_Careless(), values)
-    testing.check_message(Raw(), values)
+    testing.check_message(Identity(), values)
 
 
 def test_make_codec_refuses_what_it_does_not_know() -> None:

@@ -226,12 +226,12 @@ def _adjust(job: Job) -> None:
     """Apply settings of a job that a block cannot express."""
     from hybridcomp.config.policy import Policy
     from hybridcomp.session import process
-    from tests.stand_ins.raw_codec import Raw
+    from tests.stand_ins.plain_codecs import Identity
 
     channels = process.current() if job.block is not None else None
     if channels is not None and job.raw:
         policy = channels.policy
-        codecs = {key: Raw() if codec else None for key, codec in policy.codecs.items()}
+        codecs = {key: Identity() if codec else None for key, codec in policy.codecs.items()}
         channels.policy = Policy(codecs, policy.min_bytes, policy.start_step)
 
 

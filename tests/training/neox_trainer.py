@@ -159,12 +159,12 @@ def _adjust(engine: Any, job: Job, masks: list[bool]) -> None:
     """Set codecs that a block cannot express; record received masks."""
     from hybridcomp.channels import channels_of
     from hybridcomp.config.policy import Policy
-    from tests.stand_ins.raw_codec import Raw
+    from tests.stand_ins.plain_codecs import Identity
 
     channels = channels_of(engine)
     if channels is not None and job.raw:
         policy = channels.policy
-        codecs = {key: Raw() if codec else None for key, codec in policy.codecs.items()}
+        codecs = {key: Identity() if codec else None for key, codec in policy.codecs.items()}
         channels.policy = Policy(codecs, policy.min_bytes, policy.start_step)
     causal = torch.ones(LENGTH, LENGTH).triu(1).bool()
 

@@ -14,7 +14,7 @@ BLOCK_BITS = 8192
 
 
 class TopKOnCuda(CudaFunctions):
-    """``codecs.topk.TopKKernels`` on a GPU."""
+    """``VariableKernels`` on a GPU; the settings are ``TopK._settings_for``."""
 
     def encode(
         self, bits: int, rice: int, most: int, last: int, dtype: int, values: int, numel: int,

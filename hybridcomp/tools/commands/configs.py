@@ -13,7 +13,7 @@ from hybridcomp.errors import ConfigError
 
 #: folder of the examples: next to the package's modules, in a checkout and in site-packages
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
-#: suffixes of configurations; the schema and the page about them are in that folder too
+#: suffixes of configurations; the page about them is in that folder too
 SUFFIXES = (".json", ".yml")
 #: a row of the page's tables: a file of this folder, and its purpose
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
@@ -30,7 +30,7 @@ List the example configurations that come with hybridcomp, or copy some of them:
 def names() -> list[str]:
     """List every configuration, relative to ``FOLDER``: in the page's order, GPT-NeoX's last."""
     files = [file for file in FOLDER.rglob("*") if file.suffix in SUFFIXES]
-    listed = [str(file.relative_to(FOLDER)) for file in files if ".schema." not in file.name]
+    listed = [str(file.relative_to(FOLDER)) for file in files]
     order = {name: row for row, name in enumerate(purposes())}
     return sorted(listed, key=lambda name: ("/" in name, order.get(name, len(order)), name))
 

@@ -1,1 +1,1 @@
-"""Parts of bench_deltas.py: weight traces, their entropy, and other delta formats."""
+"""Parts of bench_deltas.py: weight traces, their entropy, and bits of other formats."""

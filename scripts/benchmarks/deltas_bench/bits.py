@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -45,48 +43,6 @@ def entropy_bits(exponents: Numbers, moved: Numbers) -> float:
     return float(sum(-(n * np.log2(n / n.sum())).sum() for n in counts_of(exponents, moved)))
 
 
-def short_code_bits(exponents: Numbers, moved: Numbers) -> int:
-    """Return bits of a Huffman code for each exponent, tables not counted."""
-    return sum(_huffman_bits(counts) for counts in counts_of(exponents, moved))
-
-
-def _huffman_bits(counts: Numbers) -> int:
-    heap = [int(count) for count in counts]
-    if len(heap) == 1:
-        return heap[0]
-    heapq.heapify(heap)
-    total = 0
-    while len(heap) > 1:
-        both = heapq.heappop(heap) + heapq.heappop(heap)
-        total += both
-        heapq.heappush(heap, both)
-    return total
-
-
-def static_bits(exponents: Numbers, moved: Numbers) -> float:
-    """Return bits under a fixed model: Laplace deltas with one scale for the message.
-
-    A delta in units of the last place has the scale s * 2^-exponent; s is the best of a fine grid.
-    """
-    keys, counts = np.unique(np.stack([exponents, moved]), axis=1, return_counts=True)
-    finest = 2.0 ** (keys[0].astype(np.float64) - keys[0].max())
-    return float(
-        min(
-            (counts * _laplace_bits(keys[1], 2.0 ** (power / 4) / finest)).sum()
-            for power in range(-80, 40)
-        )
-    )
-
-
-def _laplace_bits(moved: Numbers, scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    size = np.abs(moved)
-    stays = -np.expm1(-0.5 / scale)
-    moves = 0.5 * np.exp(-(np.maximum(size, 1) - 0.5) / scale) * -np.expm1(-1.0 / scale)
-    chance = np.where(size == 0, stays, moves)
-    floor = 2.0**-16  # an escape with the step behind it
-    return -np.log2(np.maximum(chance, floor)) + np.where(chance < floor, 16.0, 0.0)
-
-
 def payload_bits(codec: Codec, values: Tensor) -> int:
     """Return bits of a codec that uses no reference."""
     room = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
@@ -99,31 +55,15 @@ def step_code_bits(reference: Tensor, values: Tensor) -> int:
     return 8 * StepCode().encode(values, reference, room)
 
 
-@dataclass(frozen=True)
-class Compressor:
-    """General-purpose compressor: compress and decompress."""
-
-    compress: Callable[[bytes], bytes]
-    decompress: Callable[[bytes], bytes]
-
-
-def compressors() -> dict[str, Compressor]:
+def compressors() -> dict[str, Callable[[bytes], bytes]]:
     """Return zstd at levels 1 and 3, from the package zstandard or Python 3.14; otherwise zlib."""
     if find_spec("zstandard") is not None:
         zstandard = import_module("zstandard")
-        decompress = zstandard.ZstdDecompressor().decompress
-        return {
-            f"zstd-{level}": Compressor(zstandard.ZstdCompressor(level=level).compress, decompress)
-            for level in (1, 3)
-        }
+        return {f"zstd-{n}": zstandard.ZstdCompressor(level=n).compress for n in (1, 3)}
     if find_spec("compression") is not None:  # Python 3.14
         zstd = import_module("compression.zstd")
-        return {
-            f"zstd-{level}": Compressor(partial(zstd.compress, level=level), zstd.decompress)
-            for level in (1, 3)
-        }
-    levels = {level: partial(zlib.compress, level=level) for level in (1, 6)}
-    return {f"zlib-{n}": Compressor(compress, zlib.decompress) for n, compress in levels.items()}
+        return {f"zstd-{n}": partial(zstd.compress, level=n) for n in (1, 3)}
+    return {f"zlib-{n}": partial(zlib.compress, level=n) for n in (1, 6)}
 
 
 def gaps_and_values(reference: Tensor, values: Tensor) -> bytes:
@@ -152,14 +92,12 @@ def sent(reference: Tensor, values: Tensor) -> dict[str, float]:
     bits: dict[str, float] = {
         "entropy": entropy_bits(exponents, moved),
         "stepcode": step_code_bits(reference, values),
-        "static model": static_bits(exponents, moved),
-        "short codes": short_code_bits(exponents, moved),
         "int32 + bf16": 48 * changed,
     }
     gaps, masked = gaps_and_values(reference, values), _halves(differs)
-    for name, one in compressors().items():
-        bits[f"gaps, {name}"] = 8 * len(one.compress(gaps))
-        bits[f"xor, {name}"] = 8 * len(one.compress(masked))
+    for name, compress in compressors().items():
+        bits[f"gaps, {name}"] = 8 * len(compress(gaps))
+        bits[f"xor, {name}"] = 8 * len(compress(masked))
     bits["mpc of differences"] = payload_bits(make_codec("mpc"), change)
     bits["expcode"] = payload_bits(make_codec("expcode"), values)
     bits["raw"] = 16 * values.numel()

@@ -30,19 +30,24 @@ def document(points: Sequence[Point], facts: dict[str, Any], command: str) -> st
         "# Codecs on a GPU", "", f"{facts['device']}, {versions}. Measured by `{command}`.", "",
         ABOUT_SHARES,
     ]  # fmt: skip
-    sizes = sorted({p.message_nbytes for p in points}, reverse=True)
-    for size in sizes:
-        short = size < 16 * MB
-        title = f"## {size_name(size)}: share of a copy"
-        lines += ["", title + ", microseconds of the device / of the host" * short, ""]
-        lines += [ABOUT_SMALL, ""] if short else []
-        lines += _table([p for p in points if p.message_nbytes == size], (_share, _small)[short])
+    for size in sorted({p.message_nbytes for p in points}, reverse=True):
+        lines += ["", *section([p for p in points if p.message_nbytes == size])]
     lines += ["", "## Targets", ""]
     missed = facts["missed"]
     lines += [f"* missed: {line}" for line in missed] or ["All were met."]
     lines += [f"* left out: {name}: {why}" for name, why in facts["left_out"].items()]
     lines += ["", "## Others", ""] + [f"* {line}" for line in published()[1:]]
     return "\n".join(lines) + "\n"
+
+
+def section(points: Sequence[Point]) -> list[str]:
+    """Return the section of messages of one size."""
+    size = points[0].message_nbytes
+    short = size < 16 * MB
+    title = f"## {size_name(size)}: share of a copy"
+    lines = [title + ", microseconds of the device / of the host" * short, ""]
+    lines += [ABOUT_SMALL, ""] if short else []
+    return [*lines, *_table(points, (_share, _small)[short])]
 
 
 def _share(point: Point) -> str:

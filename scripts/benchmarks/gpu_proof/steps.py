@@ -147,7 +147,7 @@ class Lister:
     def _codecs(self) -> Step:
         files = [
             word
-            for kind in ("md", "json", "png")
+            for kind in ("md", "json")
             for word in (f"--{kind}", str(self.out / f"gpu_codecs.{kind}"))
         ]
         where = ("--cpu",) if self.cpu else ()

@@ -1,5 +1,5 @@
 """Other gradient compression methods of data parallelism, for the same model and table.
 
-torch's DDP hooks, and clean-room reimplementations from the papers without their authors' code,
-marked as such. Not part of the hybridcomp package.
+torch's own methods under its engines, and clean-room reimplementations of ZeRO++ and SDP4Bit from
+the papers without their authors' code, marked as such. Not part of the hybridcomp package.
 """

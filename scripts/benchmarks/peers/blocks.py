@@ -1,6 +1,6 @@
 """Quantize to symmetric integers with a scale per group, optionally after a rotation.
 
-qgZ, qwZ, LoCo and SDP4Bit share this quantizer, here in eager torch. Rows are messages: row d of an
+qgZ, qwZ and SDP4Bit share this quantizer, here in eager torch. Rows are messages: row d of an
 encoding goes to member d of the group.
 """
 
@@ -87,18 +87,3 @@ def hadamard(device: torch.device) -> Tensor:
 def turn(values: Tensor) -> Tensor:
     """Multiply every ``SIDE`` consecutive values of (rows, count) by the Hadamard matrix."""
     return (values.reshape(-1, SIDE) @ hadamard(values.device)).view(values.shape)
-
-
-def pack_signs(values: Tensor) -> Tensor:
-    """Pack (rows, count), count a multiple of 8, to (rows, count / 8) uint8: bit 1 for ``>= 0``."""
-    bits = (values >= 0).view(len(values), -1, 8).to(torch.uint8)
-    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
-        dim=2, dtype=torch.uint8
-    )
-
-
-def unpack_signs(message: Tensor) -> Tensor:
-    """Unpack (rows, bytes) to (rows, 8 * bytes) of +1.0 and -1.0."""
-    places = torch.arange(8, dtype=torch.uint8, device=message.device)
-    bits = message.unsqueeze(2) >> places & 1
-    return bits.view(len(message), -1).float() * 2 - 1

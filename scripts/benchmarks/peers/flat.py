@@ -40,11 +40,5 @@ class Flat:
             parameter.copy_(piece.view_as(parameter))
             start += parameter.numel()
 
-    def owners(self) -> Tensor:
-        """Return each value's parameter index; the padding has an extra index."""
-        device = self.parameters[0].device
-        counts = torch.tensor([*(p.numel() for p in self.parameters), self._padding], device=device)
-        return torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
-
     def _join(self, tensors: list[Tensor]) -> Tensor:
         return F.pad(torch.cat([t.reshape(-1).float() for t in tensors]), (0, self._padding))

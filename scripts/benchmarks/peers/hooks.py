@@ -7,22 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 #: torch's hooks run one chain of all-reduces per bucket; gloo mixes up several chains and aborts
 ONE_BUCKET_MB = 100_000
-
-
-def distributed(model: nn.Module) -> DistributedDataParallel:
-    """Wrap in DDP with one bucket for all gradients; a small first bucket is default-size only."""
-    return DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, gradient_as_bucket_view=True)
-
-
-def native(model: DistributedDataParallel) -> None:
-    """Register torch's ``allreduce_hook``: DDP's default, but with bytes that can be counted."""
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def fp16(model: DistributedDataParallel) -> None:

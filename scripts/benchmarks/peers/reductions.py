@@ -1,12 +1,11 @@
-"""Quantized reduce-scatters of gradients: qgZ, LoCo and SDP4Bit, reimplemented.
+"""Quantized reduce-scatters of gradients: qgZ and SDP4Bit, reimplemented.
 
-All three are two-level all-to-alls of low-bit blocks; they differ in bits, rotation and error
-feedback. Vectors are fp32 with W * c values; rank i gets values i * c to (i + 1) * c.
+Both are two-level all-to-alls of low-bit blocks; they differ in bits and rotation.
+Vectors are fp32 with W * c values; rank i gets values i * c to (i + 1) * c.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from benchmarks.peers.blocks import Blocks
@@ -33,20 +32,16 @@ class TwoLevel:
         rows = slices.reshape(nodes.per_node, nodes.count * share)
         # 2. inside the node
         if nodes.per_node > 1:
-            rows = self._exchange(rows, self.intra, nodes.intra, "intra").sum(0, keepdim=True)
+            rows = self._exchange(rows, self.intra, nodes.intra).sum(0, keepdim=True)
         # 3. between nodes
         rows = rows.view(nodes.count, share)
         if nodes.count > 1:
-            rows = self._exchange(rows, self.inter, nodes.inter, "inter")
+            rows = self._exchange(rows, self.inter, nodes.inter)
         return rows.sum(0) / nodes.ranks
 
-    def _exchange(self, rows: Tensor, blocks: Blocks, group: object, level: str) -> Tensor:
-        message = self.encode(rows, blocks, level)
+    def _exchange(self, rows: Tensor, blocks: Blocks, group: object) -> Tensor:
+        message = blocks.encode(rows)
         return blocks.decode(self.wire.all_to_all(message, group), rows.shape[1])
-
-    def encode(self, rows: Tensor, blocks: Blocks, level: str) -> Tensor:
-        """Encode ``rows`` at ``level``; this class has no error feedback."""
-        return blocks.encode(rows)
 
 
 def qgz(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
@@ -64,45 +59,3 @@ def sdp4bit(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
     8 bits inside a node, 4 bits between nodes behind a Hadamard rotation, no error feedback.
     """
     return TwoLevel(wire, nodes, Blocks(8, group), Blocks(4, group, rotate=True))
-
-
-class LoCo(TwoLevel):
-    """Low-bit reduction with a moving average of the error (LoCo, arXiv 2407.04480, algorithm 1).
-
-    1. h = g + e             add the previous error,
-    2. q = Q(h)              send it at 4 bits,
-    3. e = a e + (1 - a) (h - deQ(q)), kept in 8 bits,
-    4. e = 0 every ``reset`` steps.
-
-    Both levels keep errors. a is 0.8, DeepSpeed's default of ``err_beta``; ``reset`` counts steps,
-    as in the paper, not tensors, as in DeepSpeed's removed implementation.
-    """
-
-    def __init__(
-        self, wire: Wire, nodes: Nodes, group: int = 128, keep: float = 0.8, reset: int = 1024
-    ) -> None:
-        super().__init__(wire, nodes, Blocks(4, group), Blocks(4, group))
-        self.keep, self.reset, self.steps = keep, reset, 0
-        self._store = Blocks(8, group)
-        self._errors: dict[str, Tensor] = {}  # encoded residuals
-
-    def reduce(self, values: Tensor) -> Tensor:
-        """Reduce as the base class does; reset the errors every ``reset`` steps."""
-        if self.steps and self.steps % self.reset == 0:
-            self._errors.clear()
-        self.steps += 1
-        return super().reduce(values)
-
-    def encode(self, rows: Tensor, blocks: Blocks, level: str) -> Tensor:
-        """Do steps 1 to 3."""
-        error = self.error(level, rows)
-        compensated = rows + error
-        message = blocks.encode(compensated)
-        left_out = compensated - blocks.decode(message, rows.shape[1])
-        self._errors[level] = self._store.encode(self.keep * error + (1 - self.keep) * left_out)
-        return message
-
-    def error(self, level: str, rows: Tensor) -> Tensor:
-        """Return the error to add to ``rows``; zeros before the first step."""
-        kept = self._errors.get(level)
-        return torch.zeros_like(rows) if kept is None else self._store.decode(kept, rows.shape[1])

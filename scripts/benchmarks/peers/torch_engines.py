@@ -1,7 +1,7 @@
 """Train under torch's engines with torch's compression: DDP hooks, 16-bit sums of FSDP2.
 
 Model, optimizer and loop are those of ``train_gpt.py --engine``; only the gradient reduction
-differs. ``methods`` also has DDP's hooks, on a model in the parameters' dtype.
+differs.
 """
 
 from __future__ import annotations

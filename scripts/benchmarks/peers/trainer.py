@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from gpt.data import Batch, Share
 from torch import Tensor, nn
 
-from benchmarks.peers.methods import Method
+from benchmarks.peers.methods import Sharded
 from benchmarks.peers.wire import Wire
 
 
@@ -34,7 +33,7 @@ class PeerTrainer:
     """Runs forward, backward, the method's step and the schedule's step, in DeepSpeed's order."""
 
     def __init__(
-        self, method: Method, wire: Wire, share: Share, loss: Callable[[Tensor, Tensor], Tensor],
+        self, method: Sharded, wire: Wire, share: Share, loss: Callable[[Tensor, Tensor], Tensor],
         scheduler: Any, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.engine: Any = Engine(method.optimizer, device or torch.device("cpu"))
@@ -48,15 +47,11 @@ class PeerTrainer:
         """Make one optimizer step; return the loss, averaged over micro-batches and ranks."""
         losses, model = [], self._method.model
         count = self.share.micro_batches
+        for tokens, labels in batches:
+            loss = self._loss(model(tokens), labels)
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         self._wire.counting = True
-        with self._wire.watching():
-            for number, (tokens, labels) in enumerate(batches, 1):
-                last = number == count
-                context = contextlib.nullcontext() if last else self._method.accumulate()
-                with context:
-                    loss = self._loss(model(tokens), labels)
-                    (loss / count).backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
         self._method.step()
         self._wire.counting = False
         self.raw_nbytes += self._native

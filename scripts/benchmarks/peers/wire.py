@@ -58,13 +58,6 @@ class Wire:
         self.count(row.nbytes * (members - 1))
         return out
 
-    def all_reduce(self, values: Tensor, group: Any = None) -> Tensor:
-        """Sum in place."""
-        dist.all_reduce(values, group=group)
-        members = dist.get_world_size(group)
-        self.count(2 * values.nbytes * (members - 1) / members)
-        return values
-
     def count(self, nbytes: float) -> None:
         """Add to the total unless counting is off."""
         if self.counting:

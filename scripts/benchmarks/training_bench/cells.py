@@ -13,7 +13,7 @@ SCRIPTS = Path(__file__).resolve().parents[2]
 CONFIGS = SCRIPTS.parent / "configs"
 REFERENCE = "native bf16"
 #: layouts without unsharded parameters that a delta could be added to
-NO_DELTAS = ("zero3", "zero3_twice", "hpz", "hpz_2x4", "fsdp2", "hsdp")
+NO_DELTAS = ("zero3", "zero3_twice", "hpz", "fsdp2", "hsdp")
 #: prefix of schemes that compress fp32 messages, as in the paper
 FP32 = "fp32 "
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
@@ -47,7 +47,7 @@ Engine = Literal["deepspeed", "ddp", "fsdp2", "hsdp"]
 class Layout:
     """Placement of the ranks on the nodes of the lab."""
 
-    config: str  # committed file without a compression block
+    config: str  # committed file, whose compression block is left out
     lab: str  # in the format of scripts/netlab.py
     dimensions: tuple[str, ...]
     arguments: tuple[str, ...] = ()
@@ -68,38 +68,32 @@ class Layout:
 
 
 LAYOUTS = {
-    "dp2": Layout("ds_zero0_baseline.json", "2", ("dp",), peers=True),
-    "zero1": Layout("ds_zero1_baseline.json", "2", ("dp", "zero")),
-    "zero2": Layout("ds_zero2_baseline.json", "2", ("dp", "zero")),
-    "zero3": Layout("ds_zero3_baseline.json", "2", ("dp", "zero")),
-    "zero3_twice": Layout("ds_zero3_baseline.json", "2", ("dp", "zero"), zero=TWICE),
+    "dp2": Layout("ds_zero0_recommended.json", "2", ("dp",), peers=True),
+    "zero1": Layout("ds_zero1_recommended.json", "2", ("dp", "zero")),
+    "zero2": Layout("ds_zero2_recommended.json", "2", ("dp", "zero")),
+    "zero3": Layout("ds_zero3_recommended.json", "2", ("dp", "zero")),
+    "zero3_twice": Layout("ds_zero3_recommended.json", "2", ("dp", "zero"), zero=TWICE),
     # secondary shards need several ranks per node: with one they save nothing
     "hpz": Layout(
-        "ds_zero3_baseline.json",
+        "ds_zero3_recommended.json",
         "2x2",
         ("dp", "zero"),
         zero=(*TWICE, ("zero_hpz_partition_size", 2)),
     ),
-    "hpz_2x4": Layout(
-        "ds_zero3_baseline.json",
-        "2x4",
-        ("dp", "zero"),
-        zero=(*TWICE, ("zero_hpz_partition_size", 4)),
-    ),
-    "tp2": Layout("ds_zero0_baseline.json", "2", ("tp",), ("--tp", "2")),
-    "pp2": Layout("ds_pipe2_baseline.json", "2", ("pp",), ("--pp", "2")),
-    "tp2pp2": Layout("ds_pipe2_baseline.json", "4", ("tp", "pp"), ("--tp", "2", "--pp", "2")),
+    "tp2": Layout("ds_zero0_recommended.json", "2", ("tp",), ("--tp", "2")),
+    "pp2": Layout("ds_pipe2_recommended.json", "2", ("pp",), ("--pp", "2")),
+    "tp2pp2": Layout("ds_pipe2_recommended.json", "4", ("tp", "pp"), ("--tp", "2", "--pp", "2")),
     # bf16 without ZeRO is BF16_Optimizer in a pipeline, which still gathers parameters
-    "dp2pp2": Layout("ds_pipe2_baseline.json", "4", ("dp", "zero", "pp"), ("--pp", "2")),
-    "asymmetric": Layout("ds_zero1_baseline.json", "2x2", ("dp", "zero"), peers=True),
+    "dp2pp2": Layout("ds_pipe2_recommended.json", "4", ("dp", "zero", "pp"), ("--pp", "2")),
+    "asymmetric": Layout("ds_zero1_recommended.json", "2x2", ("dp", "zero"), peers=True),
     # activations are sharded too, so every matmul broadcasts
-    "tp2d": Layout("ds_zero0_baseline.json", "4", ("tp2d",), ("--tp2d", "2"), whole_batch=True),
+    "tp2d": Layout("ds_zero0_recommended.json", "4", ("tp2d",), ("--tp2d", "2"), whole_batch=True),
     # torch's engines take batch sizes, optimizer, clipping and bf16 from the file
     "ddp": Layout(
-        "ds_zero0_baseline.json", "2", ("dp",), ("--engine", "ddp"), peers=True, engine="ddp"
+        "ds_zero0_recommended.json", "2", ("dp",), ("--engine", "ddp"), peers=True, engine="ddp"
     ),
     "fsdp2": Layout(
-        "ds_zero0_baseline.json",
+        "ds_zero0_recommended.json",
         "2",
         ("dp", "zero"),
         ("--engine", "fsdp2"),
@@ -108,7 +102,7 @@ LAYOUTS = {
     ),
     # replicas on two nodes, shards inside each
     "hsdp": Layout(
-        "ds_zero0_baseline.json",
+        "ds_zero0_recommended.json",
         "2x2",
         ("dp", "zero"),
         ("--engine", "hsdp"),
@@ -117,7 +111,7 @@ LAYOUTS = {
     ),
     # eight ranks: all three dimensions of the paper
     "3d": Layout(
-        "ds_3d_baseline.json", "8", ("dp", "zero", "tp", "pp"), ("--tp", "2", "--pp", "2")
+        "ds_3d_recommended.json", "8", ("dp", "zero", "tp", "pp"), ("--tp", "2", "--pp", "2")
     ),
 }
 
@@ -131,7 +125,6 @@ class Arm:
     block: tuple[tuple[str, Any], ...] | None = None  # items of a "compression" block
     zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
     peer: str | None = None  # a module of scripts/benchmarks/peers
-    rate: float | None = None  # learning rate, None: the file's
 
     @property
     def stem(self) -> str:
@@ -156,7 +149,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     switching = {name: {"when": "auto"} for name in dimensions}
     blocks["recommended"]["when"] = "always"  # force it on
     blocks["recommended when auto"] = {"preset": "recommended", **switching}
-    if layout.startswith("hpz"):
+    if layout == "hpz":
         for name, secondary in (("secondary", "exact"), ("secondary 8 bits", {"bits": 8})):
             blocks[name] = {**blocks["recommended"], "zero": {"secondary": secondary}}
     if LAYOUTS[layout].per_node > 1:
@@ -226,17 +219,22 @@ class Sizes:
         ]  # fmt: skip
 
 
+def native_settings(layout: str) -> dict[str, Any]:
+    """Return the DeepSpeed file of a layout, without a block."""
+    settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[layout].config).read_text())
+    del settings["compression"]
+    return settings
+
+
 def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, Any]:
     """Return the DeepSpeed file of a cell."""
-    settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[layout].config).read_text())
+    settings = native_settings(layout)
     batch = settings["train_micro_batch_size_per_gpu"]
     divide = 1 if LAYOUTS[layout].whole_batch else sizes.divide_batch
     settings["train_micro_batch_size_per_gpu"] = max(1, batch // divide)
     # a single ledger report, at the last step
     settings["steps_per_print"] = sizes.warm + sizes.steps
     settings["bf16"] = {"enabled": arm.bf16}
-    if arm.rate is not None:
-        settings["optimizer"]["params"]["lr"] = arm.rate
     settings["zero_optimization"] |= dict(LAYOUTS[layout].zero) | dict(arm.zero)
     if arm.block is not None:
         settings["compression"] = {**dict(arm.block), "ledger": {"jsonl": str(ledger)}}

@@ -55,7 +55,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     dimensions = LAYOUTS[layout].dimensions
     left_out = [*LEFT_OUT, *_the_same(dimensions)]
     found = [arm for arm in cells.arms_of(layout) if arm.name not in left_out and arm.bf16]
-    if layout != "dp2":
+    if layout not in ("dp2", "ddp"):
         found = [arm for arm in found if arm.peer is None]
     block = {name: value for name, value in LOSSLESS.items() if name in dimensions}
     found[1:1] = [Arm(COMPUTE), Arm("lossless", block=tuple(block.items()))]
@@ -79,7 +79,7 @@ def _the_same(dimensions: tuple[str, ...]) -> list[str]:
 
 def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
     """Return an arm's DeepSpeed settings: bf16, buckets of 100 MB, fused AdamW."""
-    settings: dict[str, Any] = json.loads((cells.CONFIGS / LAYOUTS[layout].config).read_text())
+    settings = cells.native_settings(layout)
     batch = SIZES[size][3]
     accumulated = settings.get("gradient_accumulation_steps", 1)
     settings["train_micro_batch_size_per_gpu"] = max(1, batch // 2) if accumulated > 1 else batch

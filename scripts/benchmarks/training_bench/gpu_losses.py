@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,6 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
 #: name -> layers, width, heads, tokens per sample
 MODELS = {"124M": (12, 768, 12, 1024), "tiny": (2, 64, 2, 32)}
 LAYOUT, RANKS = "zero1", 2
-#: learning rate schedule after the warm-up -> DeepSpeed's scheduler
-SCHEDULES = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
-WARMUPS = ("linear", "log")
 #: final share of the steps, during which held-out loss is evaluated
 LAST_PART = 5
 #: trainings started at once
@@ -52,8 +49,6 @@ class Method:
     samples: int  # per rank and micro-batch
     micro_batches: int
     lr: float
-    schedule: str
-    warmup: str  # linear, or DeepSpeed's default "log", which reaches a high rate within few steps
     evaluations: int
     eval_tokens: int
     #: tokens and digests of the two datasets
@@ -84,11 +79,6 @@ class Method:
         """Return the step of the first evaluation; the last evaluation is at the last step."""
         return max(1, self.steps - (self.evaluations - 1) * self.eval_every)
 
-    def shorter(self, steps: float) -> Method:
-        """Return this method with at most ``steps`` steps, a multiple that evaluations divide."""
-        even = LAST_PART * self.evaluations
-        return replace(self, steps=int(steps) // even * even)
-
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Describe how ``other``, a method in the form of ``asdict``, differs from this one."""
         own = asdict(self)
@@ -101,12 +91,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Text:
-    """The two datasets: digest, number of tokens of each, and size of the vocabulary in use."""
+    """The two datasets: digest, and number of tokens of each."""
 
     digest: str
     train: int
     valid: int
-    vocabulary: int
 
     @classmethod
     def of(cls, data: Path) -> Text:
@@ -117,8 +106,7 @@ class Text:
         )
         seen = [each.fingerprint() for each in (train, valid)]
         digest = " ".join(f"{one['tokens']}:{one['content']}" for one in seen)
-        most = max(train.vocabulary, valid.vocabulary)
-        return cls(digest, int(seen[0]["tokens"]), int(seen[1]["tokens"]), most)
+        return cls(digest, int(seen[0]["tokens"]), int(seen[1]["tokens"]))
 
 
 @dataclass(frozen=True)
@@ -127,53 +115,44 @@ class Case:
 
     name: str
     seed: int
-    #: train a few steps over NCCL's sockets, to compare with the group through GPU memory
-    nccl: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} seed {self.seed}{' over NCCL' if self.nccl else ''}"
+        return f"{self.name} seed {self.seed}"
 
     @property
     def stem(self) -> str:
         """Return the stem of its result file."""
-        return f"{'nccl.' if self.nccl else ''}{self.name}.seed{self.seed}"
+        return f"{self.name}.seed{self.seed}"
 
     def folder(self, out: Path) -> Path:
         """Return the output folder of its ranks."""
-        place = out.with_name(f"{out.name}_nccl") if self.nccl else out
-        return place / LAYOUT / self.name / f"seed{self.seed}"
+        return out / LAYOUT / self.name / f"seed{self.seed}"
 
 
-def turns_of(arms: Sequence[str], seeds: Sequence[int], nccl: bool) -> Iterator[tuple[Case, ...]]:
+def turns_of(arms: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Case, ...]]:
     """List trainings that start together: those of a seed, two at a time.
 
-    The first two arms come first for all seeds; ``nccl``: both also run over NCCL before that.
+    The first two arms come first for all seeds.
     """
-    if nccl:
-        yield tuple(Case(name, seeds[0], nccl=True) for name in arms[:TOGETHER])
     for start in range(0, len(arms), TOGETHER):
         for seed in seeds:
             yield tuple(Case(name, seed) for name in arms[start : start + TOGETHER])
 
 
 def settings_of(case: Case, method: Method, ledger: Path) -> dict[str, Any]:
-    """Return the DeepSpeed settings: bf16, buckets of 100 MB, 10 % warm-up, then the schedule."""
-    config = cells.CONFIGS / cells.LAYOUTS[LAYOUT].config
-    settings: dict[str, Any] = json.loads(config.read_text())
+    """Return the DeepSpeed settings: bf16, buckets of 100 MB, 10 % warm-up, then a decay to 0."""
+    settings = cells.native_settings(LAYOUT)
     settings["train_micro_batch_size_per_gpu"] = method.samples
     settings["gradient_accumulation_steps"] = method.micro_batches
     settings["steps_per_print"] = max(1, method.steps // 10)
     settings["bf16"] = {"enabled": True}
     settings["zero_optimization"] = {"stage": 1, **BUCKETS}
     settings["optimizer"]["params"] |= {"lr": method.lr, "fused": True}
-    rates: dict[str, Any] = {
-        "warmup_num_steps": max(2, method.steps // 10), "warmup_type": method.warmup,
+    rates = {
+        "warmup_num_steps": max(2, method.steps // 10), "warmup_type": "linear",
+        "warmup_max_lr": method.lr, "total_num_steps": method.steps,
     }  # fmt: skip
-    if method.schedule != "cosine":
-        rates["warmup_max_lr"] = method.lr
-    if method.schedule != "constant":
-        rates["total_num_steps"] = method.steps
-    settings["scheduler"] = {"type": SCHEDULES[method.schedule], "params": rates}
+    settings["scheduler"] = {"type": "WarmupDecayLR", "params": rates}
     block = BLOCKS[case.name]
     if block is not None:
         settings["compression"] = {**block, "ledger": {"jsonl": str(ledger)}}
@@ -196,13 +175,13 @@ def specs_of(case: Case, method: Method, asked: argparse.Namespace) -> list[Spec
         "--eval-from", str(method.eval_from),
         "--print-every", str(max(1, method.steps // 10)), "--log", str(folder / "loss.jsonl"),
     )  # fmt: skip
-    patched, transport = BLOCKS[case.name] is not None, "" if case.nccl else asked.transport
+    patched = BLOCKS[case.name] is not None
     port, device = one_gpu.free_port(), "cpu" if asked.cpu else "cuda"
     return [
         Spec(
             rank, "train_gpt", arguments, patched,
             one_gpu.environment(rank, RANKS, port=port, device=device),
-            str(folder / f"{rank}.log"), transport=transport,
+            str(folder / f"{rank}.log"), transport="gpu_memory",
         )
         for rank in range(RANKS)
     ]  # fmt: skip

@@ -138,11 +138,12 @@ def run(pipe: Connection, spec: Spec) -> None:
         importlib.import_module("hybridcomp").install()
     sys.argv = [spec.program, *spec.arguments]
     script = importlib.import_module(spec.program)
+    trainers: list[Any] = [torch_engines.TorchTrainer]
     if spec.program == "benchmarks.train_peer":
-        trainers: list[Any] = [importlib.import_module("benchmarks.peers.trainer").PeerTrainer]
+        trainers.append(importlib.import_module("benchmarks.peers.trainer").PeerTrainer)
     else:
         loop = importlib.import_module("gpt.loop")
-        trainers = [loop.PlainTrainer, loop.PipeTrainer, torch_engines.TorchTrainer]
+        trainers += [loop.PlainTrainer, loop.PipeTrainer]
     seat = Seat(pipe, spec.rank)
     for trainer in trainers:
         trainer.step = watched(trainer.step, seat)

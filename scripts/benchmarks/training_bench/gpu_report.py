@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +15,13 @@ from benchmarks.training_bench.report import ideal, outside
 
 Record = dict[str, Any]
 #: key of a session's round: records with equal keys are compared
-Round = tuple[int, int, int]
+Round = tuple[str, int]
 #: arms that are compared with the speed that their bytes allow
 NOT_OURS = ("native", COMPUTE, "peer", "ZeRO++")
 #: minimum share of the speed that the bytes allow, and, for ``auto``, of the faster of native and
 #: compressed
 SHARE, AUTO_SHARE = 0.90, 0.97
 AUTO, ALWAYS = "recommended when auto", "recommended"
-
-
-def read(files: Sequence[Path]) -> list[Record]:
-    """Return all records; ``session`` numbers the calls of a layout and part in order."""
-    records: list[Record] = []
-    session = -1
-    for file in files:
-        last: tuple[Any, ...] = ()
-        for text in file.read_text().splitlines():
-            record = json.loads(text)
-            place = record["size"], record["layout"], record["part"]
-            begins = place != last or (record.get("round") == -1 and _again(records, record))
-            session += begins
-            last = place
-            records.append({**record, "session": session})
-    return records
-
-
-def _again(records: Sequence[Record], record: Record) -> bool:
-    """Return whether the arm already has a warm turn, so that this one begins another call."""
-    return any(
-        other.get("round") == -1 and other["arm"] == record["arm"]
-        for other in _tail(records)
-        if other["kind"] == "turn"
-    )
-
-
-def _tail(records: Sequence[Record]) -> Iterator[Record]:
-    """Yield the records of the last session."""
-    for other in reversed(records):
-        if other["session"] != records[-1]["session"]:
-            return
-        yield other
 
 
 def rows_of(records: Sequence[Record]) -> list[Record]:
@@ -79,7 +46,7 @@ def _layout(size: str, layout: str, records: Sequence[Record]) -> list[Record]:
         if record["kind"] == "turn":
             turns.setdefault(arm, {})
             if record["round"] >= 0:
-                turns[arm][record["session"], record["part"], record["round"]] = record
+                turns[arm][record["session"], record["round"]] = record
         elif record["kind"] == "failed":
             failed[arm] = record["why"]
         else:
@@ -189,7 +156,7 @@ def auto_of(rows: Sequence[Record]) -> list[tuple[str, str, float]]:
 
 def page(file: Path) -> str:
     """Return the tables of all records in ``file``, targets first, marked MISSED where missed."""
-    rows = rows_of(read([file]))
+    rows = rows_of([json.loads(text) for text in file.read_text().splitlines()])
     devices = sorted({name for row in rows for name in row["device"]})
     parts = [f"On {', '.join(devices)}.", "", *verdict(rows), *missed(rows)]
     for size, layout in dict.fromkeys((row["size"], row["layout"]) for row in rows):

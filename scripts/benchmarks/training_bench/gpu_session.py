@@ -132,7 +132,7 @@ class Session:
         self._part = part
         self._head = {
             "size": options.size, "layout": part.layout, "part": part.number,
-            "device": options.device,
+            "device": options.device, "session": f"{os.getpid()}.{time.time_ns()}",
         }  # fmt: skip
         self._jobs: dict[str, Job] = {}
         self._began = time.monotonic()

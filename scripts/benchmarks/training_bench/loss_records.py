@@ -12,7 +12,7 @@ import os
 import statistics
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, 
     folder = case.folder(logs)
     log = [shortened(each) for each in _lines(folder / "loss.jsonl")]
     steps = [line["step"] for line in log if "step" in line]
-    if steps != list(range(1, len(steps) + 1)) or not (case.nccl or len(steps) == method.steps):
+    if steps != list(range(1, method.steps + 1)):
         raise ValueError(f"{folder / 'loss.jsonl'}: expected {method.steps} steps, each once, "
             f"found {len(steps)} lines of steps")  # fmt: skip
     record = {
@@ -114,11 +114,10 @@ def kept(out: Path, say: Callable[[str], None]) -> dict[Case, Record]:
 
 
 def by_arm(records: Mapping[Case, Record]) -> dict[str, dict[int, Record]]:
-    """Return records of trainings through GPU memory, by arm and seed."""
+    """Return records by arm and seed."""
     runs: dict[str, dict[int, Record]] = {}
     for case, record in records.items():
-        if not case.nccl:
-            runs.setdefault(case.name, {})[case.seed] = record
+        runs.setdefault(case.name, {})[case.seed] = record
     return runs
 
 
@@ -126,19 +125,3 @@ def pair_seconds(records: Mapping[int, Record]) -> float:
     """Return the median duration of these seeds' pairs from their first step."""
     found: float = statistics.median(one["seconds"]["pair"] for one in records.values())
     return found
-
-
-def held_against_nccl(records: Mapping[Case, Record]) -> list[str]:
-    """Count, for each training over NCCL, the steps with the same loss as through GPU memory."""
-    told = []
-    for case, record in records.items():
-        own = records.get(replace(case, nccl=False))
-        if case.nccl and own is not None:
-            theirs, ours = _curve(record), _curve(own)
-            equal = sum(a == b for a, b in zip(theirs, ours, strict=False))
-            told.append(f"{case}: the same loss through memory in {equal} of {len(theirs)} steps")
-    return told
-
-
-def _curve(record: Record) -> list[float]:
-    return [line["loss"] for line in record["log"] if "step" in line]

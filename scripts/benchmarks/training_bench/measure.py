@@ -122,7 +122,7 @@ class Bench:
             for arm, ranks in zip(arms, ends, strict=True):
                 own: dict[str, Any] = {"failed": str(ranks)}
                 if not isinstance(ranks, CellError):
-                    own = self._summary(layout, ranks) | coded(_ledger(folder, arm), len(ranks))
+                    own = self._summary(layout, ranks)
                 found.append({"arm": arm.name, **common, **own})
         for arm, record in zip(arms, found, strict=True):
             if self.kept.missing(layout, [arm], ratio, repetition):
@@ -206,18 +206,6 @@ def _ranks(layout: str) -> int:
 
 def _ledger(folder: str, arm: Arm) -> Path:
     return Path(folder, f"{arm.stem}.ledger.jsonl")
-
-
-def coded(ledger: Path, ranks: int) -> dict[str, float]:
-    """Return from a rank's ledger the codec seconds and encoded messages per reported step."""
-    found = {"codec_s": 0.0, "rounds": 0.0}
-    if ledger.is_file():
-        record = json.loads(ledger.read_text().splitlines()[-1])
-        rows, steps = record["dimensions"], max(1, ranks * record["step"])
-        for row in (row for ways in rows.values() for row in ways.values()):
-            found["codec_s"] += (row.get("codec_ms") or 0.0) / 1e3 / steps
-            found["rounds"] += (row["messages"] - row["native_messages"]) / steps
-    return found
 
 
 def line(number: int, total: int, where: str, record: dict[str, Any], left: float) -> str:

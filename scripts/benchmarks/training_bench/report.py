@@ -53,8 +53,6 @@ def _figures(own: Sequence[Record]) -> Record:
         "low": ups[out],
         "high": ups[-1 - out],
         "loss": statistics.fmean(cell["loss"] for cell in own),
-        "codec_s": statistics.median(cell["codec_s"] for cell in own),
-        "rounds": statistics.median(cell["rounds"] for cell in own),
         "pairs": len(ups),
         "repetitions": len(own),
         "burst_ms": own[0]["burst_ms"],

@@ -24,29 +24,13 @@ from benchmarks.training_bench import turns
 PREFIX = "BENCH "
 
 
-#: header bytes per packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12. Links of a lab count
-#: a packet that is segmented later (by a NIC) as one packet with one header.
-HEADER_NBYTES = 66
-
-
 def sent_nbytes(interface: str) -> int:
     """Return the bytes sent through ``interface`` since its creation; 0 if it does not exist."""
-    return _sent(interface)[0]
-
-
-def payload_nbytes(interface: str) -> int:
-    """Return ``sent_nbytes`` without packet headers."""
-    nbytes, packets = _sent(interface)
-    return nbytes - HEADER_NBYTES * packets
-
-
-def _sent(interface: str) -> tuple[int, int]:
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == interface:
-            nbytes, packets = map(int, figures.split()[8:10])
-            return nbytes, packets
-    return 0, 0
+            return int(figures.split()[8])
+    return 0
 
 
 def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callable[..., float]:
@@ -61,14 +45,12 @@ def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callab
         seat = turns.own_seat()
         if seat is not None and not steps:
             seat.wait({})
-        before = [sent_nbytes(interface), payload_nbytes(interface), payload_nbytes("lo")]
+        before = sent_nbytes(interface)
         start = time.perf_counter()
         loss = step(self, batches)
         seconds = time.perf_counter() - start
         steps.append(
-            {"seconds": seconds, "sent": sent_nbytes(interface) - before[0],
-             "payload": payload_nbytes(interface) - before[1],
-             "inside": payload_nbytes("lo") - before[2], "loss": float(loss),
+            {"seconds": seconds, "sent": sent_nbytes(interface) - before, "loss": float(loss),
              "tokens": self.share.global_batch}
         )  # fmt: skip
         if seat is not None:

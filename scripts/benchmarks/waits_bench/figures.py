@@ -12,12 +12,9 @@ from benchmarks.waits_bench.causes import CAUSES, Parts, beside, parts_of
 from benchmarks.waits_bench.intervals import length
 from benchmarks.waits_bench.lanes import CODEC, COPIES, WIRE, Lanes, lanes_of
 from benchmarks.waits_bench.traces import TraceError, read
-from benchmarks.waits_bench.waiting import waits_of
 
 Figures = dict[str, Any]
 MS = 1e6  # nanoseconds
-#: waits shown per arm
-WORST = 8
 
 
 def recorded(paths: Sequence[Path], skip: int = 1, gpu: bool = False) -> list[Lanes]:
@@ -53,19 +50,6 @@ def figures_of(ranks: Sequence[Lanes], shared: bool) -> Figures:
         "causes": {name: _mean(every, name) for name in CAUSES},
         "lanes": {name: _lane(ranks, name, len(steps)) for name in (CODEC, WIRE, COPIES)},
     }  # fmt: skip
-    waits = [
-        (number, wait)
-        for number, lanes in enumerate(ranks)
-        for wait in waits_of(lanes, lanes.trace.steps)
-    ]
-    waits.sort(key=lambda pair: -pair[1].exposed)
-    found["waits"] = [
-        {
-            "rank": rank, "ms": (wait.stop - wait.start) / MS, "exposed_ms": wait.exposed / MS,
-            "who": wait.who, "what": wait.what, "message": wait.message,
-        }
-        for rank, wait in waits[:WORST]
-    ]  # fmt: skip
     return found
 
 

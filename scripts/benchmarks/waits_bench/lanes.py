@@ -1,10 +1,10 @@
-"""Sort a rank's activity into lanes: computation, codec, wire, copies, and the host."""
+"""Sort a rank's activity into lanes: computation, codec, wire and copies."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -12,9 +12,8 @@ from benchmarks.waits_bench.intervals import Stretch, union, without
 from benchmarks.waits_bench.traces import CALLS, DeviceSpan, HostSpan, RankTrace
 from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
-COMPUTATION, CODEC, WIRE, COPIES, HOST = "computation", "codec", "wire", "copies", "host"
-#: lanes of the picture, from the top; the host lane shows encoding, posting and waiting
-LANES = (COMPUTATION, CODEC, WIRE, COPIES, HOST)
+COMPUTATION, CODEC, WIRE, COPIES = "computation", "codec", "wire", "copies"
+LANES = (COMPUTATION, CODEC, WIRE, COPIES)
 #: kernels of hybridcomp/kernels/cuda/*.cu
 OURS = re.compile(
     r"(blockint|cast|expcode|fp8|mpc|pieces|radix|residual|stepcode|topk|zfp)_[a-z0-9_]+$"
@@ -74,7 +73,6 @@ def lanes_of(trace: RankTrace) -> Lanes:
     found.blocked = union((s.start, s.stop) for s in blocking(trace))
     found.ours = union((s.start, s.stop) for s in trace.host if s.name.startswith(PREFIX)
                        and not s.name.startswith(f"{PREFIX}step"))  # fmt: skip
-    found.times[HOST] = found.ours
     return found
 
 
@@ -94,9 +92,8 @@ def _on_a_gpu(trace: RankTrace) -> Lanes:
         coded = call is not None and coding.at(call.thread, call.start) is not None
         of[span] = lane(span, coded)
     times = {
-        name: union((s.start, s.stop) for s in trace.device if of[s] == name)
-        for name in LANES[:-1]
-    }  # fmt: skip
+        name: union((s.start, s.stop) for s in trace.device if of[s] == name) for name in LANES
+    }
     return Lanes(trace, times, of)
 
 
@@ -124,17 +121,3 @@ def _on_a_cpu(trace: RankTrace) -> Lanes:
     computation = without(without(ops, codec), posting)
     times = {COMPUTATION: computation, CODEC: codec, WIRE: without(wire, codec), COPIES: []}
     return Lanes(trace, times)
-
-
-def role(lanes: Lanes, stream: int) -> str:
-    """Return the lane with most of a stream's time."""
-    spent: dict[str, int] = {}
-    for span, name in lanes.of.items():
-        if span.stream == stream:
-            spent[name] = spent.get(name, 0) + span.stop - span.start
-    return max(spent, key=lambda name: spent[name]) if spent else "no kernels"
-
-
-def busy(lanes: Lanes, names: Sequence[str]) -> list[Stretch]:
-    """Return when any of these lanes was busy."""
-    return union(stretch for name in names for stretch in lanes.times[name])

@@ -17,7 +17,7 @@ LEAST_MS = 0.005
 
 
 def page(found: Figures) -> str:
-    """Return the page of a layout: parts of a step, causes of the gap, longest waits."""
+    """Return the page of a layout: parts of a step and causes of the gap."""
     arms, names = found["arms"], list(found["arms"])
     kind = "kernels" if arms[names[0]]["kernels"] else "operations of the CPU"
     lines = [
@@ -27,8 +27,6 @@ def page(found: Figures) -> str:
     ]  # fmt: skip
     for name, missed in found["missing"].items():
         lines += [*_missing(name, missed, found["turns"]), ""]
-    for name in names:
-        lines += [*_waits(name, arms[name]["waits"]), ""]
     return "\n".join(lines)
 
 
@@ -84,22 +82,6 @@ def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
             lines.append(_row(cause, f"{value:+.2f}", f"{missed['causes_percent'][cause]:+.1f}"))
     total = 100 * (1 - missed["reached"])
     return [*lines, _row("**all**", f"**{missed['missing_ms']:+.2f}**", f"**{total:+.1f}**")]
-
-
-def _waits(name: str, waits: list[Figures]) -> list[str]:
-    """Return the longest waits, exposed ones first."""
-    if not waits:
-        return [f"{_named(name)}: no wait in the recorded steps."]
-    lines = [f"{_named(name)}, the longest waits of single messages:", ""]
-    lines += _head("ms", "exposed", "rank", "who waits", "for", "message or operation")
-    for wait in waits:
-        lines.append(
-            _row(
-                f"{wait['ms']:.2f}", f"{wait['exposed_ms']:.2f}", wait["rank"], wait["who"],
-                wait["what"], wait["message"] or "none",
-            )
-        )  # fmt: skip
-    return lines
 
 
 def _named(name: str) -> str:

@@ -20,16 +20,12 @@ Event = dict[str, Any]
 STEP = f"{PREFIX}step "
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
-#: records of waits, by a stream and by the host
-STREAM_WAITS, HOST_WAITS = "Stream Wait Event", "Event Sync"
 #: host spans that show its activity
 HOST = ("cpu_op", "user_annotation", *CALLS)
 #: what Kineto records with a message's kernel: its group, and the two ranks of a pair
 GROUP, PAIR = ("Process Group Name", "Process Group Ranks"), ("Src Rank", "Dst Rank")
 #: group of pairwise messages whose two ranks are unknown
 UNTOLD = "?"
-#: calls that make a stream wait for another; only newer profilers name the event
-AWAITS = ("cudaStreamWaitEvent", "cuStreamWaitEvent")
 
 
 class TraceError(ValueError):
@@ -60,16 +56,6 @@ class DeviceSpan:
     group: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class EventWait:
-    """A wait of a stream, or of the host (None), for an event, with both host calls."""
-
-    stream: int | None
-    awaited: int  # stream that recorded the event
-    call: HostSpan
-    record: HostSpan
-
-
 @dataclass(eq=False)
 class RankTrace:
     """A rank's activity in the steps of a trace."""
@@ -78,24 +64,12 @@ class RankTrace:
     steps: list[tuple[int, int]]
     host: list[HostSpan] = field(default_factory=list)
     device: list[DeviceSpan] = field(default_factory=list)
-    waits: list[EventWait] = field(default_factory=list)
-    synced: dict[HostSpan, EventWait] = field(default_factory=dict)  # by blocking call
 
     @property
     def untold(self) -> str:
         """Describe the records that the profiler lacks for attributing waits; "": none."""
-        if not self.device:
-            return ""
         alone = sum(span.launch is None for span in self.device)
-        awaits = sum(span.name in AWAITS for span in self.host)
-        parts = [f"the calls that launched {alone} of {len(self.device)} kernels"] * bool(alone)
-        parts += [f"the events of {awaits} waits of streams"] * (awaits > 0 and not self.waits)
-        return " and ".join(parts)
-
-    @property
-    def main(self) -> int:
-        """Return the thread that runs the steps."""
-        return next(span.thread for span in self.host if span.name.startswith(STEP))
+        return f"the calls that launched {alone} of {len(self.device)} kernels" if alone else ""
 
     def marks(self, kind: str) -> Iterator[HostSpan]:
         """Yield hybridcomp's marked ranges of one kind, by start time."""
@@ -132,12 +106,11 @@ def read(path: Path) -> RankTrace:
         )
     for number, event in enumerate(events):
         try:
-            if event.get("ph") == "X":
-                _add(event, base, calls, trace)
+            if event.get("ph") == "X" and event.get("cat") in DEVICE:
+                trace.device.append(_device(event, base, calls))
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(path, number, error) from None
     trace.device.sort(key=lambda span: span.start)
-    trace.waits.sort(key=lambda wait: wait.call.start)
     return trace
 
 
@@ -166,25 +139,12 @@ def _host(event: Event, base: int) -> HostSpan:
     return HostSpan(event["cat"], event["name"], int(event["tid"]), *_times(event, base))
 
 
-def _add(event: Event, base: int, calls: dict[int, HostSpan], trace: RankTrace) -> None:
-    """Add a kernel or copy with the call that queued it, or a wait for an event with both calls."""
-    told, kind = event.get("args", {}), event.get("cat")
-    if kind in DEVICE:
-        call = calls.get(int(told["correlation"]))
-        where = kind, event["name"], int(told["stream"])
-        group = _group(event["name"], told)
-        trace.device.append(DeviceSpan(*where, *_times(event, base), call, group))
-    elif kind == "cuda_sync" and event["name"] in (STREAM_WAITS, HOST_WAITS):
-        call = calls.get(int(told["correlation"]))
-        record = calls.get(int(told["wait_on_cuda_event_record_corr_id"]))
-        if call is None or record is None:
-            return  # the event was recorded before the trace began
-        stream = int(told["stream"]) if event["name"] == STREAM_WAITS else None
-        wait = EventWait(stream, int(told["wait_on_stream"]), call, record)
-        if stream is None:
-            trace.synced[call] = wait
-        else:
-            trace.waits.append(wait)
+def _device(event: Event, base: int, calls: dict[int, HostSpan]) -> DeviceSpan:
+    """Return a kernel or copy with the call that queued it."""
+    told = event["args"]
+    where = event["cat"], event["name"], int(told["stream"])
+    call = calls.get(int(told["correlation"]))
+    return DeviceSpan(*where, *_times(event, base), call, _group(event["name"], told))
 
 
 def _group(name: str, told: Event) -> str:

@@ -171,7 +171,7 @@ def exchange(folder: str, block: dict[str, Any] | None, copy: bool) -> dict[str,
     from hybridcomp.config import CompressionConfig
     from hybridcomp.config.policy import Policy
     from hybridcomp.session import process
-    from tests.stand_ins.raw_codec import Raw
+    from tests.stand_ins.plain_codecs import Identity
 
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -180,7 +180,7 @@ def exchange(folder: str, block: dict[str, Any] | None, copy: bool) -> dict[str,
     if block is not None:
         channels = Channels(CompressionConfig.parse(block))
         if copy:
-            channels.policy = Policy({key: Raw() for key in channels.policy.codecs}, 0, 0)
+            channels.policy = Policy({key: Identity() for key in channels.policy.codecs}, 0, 0)
     process.use(channels)
     hybridcomp.install()
     try:

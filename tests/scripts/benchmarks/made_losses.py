@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.training_bench import gpu_losses as losses
 
-METHOD = losses.Method("124M", 800, 8, 1, 3e-4, "linear", "linear", 4, 2**19, "text")
-TINY = losses.Method("tiny", 40, 1, 1, 3e-4, "linear", "log", 2, 2048, "text")
+METHOD = losses.Method("124M", 800, 8, 1, 3e-4, 4, 2**19, "text")
+TINY = losses.Method("tiny", 40, 1, 1, 3e-4, 2, 2048, "text")
 
 
 def trained(logs: Path, case: losses.Case, *, loss: float, steps: int) -> None:

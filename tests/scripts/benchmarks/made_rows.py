@@ -12,6 +12,6 @@ def record(
     return {
         "layout": "dp2", "arm": arm, "ratio": ratio, "repetition": n, "steps": steps,
         "sent": sent, "rate": 8_000_000 if ratio else None, "tokens": 100, "loss": 2.0,
-        "codec_s": 0.0, "rounds": 0.0, "busy": 0.0, "burst_ms": 0.25, "native_sent": 4e6,
+        "busy": 0.0, "burst_ms": 0.25, "native_sent": 4e6,
         "native": [5.0, 10.0, 20.0][: len(steps)], "compute": [1.0, 1.0, 4.0],
     }  # fmt: skip

@@ -47,23 +47,6 @@ class MadeTrace:
         number = self.call(by, *call)
         self._device(category, name, stream, *times, correlation=number, **args)
 
-    def wait(self, stream: int, on: int, record: float, call: float) -> None:
-        """Record an event on one stream and make another wait for it; each call takes 1."""
-        self.event(stream, on, record, self.call("cudaStreamWaitEvent", call, call + 1), call)
-
-    def sync(self, on: int, record: float, call: tuple[float, float]) -> None:
-        """Make the host wait for an event recorded on a stream."""
-        self.event(-1, on, record, self.call("cudaEventSynchronize", *call), call[0])
-
-    def event(self, stream: int, on: int, record: float, number: int, at: float) -> None:
-        """Record an event, for which the call ``number`` makes a stream or the host wait."""
-        recorded = self.call("cudaEventRecord", record, record + 1)
-        name = "Event Sync" if stream < 0 else "Stream Wait Event"
-        self._device(
-            "cuda_sync", name, stream, at, at + 1, correlation=number,
-            wait_on_stream=on, wait_on_cuda_event_record_corr_id=recorded,
-        )  # fmt: skip
-
     def _device(
         self, category: str, name: str, stream: int, start: float, stop: float, **args: Any
     ) -> None:

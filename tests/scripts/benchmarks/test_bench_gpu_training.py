@@ -42,7 +42,7 @@ def test_arms_are_in_parts_with_both_references(layout: str) -> None:
     others = [arm.name for part in parts for arm in part[2:]]
     assert sorted(others) == sorted(arm.name for arm in arms[2:])
     assert others[:2] == ["recommended", "recommended when auto"]  # at once
-    assert any(arm.peer for arm in arms) == (layout == "dp2")
+    assert any(arm.peer for arm in arms) == (layout in ("dp2", "ddp"))
     for arm in arms:
         settings = gpu_cells.settings_of(layout, arm, "85M")
         assert settings["bf16"]["enabled"] and settings["optimizer"]["params"]["fused"]
@@ -76,7 +76,7 @@ def test_ranks_of_one_gpu_are_hosts_of_their_own(tmp_path: Path) -> None:
 
 TURN = {
     "kind": "turn", "size": "85M", "layout": "zero1", "part": 0, "samples": 8, "loss": 2.0,
-    "device": "a GPU",
+    "device": "a GPU", "session": "0",
 }  # fmt: skip
 
 
@@ -85,10 +85,14 @@ def turn(arm: str, number: int, seconds: list[float], sent: float, **more: Any) 
     return json.dumps(record) + "\n"
 
 
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def written(path: Path, slower: float, rounds: int = 4) -> Path:
     """Write native steps of 300 ms, 200 of them on the wire; a quarter of the bytes in 150 ms."""
     text = "".join(
-        turn(arm, number, [slower * seconds] * 2, sent)
+        turn(arm, number, [slower * seconds] * 2, sent, session=str(slower))
         for number in range(-1, rounds)
         for arm, seconds, sent in (
             (cells.REFERENCE, 0.3, 4e8),
@@ -104,13 +108,10 @@ def written(path: Path, slower: float, rounds: int = 4) -> Path:
 
 
 def test_rows_hold_rounds_of_several_calls_against_their_own_reference(tmp_path: Path) -> None:
-    files = [written(tmp_path / "a.jsonl", 1.0), written(tmp_path / "b.jsonl", 3.0)]
-    files[0].write_text(files[0].read_text() + written(tmp_path / "c.jsonl", 2.0).read_text())
-    (tmp_path / "c.jsonl").unlink()
-    rows = {
-        row["arm"]: row
-        for row in gpu_report.rows_of(gpu_report.read(sorted(tmp_path.glob("*.jsonl"))))
-    }
+    every = [
+        each for slower in (1.0, 2.0, 3.0) for each in records(written(tmp_path / "a", slower))
+    ]
+    rows = {row["arm"]: row for row in gpu_report.rows_of(every)}
     own = rows["recommended"]
     assert own["pairs"] == 3 * 4 * 2
     # for any speed of the machine, a turn is compared with one of the same round
@@ -298,19 +299,8 @@ def test_a_bench_on_cpus(
     monkeypatch.setattr(gpu_session, "sent_nbytes", lambda _: next(counter))
     out = tmp_path / "speed.jsonl"
     words = ["--cpu", "--size", "tiny", "--layouts", "zero1", "--arms", "recommended", "--rounds"]
-    more = [
-        "1",
-        "--timed",
-        "1",
-        "--warm",
-        "1",
-        "--timeout",
-        "250",
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-    ]
+    more = ["1", "--timed", "1", "--warm", "1", "--timeout", "250"]
+    more += ["--data", str(data), "--out", str(out)]
     late = [*words, *more, "--resume", "--budget", "0"]
     assert bench_gpu_training.main(late) == bench_gpu_training.TIME_IS_UP and not out.is_file()
     assert bench_gpu_training.main([*words, *more]) == 0, capsys.readouterr().out
@@ -319,10 +309,7 @@ def test_a_bench_on_cpus(
     said = capsys.readouterr().out
     assert out.read_bytes() == before and "part 0: is there" in said
     assert "| tiny | zero1 |" in said and out.with_suffix(".md").read_text() in said
-    rows = {
-        row["arm"]: row
-        for row in gpu_report.rows_of(gpu_report.read(sorted(tmp_path.glob("*.jsonl"))))
-    }
+    rows = {row["arm"]: row for row in gpu_report.rows_of(records(out))}
     assert set(rows) == {cells.REFERENCE, gpu_cells.COMPUTE, "recommended"}
     own = rows["recommended"]
     assert own["pairs"] == 1 and set(own["ledger"]) == {"dp", "zero"}

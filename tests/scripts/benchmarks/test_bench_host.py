@@ -116,23 +116,3 @@ def test_growth_with_ranks(bench: Any, tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         bench.main(["--ranks", "4"])
     assert "expected 8 or more" in capsys.readouterr().err
-
-
-def test_what_auto_costs_is_measured_once_it_has_decided(
-    bench: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Native messages launch nothing, encoded ones as many kernels as without measuring."""
-    assert bench.main(["--megabytes", "0.01", "--when"]) == 0
-    out = capsys.readouterr().out
-    settings = ("none", "always", "auto, native", "auto, encoded")
-    assert all(f"{what}: {one} " in out for what in ("message", "end of step") for one in settings)
-    codec, values = bench.make_codec("blockint", bits=4), bench.torch.randn(8192)
-    counts = {}
-    with bench.as_on_a_gpu():
-        for name, run in bench.verdict_messages.kinds(codec, values).items():
-            before = bench.Nowhere.launches
-            run()
-            counts[name] = bench.Nowhere.launches - before
-    launches = {"always": 3, "auto, encoded": 3, "auto, comparing": 3}
-    assert all(counts[f"message: {name}"] == count for name, count in launches.items())
-    assert sum(counts.values()) == 9

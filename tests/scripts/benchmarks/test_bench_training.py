@@ -20,13 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bench_training, count_bytes
+from benchmarks import bench_training
 from benchmarks.training_bench import (
     cells,
     kept,
     machine,
     measure,
-    picture,
     report,
     ring,
     runners,
@@ -34,7 +33,6 @@ from benchmarks.training_bench import (
     turns,
     worker,
 )
-from doc_pages import bits
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.config import load_config
 from hybridcomp.dimensions import DIMENSIONS
@@ -161,58 +159,6 @@ def test_a_ring_sums_and_sends_what_nccls_does(members: list[int] | None) -> Non
         expected = [total * float(n) for n in range(place * share, (place + 1) * share)]
         assert summed == expected and averaged == [value / len(own) for value in expected]
         assert sent == native_nbytes.reduce_scatter_nbytes(12, torch.float32, len(own))
-
-
-def test_headers_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"Inter-|\n face |bytes packets\n  eth0: 9 9 0 0 0 0 0 0 {1000 + 3 * 66} 3 0 0 0 0 0 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda _: text)
-    assert (worker.sent_nbytes("eth0"), worker.payload_nbytes("eth0")) == (1198, 1000)
-    assert worker.payload_nbytes("lo") == 0
-
-
-def test_counted_bytes_are_held_to_what_is_told_and_expected() -> None:
-    arms = {arm.name: arm for arm in cells.arms_of("hpz")}
-    case = count_bytes.Case("hpz", "hpz", arms["recommended"], False)
-    step, first = {"payload": 1.5e6, "inside": 0.5e6}, {"payload": 1.875e6, "inside": 0.5e6}
-    told = {"wire_MB": 12.75, "raw_MB": 30.0, "inter_MB": 10.5, "inter_raw_MB": 27.0}
-    records = [{"dimensions": {"dp": {"forward": told}}}, {"summary": True, "dimensions": None}]
-    numel = round(8 * 1.5e6 / (12.516 / 2))
-    row = count_bytes.figures(case, [[first, first, step]] * 4, records, numel, 0.0)
-    assert row["link_MB"] == 3.5 and row["inside_MB"] == 1.0 and row["told_MB"] == 4.25
-    assert row["off"] == pytest.approx(4.5 / 4.25 - 1) and row["native_MB"] == 10.0
-    assert (row["told_link_MB"], row["native_link_MB"]) == (3.5, 9.0)
-    assert row["off_expected"] == pytest.approx(0.0, abs=1e-3)
-    assert count_bytes.missed([row]) == ["hpz recommended"]
-    assert count_bytes.missed([{**row, "off": 0.009}]) == []
-    assert count_bytes.missed([{**row, "off": 0.0, "off_expected": -0.021}]) == ["hpz recommended"]
-    shown = "| ZeRO 3 with hpZ | recommended | 2x2 | 3.500 | 1.000 | 4.250 |"
-    assert shown in count_bytes.table([row])
-
-
-def test_secondary_copies_are_held_to_the_most_that_a_host_may_send() -> None:
-    (case,) = (
-        case for case in count_bytes.cases()
-        if case.layout == "hpz_2x4" and case.arm.name == "secondary, 0.0001"
-    )  # fmt: skip
-    settings = cells.settings_of(case.layout, case.arm, SIZES, Path("ledger.jsonl"))
-    assert settings["optimizer"]["params"]["lr"] == 1e-4
-    assert settings["zero_optimization"]["zero_hpz_partition_size"] == 4
-    assert settings["compression"]["zero"] == {"secondary": "exact"}
-    steps = [{"payload": 9e6, "inside": 0.0}] * count_bytes.WARM + [{"payload": 1e6, "inside": 0.0}]
-    for bits_, is_missed in ((3.55, False), (3.65, True)):
-        numel = round(8 * 1e6 / bits_)
-        row = count_bytes.figures(case, [steps] * 8, [], numel, 0.0)
-        assert bool(count_bytes.missed([row])) == is_missed
-        assert "<= 3.6" in count_bytes.table([row])
-
-
-def test_what_is_counted_are_jobs_of_the_table_native_and_compressed() -> None:
-    found = list(count_bytes.cases())
-    counted = {name for name, job in bits.JOBS.items() if job.counted}
-    assert {case.job for case in found} >= counted - {"activations"}  # those are tp's and pp's
-    for layout in {case.layout for case in found}:
-        own = {case.arm.name for case in found if case.layout == layout}
-        assert own >= {cells.REFERENCE, "none", "recommended"}
 
 
 def test_a_failed_rank_says_why() -> None:
@@ -411,11 +357,11 @@ def test_arms_take_turns_and_are_measured_once(bench: tuple[measure.Bench, Fakes
 
 def test_arms_that_do_not_fit_beside_come_in_parts(bench: tuple[measure.Bench, Fakes]) -> None:
     """Eight processes: native bf16 twice and two more; it is stored once, each part has its own."""
-    names = ["native fp32", "peer ddp", "peer qgz"]
+    names = ["native fp32", "peer qgz", "peer qgz-qwz"]
     records = bench[0].run("dp2", cells.arms_of("dp2", names), [1.0], 1)
     assert [len(fake.jobs) for fake in bench[1]] == [4, 3]
     assert [record["arm"] for record in records] == [cells.REFERENCE, *names]
-    bench[0].run("dp2", cells.arms_of("dp2", [*names, "peer loco"]), [1.0], 1)
+    bench[0].run("dp2", cells.arms_of("dp2", [*names, "peer sdp4bit"]), [1.0], 1)
     assert [len(fake.jobs) for fake in bench[1]] == [4, 3, 3]
 
 
@@ -488,26 +434,7 @@ def test_bytes_are_of_the_busiest_node_and_seconds_of_the_slowest_rank() -> None
         measure.summary([[], []], per_node=1, length=32)
 
 
-def test_own_arms_have_the_same_color_in_every_picture() -> None:
-    few = picture.colors_of(["recommended", cells.REFERENCE])
-    many = picture.colors_of([arm.name for arm in cells.arms_of("dp2")])
-    assert all(few[arm] == many[arm] for arm in picture.OWN)
-    assert len(set(many.values())) == len(many)
-    named = {arm.name for layout in cells.LAYOUTS for arm in cells.arms_of(layout)}
-    assert set(picture.OWN) <= named
-
-
 # ---- reading, and the command line
-
-
-def test_rounds_and_seconds_of_coding_are_those_of_a_rank_and_step(tmp_path: Path) -> None:
-    row = {"codec_ms": 600.0, "messages": 24, "native_messages": 4}
-    ways = {"forward": {**row, "codec": "blockint(bits=8)"}, "backward": {**row, "codec": "mpc"}}
-    file = tmp_path / "ledger.jsonl"
-    summary = {"summary": True, "step": 5, "dimensions": {"tp": ways}}
-    file.write_text("{}\n" + json.dumps(summary) + "\n")
-    assert measure.coded(file, 2) == pytest.approx({"codec_s": 0.12, "rounds": 2 + 2})
-    assert measure.coded(tmp_path / "none", 2) == {"codec_s": 0.0, "rounds": 0.0}
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
