@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import StringIO
@@ -26,7 +23,8 @@ from hybridcomp.patches.torch.attached import Attached
 from tests.elastic.jobs import FEEDBACK, WIDTH, Layer, loss_of
 from tests.elastic.jobs import target as wanted
 from tests.patches.torch.trainer import forget
-from tests.ranks import python_path, run_ranks
+from tests.ranks import run_ranks
+from tests.scripts_on_ranks import run_python
 
 pytest.importorskip("deepspeed")
 
@@ -672,7 +670,5 @@ def test_a_job_that_freezes_nothing_imports_nothing_of_it() -> None:
         "print([m for m in sys.modules if m.startswith('hybridcomp') and any(w in m for w in "
         "('elastic', 'freez', 'patches.frozen', 'frozen_', 'stepped', 'trained_gathers'))])"
     )
-    environment = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment,
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = run_python("-c", script, anew=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections import Counter
 from typing import Any, Literal
 
@@ -16,6 +14,7 @@ from hybridcomp.elastic import batches
 from hybridcomp.elastic.sampler import ElasticSampler
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import agreement
+from tests.scripts_on_ranks import run_python
 
 Tail = Literal["drop", "keep"]
 RANKS = (1, 2, 3, 4, 6, 12)
@@ -200,7 +199,7 @@ def test_a_job_that_does_not_use_it_imports_nothing_of_it() -> None:
         "'.resumed', '.replanned', '.resumed_parts', 'common.first_rank', 'ds.conversion'))]\n"
         "assert not wrong, wrong\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not run_python("-c", code, anew=True).returncode
 
 
 def test_starts_with_a_store_of_their_own_need_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import OrderedDict
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +16,7 @@ from hybridcomp.config import CompressionConfig, describe
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation.gathered import CutWeight
 from hybridcomp.generation.rolling_out import without_hooks
+from tests.scripts_on_ranks import run_python
 
 
 def _same(part: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,7 @@ def test_jobs_without_it_import_nothing_of_it() -> None:
         "names = [name for name in sys.modules if name.startswith('hybridcomp.generation')]\n"
         "sys.exit(str(names) if names else 0)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not run_python("-c", code, anew=True).returncode
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ import hybridcomp
 from hybridcomp.generation import GenerationFigures, Sampling, answer
 from tests.generation import generating_jobs as jobs
 from tests.ranks import RankPool, run_ranks
+from tests.scripts_on_ranks import run_python
 
 TOKENS, SEED = 8, 5
 #: stops about every sixth answer of the model early
@@ -415,4 +414,4 @@ def test_nothing_of_it_is_imported_by_others() -> None:
         "hybridcomp.generate\n"
         "assert 'hybridcomp.generation' in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+    assert not run_python("-c", code, anew=True).returncode
