@@ -60,10 +60,12 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     from hybridcomp.session import process
 
     start_deepspeed()
+    known = "megatron.core.tensor_parallel" in sys.modules
     import megatron.core.tensor_parallel  # noqa: F401
 
-    forget_inherited()  # drop inherited megatron-core objects as well
-    sys.path.insert(0, str(SCRIPTS))
+    if not known:
+        forget_inherited()  # drop inherited megatron-core objects as well
+        sys.path.insert(0, str(SCRIPTS))
     outcomes: list[Outcome | str] = []
     for job in jobs:
         if job.block is None:
