@@ -22,7 +22,7 @@ from hybridcomp.generation.picking import Sampling
 from tests.generation import generating_jobs as jobs
 from tests.ranks import RankPool
 
-LENGTH, TOKENS, PROMPTS = 32, 20, 24
+LENGTH, TOKENS, PROMPTS = 32, 20, 12
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def text(rows: int, seed: int) -> Tensor:
 
 
 def trained() -> Any:
-    """Return the whole model trained on such text; the same on all ranks."""
+    """Return the whole model trained on such text."""
     model = jobs.whole_model()
     with torch.no_grad():
         for layer in model.layers:
@@ -52,7 +52,7 @@ def trained() -> Any:
                 if "norm" not in name:
                     weight.div_(1.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(250):
+    for step in range(200):
         ids = text(16, step)
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
@@ -75,7 +75,10 @@ def drafted(folder: Path) -> Any:
     """Return answers and figures of each draft at batch 1 and 4, greedy's, and agreements."""
     import torch.distributed as dist
 
-    model = trained()
+    if dist.get_rank() == 0:
+        torch.save(trained(), folder / "model.pt")
+    dist.barrier()
+    model = torch.load(folder / "model.pt", weights_only=False)
     prompts = [row[: 6 + n % 5].tolist() for n, row in enumerate(text(PROMPTS, 999))]
     want = [jobs.greedy(model, prompt, TOKENS)[0] for prompt in prompts]
     rows: dict[str, Any] = {}
@@ -85,7 +88,7 @@ def drafted(folder: Path) -> Any:
         if batch == 4:
             before = [p.detach().clone() for p in engine.module.parameters()]
             for kind in ("glide", "plain"):
-                draft = hybridcomp.train_draft(engine, text(1600, 5), kind=kind)
+                draft = hybridcomp.train_draft(engine, text(1200, 5), kind=kind)
                 agreement |= draft.agreement
                 assert (draft.module is not None) == (dist.get_rank() == 1)
                 draft.save(folder / kind)
@@ -110,7 +113,7 @@ def drafted(folder: Path) -> Any:
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_every_answer_is_greedys(two: RankPool, tmp_path: Path) -> None:
     (first, _), (rows, agreement) = two.run(drafted, tmp_path)
-    assert [equal for equal, *_ in rows.values()] == [PROMPTS] * 8, "192 answers"
+    assert [equal for equal, *_ in rows.values()] == [PROMPTS] * 8, "96 answers"
     for kind in ("glide", "plain"):
         assert agreement[kind] > 0.3
         for batch in (1, 4):

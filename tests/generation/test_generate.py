@@ -21,6 +21,7 @@ from hybridcomp.generation import GenerationFigures, Sampling, answer
 from tests.generation import generating_jobs as jobs
 from tests.ranks import RankPool, run_ranks
 from tests.scripts_on_ranks import run_python
+from tests.selection import by_day
 
 TOKENS, SEED = 8, 5
 #: stops about every sixth answer of the model early
@@ -91,10 +92,11 @@ def in_one_piece(count: int) -> list[tuple[list[int], Tensor]]:
     return found
 
 
-def test_tensor_ranks_and_stages_answer_as_one_process() -> None:
-    """200 prompts of random lengths, four batches in flight; finished answers make room."""
-    want = in_one_piece(200)
-    ranks = run_ranks(4, answered, 2, 2, 200)
+@pytest.mark.parametrize("count", by_day([200, 64], [64]))
+def test_tensor_ranks_and_stages_answer_as_one_process(count: int) -> None:
+    """Prompts of random lengths, four batches in flight; finished answers make room."""
+    want = in_one_piece(count)
+    ranks = run_ranks(4, answered, 2, 2, count)
     for rank in ranks:
         assert rank.greedy == [ids for ids, _ in want]
     assert len({len(ids) for ids, _ in want}) > 4  # many end early
@@ -102,13 +104,13 @@ def test_tensor_ranks_and_stages_answer_as_one_process() -> None:
         for number, (_, logits) in enumerate(want):
             found = rank.logits[number][:, : jobs.VOCAB]  # the rest is padding
             torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
-    real = sum(len(prompt) for prompt in jobs.prompts(200)) + sum(len(ids) - 1 for ids, _ in want)
+    real = sum(len(prompt) for prompt in jobs.prompts(count)) + sum(len(ids) - 1 for ids, _ in want)
     for rank in ranks:
         assert rank.figures.tokens == real  # no padding, no recomputation
     assert [rank.figures.hops for rank in ranks] == [ranks[0].figures.passes] * 2 + [0] * 2
     assert ranks[0].under_way == 4
-    # 25 sequential batches would take 8 passes each
-    assert ranks[0].figures.passes < 25 * TOKENS
+    # sequential batches of 8 would take 8 passes each
+    assert ranks[0].figures.passes < count // 8 * TOKENS
     one, two, four = run_ranks(1, answered, 1, 1, 9), run_ranks(2, answered, 1, 2, 9), ranks
     assert [rank.sampled for rank in (*one, *two, *four)] == [one[0].sampled] * 7
     texts = one[0].sampled
@@ -158,7 +160,8 @@ def state(engine: Any, channels: Any) -> list[Any]:
 
 
 def test_a_training_does_not_notice() -> None:
-    with_it, without = run_ranks(4, trained, True), run_ranks(4, trained, False)
+    with RankPool(4) as four:
+        with_it, without = (four.run(trained, generating) for generating in (True, False))
     assert with_it == without
     assert with_it[0]["losses"][2] != with_it[0]["losses"][0]
 
@@ -170,7 +173,7 @@ def hops(block: Any) -> tuple[list[list[int]], float, float, float]:
     hybridcomp.install()
     engine = jobs.engine(1, 2, block)
     stage = jobs.settle(engine, batch=16)
-    found = answer(stage, jobs.prompts(600), 1, Sampling())
+    found = answer(stage, jobs.prompts(200), 1, Sampling())
     channels = channels_of(engine)
     assert channels is not None
     assert not channels.ledger.interval["pp", "forward"].messages
@@ -181,14 +184,14 @@ def hops(block: Any) -> tuple[list[list[int]], float, float, float]:
 def test_eight_bits_on_hops_keep_tokens() -> None:
     """Hops use the bounds of ``generate``, not training's codec of ``pp``."""
     training = {"pp": {"codec": "blockint", "bits": 2}, "min_bytes": 0}
-    native, eight = (
-        run_ranks(2, hops, {**training, "generate": more}) for more in ({}, {"pp": EIGHT})
-    )
-    alone = run_ranks(2, hops, training)  # without the key generate: native too
-    assert alone == native
+    with RankPool(2) as two:
+        alone, native, eight = (two.run(hops, {**training, **more}) for more in (
+            {}, {"generate": {}}, {"generate": {"pp": EIGHT}}
+        ))  # fmt: skip
+    assert alone == native  # without the key generate: native too
     same = sum(a == b for a, b in zip(native[0][0], eight[0][0], strict=True))
     assert same >= 0.99 * len(native[0][0])
-    values = 4 * jobs.WIDTH * sum(len(prompt) for prompt in jobs.prompts(600))
+    values = 4 * jobs.WIDTH * sum(len(prompt) for prompt in jobs.prompts(200))
     assert native[0][1] == eight[0][1] == values
     heads = native[0][2] - values  # header bytes of frames
     assert 0 < heads < 0.2 * values

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.paths import SCRIPTS
+from tests.ranks import Trained
 from tests.training.pipe_trainer import start_deepspeed
 
 
@@ -31,7 +32,7 @@ def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
     return outcomes
 
 
-def first(outcomes: dict[str, list[Any]], name: str) -> Any:
+def first(outcomes: Trained, name: str) -> Any:
     """Return rank 0's result of a successful job; all ranks have the same losses."""
     for outcome in outcomes[name]:
         assert not isinstance(outcome, str), outcome
