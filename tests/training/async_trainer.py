@@ -147,7 +147,6 @@ def run(stages: int, jobs: Sequence[AsyncJob], folder: str = "") -> list[AsyncOu
         else:
             hybridcomp.install()
         outcomes.append(train(job, stages, folder))
-    hybridcomp.uninstall()
     return outcomes
 
 

@@ -57,7 +57,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
             found.append(train(job))
         finally:
             process.configure(None)
-    hybridcomp.uninstall()
     return found
 
 

@@ -28,7 +28,6 @@ def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
             outcomes.append(f"{type(error).__name__}: {error}")
         finally:
             process.configure(None)
-    hybridcomp.uninstall()
     return outcomes
 
 

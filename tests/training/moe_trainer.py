@@ -66,7 +66,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
         else:
             hybridcomp.install()
         outcomes.append(train(job))
-    hybridcomp.uninstall()
     return outcomes
 
 

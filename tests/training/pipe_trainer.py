@@ -235,7 +235,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
         else:
             hybridcomp.install()
         outcomes.append(train(job))
-    hybridcomp.uninstall()
     return outcomes
 
 

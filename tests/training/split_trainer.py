@@ -293,13 +293,10 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
     """Every job in turn."""
-    import hybridcomp
-
     start_deepspeed()
     outcomes = []
     for job in jobs:
         with nullcontext() if job.link is None else clock(*job.link):
             outcomes.append(train(job))
         gc.collect()  # engines are in cycles, and the first living one shares its channels
-    hybridcomp.uninstall()
     return outcomes

@@ -79,7 +79,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
         finally:
             process.configure(None)  # autograd keeps the last stage's engines alive
             _forget_groups()
-    hybridcomp.uninstall()
     return outcomes
 
 
