@@ -208,7 +208,7 @@ def sliced() -> list[list[int]]:
     from gpt.token_slices import Layers
 
     from hybridcomp.nn.slices import SlicedStage
-    from tests.training.pipe_trainer import start_deepspeed
+    from tests.training.in_turn import start_deepspeed
 
     start_deepspeed()
     layers = Layers(jobs.config(), [2, 2], dist.get_rank())
@@ -312,7 +312,7 @@ def elsewhere() -> dict[str, str]:
     import deepspeed
 
     from hybridcomp.generation.draft import Draft, DraftModule, DraftSizes
-    from tests.training.pipe_trainer import start_deepspeed
+    from tests.training.in_turn import start_deepspeed
 
     found: dict[str, str] = {}
 
@@ -356,7 +356,7 @@ def heads() -> None:
     from hybridcomp.config import CompressionConfig
     from hybridcomp.generation.generating import _whole
     from hybridcomp.patches.ds.generation import _is_cut
-    from tests.training.pipe_trainer import start_deepspeed
+    from tests.training.in_turn import start_deepspeed
 
     start_deepspeed()
     torch.manual_seed(3)

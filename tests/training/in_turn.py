@@ -1,4 +1,4 @@
-"""Run jobs of the example one after the other on forked ranks, and return their results."""
+"""Run jobs of a trainer one after the other on forked ranks, and return their results."""
 
 from __future__ import annotations
 
@@ -8,20 +8,35 @@ from typing import Any
 
 from tests.paths import SCRIPTS
 from tests.ranks import Trained
-from tests.training.pipe_trainer import start_deepspeed
 
 
-def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
-    """Return the result of ``train`` for every job, patched; hybridcomp's errors as text."""
+def start_deepspeed() -> None:
+    """Make DeepSpeed use the process group of ``tests.ranks``."""
+    import deepspeed
+    import deepspeed.ops
+    import torch.distributed as dist
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+
+
+def in_turn(
+    jobs: Sequence[Any], train: Callable[[Any], Any], native: Callable[[Any], bool]
+) -> list[Any]:
+    """Return the result of ``train`` for every job; hybridcomp's errors as text.
+
+    All patches are reverted for ``native`` jobs.
+    """
     import hybridcomp
     from hybridcomp.errors import HybridcompError
     from hybridcomp.session import process
 
     start_deepspeed()
-    sys.path.insert(0, str(SCRIPTS))
-    hybridcomp.install()
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
     outcomes: list[Any] = []
     for job in jobs:
+        hybridcomp.uninstall() if native(job) else hybridcomp.install()
         try:
             outcomes.append(train(job))
         except HybridcompError as error:

@@ -19,7 +19,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.stand_ins.link_clock import clock
-from tests.training.pipe_trainer import digest, start_deepspeed
+from tests.training.in_turn import start_deepspeed
+from tests.training.pipe_trainer import digest
 
 VOCAB, WIDTH, LENGTH, BATCH, LAYERS = 64, 32, 16, 2, 2
 

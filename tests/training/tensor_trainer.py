@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tests.paths import SCRIPTS
 from tests.ranks import forget_inherited
-from tests.training.pipe_trainer import digest, start_deepspeed
+from tests.training.in_turn import start_deepspeed
+from tests.training.pipe_trainer import digest
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 16, 2
 

@@ -238,6 +238,7 @@ def test_parameter_deltas(two: Trained, name: str) -> None:
     assert wire - raw / gathers == pytest.approx(coded * 4.26 / 16, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_lossless_deltas_are_identical(two: Trained) -> None:
     assert same(two["DP2 averaged bf16/unpatched"], two["deltas lossless"])
     messages, native, raw, wire = entry(two["deltas lossless"], "zero", "forward")
@@ -316,7 +317,8 @@ def test_sizes_that_vary(two: Trained, name: str) -> None:
     check_varying(two[f"{name}/unpatched"], two[f"{name}/mpc"])
 
 
-@pytest.mark.parametrize("name", by_day(DEEP, ["PP4 interleaved"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DEEP)
 def test_sizes_that_vary_in_a_deep_pipeline(four: Trained, name: str) -> None:
     check_varying(four[f"{name}/unpatched"], four[f"{name}/mpc"])
 
@@ -364,7 +366,8 @@ def test_low_rank_gradients(two: Trained, name: str) -> None:
     assert native == 0 < messages and wire < 0.8 * raw
 
 
-@pytest.mark.parametrize("dimension", by_day(["tp", "pp"], ["tp"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("dimension", ["tp", "pp"])
 def test_directions_differ(two: Trained, dimension: str) -> None:
     name = f"{dimension.upper()}2/directions"
     *_, raw, forward = entry(two[name], dimension, "forward")
@@ -427,7 +430,7 @@ def test_a_tensor_rank_sends_its_half(four: Trained, codec: str) -> None:
 
 
 def test_scatter_gather(four: Trained) -> None:
-    """Each of two tensor ranks sends half; sequence parallelism has its own."""
+    """Each of two tensor ranks sends half."""
     whole = entry(four["TP2xPP2/blockint"], "pp", "backward")
     shared = entry(four["shared/blockint"], "pp", "backward")
     assert shared[:3] == whole[:3]
@@ -435,6 +438,10 @@ def test_scatter_gather(four: Trained) -> None:
     assert four["shared/blockint"][-1].losses == pytest.approx(
         four["TP2xPP2/unpatched"][-1].losses[:SHORT], rel=2e-3
     )
+
+
+@pytest.mark.nightly
+def test_sequence_parallel_ranks_have_shares_already(four: Trained) -> None:
     *_, raw, wire = entry(four["shared/SP"], "pp", "forward")
     assert wire == pytest.approx(raw / (32 / 8.5), rel=0.01)
 
