@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -298,7 +299,8 @@ def test_a_block_that_is_gathered_with_others_is_refused() -> None:
         ]
 
 
-class Piped(NamedTuple):
+@dataclass(frozen=True)
+class Piped:
     """A pipeline whose first stage is frozen, wholly or in half."""
 
     stage: int

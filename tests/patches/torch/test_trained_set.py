@@ -84,10 +84,11 @@ CASES: dict[tuple[str, bool, bool, bool], tuple[bool, str | None]] = {
 DAY = [("ddp", False, True, True), ("ddp", True, False, True), ("fsdp2", True, False, False)]
 
 
-@pytest.mark.parametrize("case", by_day([*CASES], DAY), ids=str)
+@pytest.mark.parametrize(("engine", "begins", "keeps", "holds"), by_day(CASES, DAY))
 def test_what_is_frozen_or_unfrozen_behind_the_optimizer_is_named_once(
-    case: tuple[Any, ...], on_ranks: RunRanks
+    engine: str, begins: bool, keeps: bool, holds: bool, on_ranks: RunRanks
 ) -> None:
+    case = engine, begins, keeps, holds
     moves, told = CASES[case]
     for rank, (moved, said) in enumerate(on_ranks(2, changed, *case)):
         names = "extra.weight, extra.bias"
