@@ -99,7 +99,7 @@ def test_tensor_ranks_and_stages_answer_as_one_process(count: int) -> None:
     ranks = run_ranks(4, answered, 2, 2, count)
     for rank in ranks:
         assert rank.greedy == [ids for ids, _ in want]
-    assert len({len(ids) for ids, _ in want}) > 4  # many end early
+    assert len({len(ids) for ids, _ in want}) > 3  # many end early
     for rank in ranks[2:]:  # the ranks of the last stage
         for number, (_, logits) in enumerate(want):
             found = rank.logits[number][:, : jobs.VOCAB]  # the rest is padding

@@ -189,16 +189,6 @@ def outcomes() -> Iterator[Trained]:
         yield found
 
 
-TORCHS = [name for name in JOBS if "nobody" not in name and "islands" not in name]
-DAY = ["TP, two optimizers", "PP", "DP", "DP, Megatron's", "TP, in backward"]
-
-
-@pytest.mark.parametrize("name", by_day(TORCHS, DAY))
-def test_steps_of_torchs_optimizers_count_once(name: str, outcomes: Trained) -> None:
-    for steps, encoded, said, _ in outcomes(name):
-        assert (steps, encoded, said) == (STEPS, True, 0)
-
-
 @pytest.mark.parametrize("name", by_day(["TP, nobody's", "DP, nobody's"], ["DP, nobody's"]))
 def test_steps_that_nobody_hears_of_are_told(name: str, outcomes: Trained) -> None:
     for rank, (steps, encoded, said, reason) in enumerate(outcomes(name)):
@@ -210,3 +200,13 @@ def test_steps_that_nobody_hears_of_are_told(name: str, outcomes: Trained) -> No
 def test_islands_want_megatrons_optimizer(outcomes: Trained) -> None:
     for (told,) in outcomes("TP, islands"):
         assert "compression.sync: found steps of AdamW" in told and torch_steps.ISLANDS in told
+
+
+TORCHS = [name for name in JOBS if "nobody" not in name and "islands" not in name]
+DAY = ["TP, two optimizers", "PP", "DP", "DP, Megatron's", "TP, in backward"]
+
+
+@pytest.mark.parametrize("name", by_day(TORCHS, DAY))
+def test_steps_of_torchs_optimizers_count_once(name: str, outcomes: Trained) -> None:
+    for steps, encoded, said, _ in outcomes(name):
+        assert (steps, encoded, said) == (STEPS, True, 0)
