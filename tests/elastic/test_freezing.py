@@ -26,6 +26,7 @@ from tests.patches.torch.trainer import forget
 from tests.ranks import Trained, run_ranks
 from tests.scripts_on_ranks import run_python
 from tests.selection import by_day
+from tests.training.in_turn import start_deepspeed
 
 pytest.importorskip("deepspeed")
 
@@ -87,12 +88,8 @@ def model_of() -> nn.Sequential:
 
 def deepspeed_engine(case: Case) -> Any:
     import deepspeed
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    start_deepspeed()
     hybridcomp.uninstall() if case.native else hybridcomp.install()
     model = model_of()
     zero: dict[str, Any] = {"stage": int(case.engine[-1]), "reduce_bucket_size": 4000,
@@ -449,13 +446,9 @@ MICROS = 4
 
 def pipeline(stage: int, dtype: str, clip: float, **more: Any) -> Any:
     import deepspeed
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    start_deepspeed()
     hybridcomp.install()
     model = PipelineModule([LayerSpec(Layer, seed) for seed in range(LAYERS)], num_stages=2,
                            loss_fn=loss_of, partition_method="uniform")  # fmt: skip

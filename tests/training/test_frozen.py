@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.ranks import RankPool
 from tests.selection import by_day
+from tests.training.in_turn import start_deepspeed
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -49,14 +50,12 @@ class Zero3:
     """DeepSpeed engine at stage 3."""
 
     def __init__(self, block: dict[str, Any] | None, hpz: int) -> None:
-        import deepspeed
-        import deepspeed.ops
         from deepspeed.utils import groups
 
         import hybridcomp
 
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        start_deepspeed()
         hybridcomp.uninstall() if block is None else hybridcomp.install()
         torch.manual_seed(0)
         self.model: Any = nn.Sequential(Adapted(), Adapted(), Adapted())

@@ -21,6 +21,7 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from hybridcomp.tools.plan.cost.copies import Whole, gradient_nbytes, whole_of
+from tests.training.in_turn import start_deepspeed
 from tests.training.trainer import Job, Outcome, Tiny, final_loss, make_engine, run, train_step
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
@@ -268,14 +269,11 @@ class _Late(torch.nn.Module):
 def overflows_without_gradients() -> list[tuple[bool, int | None]]:
     """Return (overflow, first measured step) of each step; rank 1 has no gradient before one."""
     import deepspeed
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
 
     import hybridcomp
     from hybridcomp.channels import channels_of
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    start_deepspeed()
     hybridcomp.install()
     model = _Late()
     config = {

@@ -20,6 +20,7 @@ from benchmarks.training_bench import cells, ring
 from doc_pages import bits
 from tests.ranks import RankPool, run_ranks
 from tests.selection import by_day
+from tests.training.in_turn import start_deepspeed
 
 STEPS, WARMUP, WIDTH, LAYERS = 4, 2, 512, 6
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -78,12 +79,11 @@ def train(job: str, block: dict[str, Any]) -> dict[str, float]:
 def zero(job: str, block: dict[str, Any]) -> Any:
     """Return a step function of a DeepSpeed engine, and its ledger."""
     import deepspeed
-    import deepspeed.ops
 
     import hybridcomp
     from hybridcomp.channels import channels_of
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    start_deepspeed()
     hybridcomp.install()
     model = model_of()
     more = dict(cells.TWICE) if job in ("zero3_twice", "hpz") else {}

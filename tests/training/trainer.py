@@ -18,6 +18,8 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
+from tests.training.in_turn import start_deepspeed
+
 WIDTH, HIDDEN = 24, 53
 #: smaller than the largest parameter, which gives several buckets, one with a single parameter
 BUCKET = 2000
@@ -115,13 +117,10 @@ def make_engine(
 ) -> Any:
     """Return an engine on this rank, patched if the job has a block; ``groups`` of parameters."""
     import deepspeed
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
 
     import hybridcomp
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    start_deepspeed()
     if job.block is None:
         hybridcomp.uninstall()
     else:
