@@ -20,7 +20,6 @@ import hybridcomp
 from hybridcomp.generation import GenerationFigures, Sampling, answer
 from tests.generation import generating_jobs as jobs
 from tests.ranks import RankPool, run_ranks
-from tests.scripts_on_ranks import run_python
 from tests.selection import by_day
 
 TOKENS, SEED = 8, 5
@@ -404,17 +403,3 @@ def test_a_stage_that_dies_is_named_on_all_others() -> None:
         part = text.partition(f"rank {rank} of 4:\n")[2].partition("\nrank ")[0]
         assert "PeerError" in part and "rank 2" in part, text
     assert "still running" not in text
-
-
-def test_nothing_of_it_is_imported_by_others() -> None:
-    code = (
-        "import sys, deepspeed, hybridcomp\n"
-        "hybridcomp.install({'dp': {'codec': 'blockint', 'bits': 4}, 'generate': {}})\n"
-        "import hybridcomp.session.process, hybridcomp.patches.ds.attach\n"
-        "found = [n for n in sys.modules if n.startswith(('hybridcomp.gener', "
-        "'hybridcomp.patches.gener', 'hybridcomp.patches.ds.gener'))]\n"
-        "assert not found, found\n"
-        "hybridcomp.generate\n"
-        "assert 'hybridcomp.generation' in sys.modules\n"
-    )
-    assert not run_python("-c", code, anew=True).returncode
