@@ -195,6 +195,22 @@ def parameters(engine: Any) -> dict[str, Tensor]:
     return found
 
 
+def write_into(engine: Any, how: str) -> None:
+    """Write into the weights or read them, on one rank or on all."""
+    import hybridcomp
+    from hybridcomp.channels import channels_of
+
+    with torch.no_grad():
+        if how == "one rank" and dist.get_rank() == 1:
+            engine.module.middle.weight[0, 0] += 1
+        elif how == "load_state_dict":
+            state = parameters(engine)
+            engine.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
+            engine.optimizer.refresh_fp32_params()
+    if how == "resync" and channels_of(engine) is not None:
+        hybridcomp.resync(engine)
+
+
 def digests(engine: Any) -> dict[str, str]:
     """Hash the parameters' bytes."""
     return {name: digest(values) for name, values in parameters(engine).items()}
