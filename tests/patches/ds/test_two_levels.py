@@ -42,7 +42,7 @@ def with_block(job: Job, hierarchy: Hierarchy) -> Job:
     return replace(job, block=block)
 
 
-@pytest.mark.parametrize("name", by_day(JOBS, ["zero0", "zero1", "zero3"]))
+@pytest.mark.parametrize("name", by_day(JOBS, ["zero1", "zero3"]))
 def test_training_in_two_levels(pool: RankPool, name: str) -> None:
     """Replicas stay equal, the loss follows the native one, and fewer bytes cross the nodes."""
     job = JOBS[name]
