@@ -183,10 +183,9 @@ def hops(block: Any) -> tuple[list[list[int]], float, float, float]:
 def test_eight_bits_on_hops_keep_tokens() -> None:
     """Hops use the bounds of ``generate``, not training's codec of ``pp``."""
     training = {"pp": {"codec": "blockint", "bits": 2}, "min_bytes": 0}
+    blocks: list[dict[str, Any]] = [{}, {"generate": {}}, {"generate": {"pp": EIGHT}}]
     with RankPool(2) as two:
-        alone, native, eight = (two.run(hops, {**training, **more}) for more in (
-            {}, {"generate": {}}, {"generate": {"pp": EIGHT}}
-        ))  # fmt: skip
+        alone, native, eight = (two.run(hops, {**training, **more}) for more in blocks)
     assert alone == native  # without the key generate: native too
     same = sum(a == b for a, b in zip(native[0][0], eight[0][0], strict=True))
     assert same >= 0.99 * len(native[0][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridcomp.run import main, split
-from tests.scripts_on_ranks import run_python
+from tests.scripts_on_ranks import run_each, run_python
 
 SCRIPT = """
 import os, sys
@@ -24,7 +25,9 @@ print("armed", registry.ARMED.armed)
 
 
 def launch(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "hybridcomp.run", *arguments, cwd=cwd, **more)
+    words = ["-m", "hybridcomp.run", *arguments]
+    (found,) = run_each([words], cwd, {**os.environ, **more})
+    return found
 
 
 @pytest.fixture
