@@ -58,8 +58,8 @@ DAY_EXACT = (
     "TP2", "TP2 SP", "TP2 recompute", "PP2 interleaved overlapped", "DP2 averaged bf16", "EP2",
     "EP2 allgather",
 )  # fmt: skip
-DAY_NATIVE = ("TP2 SP", "PP2 interleaved overlapped", "DP2 averaged bf16", "EP2")
-DAY_LOSSY = ("TP2", "PP2 interleaved overlapped", "DP2", "EP2")
+DAY_NATIVE = ("PP2 interleaved overlapped", "DP2 averaged bf16")
+DAY_LOSSY = ("TP2", "DP2", "EP2")
 OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
 #: jobs with error feedback on gradients, and at a low rank
 SUMMED = ("DP2", *OPTIMIZERS)
@@ -429,6 +429,7 @@ def test_a_tensor_rank_sends_its_half(four: Trained, codec: str) -> None:
         assert wire == raw / 2
 
 
+@pytest.mark.nightly
 def test_scatter_gather(four: Trained) -> None:
     """Each of two tensor ranks sends half."""
     whole = entry(four["TP2xPP2/blockint"], "pp", "backward")
