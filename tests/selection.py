@@ -117,7 +117,7 @@ def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     items: list[Any] = request.session.items
     asking = [i for i in items if request.fixturename in getattr(i, "fixturenames", ())]
     cases = [i.callspec.params for i in asking if i.path == request.path and hasattr(i, "callspec")]
-    return list(dict.fromkeys(case[argument] for case in cases))
+    return list(dict.fromkeys(case[argument] for case in cases if argument in case))
 
 
 def by_day(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
