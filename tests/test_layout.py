@@ -170,7 +170,8 @@ def test_patches_is_one_package() -> None:
     assert "import hybridcomp.patches, not patches" in result.stderr
 
 
-def test_import_needs_no_upstream() -> None:
+def test_import_needs_no_upstream_and_loads_what_a_job_uses() -> None:
+    """A job without tables loads nothing of them, nor of states on NVMe and planned memory."""
     code = (
         "import sys\n"
         "class Refuse:\n"
@@ -178,12 +179,19 @@ def test_import_needs_no_upstream() -> None:
         "        if name.split('.')[0] in ('deepspeed', 'megatron'):\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        "import hybridcomp\n"
+        "import hybridcomp, hybridcomp.nn\n"
+        "import hybridcomp.patches.torch.ddp_reducer, hybridcomp.patches.torch.fsdp2\n"
+        "print(*(name for name in sys.modules if name.startswith('hybridcomp.')))\n"
         "hybridcomp.install()\n"
         "hybridcomp.CompressionConfig\n"
         "import hybridcomp.channels, hybridcomp.session.reporter, hybridcomp.tools.commands.cli\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    parts = ("tables.", "row_sums", "ignored_", "state_files", "state_io", "zero3_moves", "ds.")
+    found = done.stdout.splitlines()[0].split()
+    assert len(found) > 100
+    assert not [name for name in found if any(part in name for part in parts)]
 
 
 def seam_modules() -> dict[str, Path]:
