@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels.cuda import images
+from hybridcomp.codecs import Codec
+from hybridcomp.kernels.cuda import CudaKernels, images
 from hybridcomp.kernels.cuda.launcher import Words
+from tests.kernels.cuda.common import assert_same, kernels_replaced, results
 
 HERE = Path(__file__).resolve().parent
 KERNELS, FORMATS = images.FOLDER, images.FORMATS
@@ -127,3 +129,15 @@ class EmulatedLauncher:
     def words(self, values: Words) -> Tensor:
         """See ``launcher.Launcher``."""
         return torch.from_numpy(values.copy())
+
+
+KERNELS = CudaKernels(EmulatedLauncher())
+
+
+def check(codec: Codec, values: Tensor) -> None:
+    """Compare all results on ``KERNELS`` with the CPU's."""
+    expected = results(codec, values)
+    with kernels_replaced(KERNELS):
+        found = results(codec, values)
+    assert_same(codec, values, expected, found)
+    KERNELS.check()

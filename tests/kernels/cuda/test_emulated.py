@@ -16,26 +16,16 @@ from hybridcomp.channels import Channels
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.functions import DamageFlag
 from tests.codecs import arrays, guarded
-from tests.kernels.cuda.common import CODECS, assert_same, kernels_replaced, payload_of, results
-from tests.kernels.cuda.emulated import EmulatedLauncher
+from tests.kernels.cuda.common import CODECS, kernels_replaced, payload_of
+from tests.kernels.cuda.emulated import KERNELS, check
 from tests.selection import by_day
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-KERNELS = CudaKernels(EmulatedLauncher())
 VARIABLE = [codec for codec in CODECS if not codec.fixed_size]
 #: five settings of blockint run nightly only: each needs two more libraries
 DAY = [codec for number, codec in enumerate(CODECS) if number not in (6, 7, 9, 12, 14)]
-
-
-def check(codec: Codec, values: Tensor) -> None:
-    expected = results(codec, values)
-    with kernels_replaced(KERNELS):
-        found = results(codec, values)
-    assert_same(codec, values, expected, found)
-    KERNELS.check()
 
 
 @pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:2]), ids=str)

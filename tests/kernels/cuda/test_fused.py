@@ -22,7 +22,7 @@ from tests.collectives.calls import all_gather, all_reduce, all_to_all, reduce_s
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher, emulated
 from tests.kernels.cuda.sources import NIGHTLY
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 
 class Counting(EmulatedLauncher):
@@ -72,7 +72,7 @@ def many(
     return [compare(*case) for case in cases]
 
 
-def test_same_bits_and_bytes_with_three_launches() -> None:
+def test_same_bits_and_bytes_with_three_launches(on_ranks: RunRanks) -> None:
     cases = [
         (numel, settings, kind, dtype)
         for number, (numel, settings, kind) in enumerate((
@@ -88,7 +88,7 @@ def test_same_bits_and_bytes_with_three_launches() -> None:
     ]  # fmt: skip
     for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
         built(macros)  # once, before the ranks need it
-    for found in run_ranks(3, many, cases):
+    for found in on_ranks(3, many, cases):
         for case, (same, plain, fused, kernels) in zip(cases, found, strict=True):
             assert same, case
             assert plain == fused, case
@@ -144,7 +144,9 @@ def many_with_feedback(
     return [feedback(*case) for case in cases]
 
 
-def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals() -> None:
+def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals(
+    on_ranks: RunRanks,
+) -> None:
     cases = [
         (numel, settings, kind, dtype, held)
         for number, (numel, settings, kind, held) in enumerate((
@@ -163,7 +165,7 @@ def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals() -> 
     ]  # fmt: skip
     for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
         built(macros)
-    for found in run_ranks(3, many_with_feedback, cases):
+    for found in on_ranks(3, many_with_feedback, cases):
         for case, (*different, kernels) in zip(cases, found, strict=True):
             assert not different, case
             assert len(kernels) <= 3, kernels
@@ -221,7 +223,7 @@ def many_scattered(cases: list[tuple[list[int], Any, str, torch.dtype, bool]]) -
     return [scattered(*case) for case in cases]
 
 
-def test_a_reduce_scatter_takes_two_launches() -> None:
+def test_a_reduce_scatter_takes_two_launches(on_ranks: RunRanks) -> None:
     cases: list[tuple[list[int], Any, str, torch.dtype, bool]] = [
         (lengths, settings, kind, dtype, held)
         for number, (lengths, settings, kind) in enumerate((
@@ -234,7 +236,7 @@ def test_a_reduce_scatter_takes_two_launches() -> None:
     ]  # fmt: skip
     for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
         built(macros)
-    for rank, found in enumerate(run_ranks(3, many_scattered, cases)):
+    for rank, found in enumerate(on_ranks(3, many_scattered, cases)):
         for case, (*different, kernels) in zip(cases, found, strict=True):
             assert not different, case
             names = ["encode_feedback", "sum_feedback"] if case[4] else ["encode", "sum"]
@@ -282,7 +284,7 @@ def many_moved(cases: list[tuple[int, dict[str, Any], str, torch.dtype]]) -> lis
     return [moved(*case) for case in cases]
 
 
-def test_what_is_only_moved_takes_two_launches() -> None:
+def test_what_is_only_moved_takes_two_launches(on_ranks: RunRanks) -> None:
     cases = [
         (numel, settings, kind, dtype)
         for number, (numel, settings, kind) in enumerate((
@@ -295,7 +297,7 @@ def test_what_is_only_moved_takes_two_launches() -> None:
     ]  # fmt: skip
     for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
         built(macros)
-    for found in run_ranks(3, many_moved, cases):
+    for found in on_ranks(3, many_moved, cases):
         for case, launches in zip(cases, found, strict=True):
             assert launches == [["encode", "decode"]] * 2, case
 
@@ -318,11 +320,11 @@ def exchanged(dtype: torch.dtype) -> list[Any]:
 
 
 @pytest.mark.nightly
-def test_parts_of_any_length_take_two_launches() -> None:
+def test_parts_of_any_length_take_two_launches(on_ranks: RunRanks) -> None:
     emulated("blockint_table.cu", "HC_BITS=4")
     for dtype in VALUE_DTYPES:
         launches = ["blockint_planned_encode", "blockint_planned_decode"]
-        assert run_ranks(3, exchanged, dtype) == [[True, True, launches]] * 3
+        assert on_ranks(3, exchanged, dtype) == [[True, True, launches]] * 3
 
 
 def with_cuts(_: None) -> bool:
@@ -336,12 +338,12 @@ def with_cuts(_: None) -> bool:
     return fused.called or not bool(out.isfinite().all())
 
 
-def test_shards_with_cuts_go_step_by_step() -> None:
-    assert run_ranks(2, with_cuts, None) == [False, False]
+def test_shards_with_cuts_go_step_by_step(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, with_cuts, None) == [False, False]
 
 
-def test_messages_with_cuts_go_step_by_step() -> None:
-    assert all(run_ranks(2, cut, 3000))
+def test_messages_with_cuts_go_step_by_step(on_ranks: RunRanks) -> None:
+    assert all(on_ranks(2, cut, 3000))
 
 
 def test_more_values_than_the_sums_kernels_count_are_refused() -> None:
