@@ -44,6 +44,16 @@ def on_ranks() -> Iterator[RunRanks]:
 
     They live for the whole session, which saves a launch for each short function.
     """
+    yield from _pools()
+
+
+@pytest.fixture(scope="module")
+def module_ranks() -> Iterator[RunRanks]:
+    """Return ``on_ranks`` for a module's functions, which may leave engines behind."""
+    yield from _pools()
+
+
+def _pools() -> Iterator[RunRanks]:
     pools: dict[int, RankPool] = {}
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
