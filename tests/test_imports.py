@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from tests.paths import ROOT
 from tests.ranks import RankPool
 
 PACKAGE = ROOT / "hybridcomp"
+Import = ast.Import | ast.ImportFrom
 
 
 def module_of(path: Path) -> str:
@@ -30,27 +31,32 @@ def sources() -> dict[str, Path]:
     return {module_of(path): path for path in files}
 
 
-def imports_of(path: Path, late: bool = True) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Return a file's import statements, including those under TYPE_CHECKING.
+@dataclass(frozen=True)
+class Outline:
+    """A file's import statements, and the names of its classes."""
 
-    ``late``: also those inside functions, which can hide a cycle.
-    """
-    waiting: list[ast.AST] = [parsed(path)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif late or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for field in ("body", "orelse", "finalbody", "handlers", "cases"):  # statements
-                waiting += getattr(node, field, ())
+    early: list[Import]  # outside functions, including those under TYPE_CHECKING
+    late: list[Import]  # inside functions, which can hide a cycle
+    classes: list[str]
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def outline(path: Path) -> Outline:
+    """Return what is kept of a file: its tree is large."""
+    tree = ast.parse(path.read_text())
+    found = Outline([], [], [node.name for node in tree.body if isinstance(node, ast.ClassDef)])
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while waiting:
+        node, is_late = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            (found.late if is_late else found.early).append(node)
+        is_late |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):  # statements
+            waiting += [(child, is_late) for child in getattr(node, field, ())]
+    return found
 
 
-def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[str]:
+def targets(node: Import, modules: dict[str, Path]) -> set[str]:
     """Return the package's modules that a statement names."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & set(modules)
@@ -61,14 +67,13 @@ def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[
 
 
 def graph(late: bool = True) -> dict[str, set[str]]:
-    """Return each module's imports (``imports_of``)."""
-    modules = sources()
-    return {
-        name: {
-            target for node in imports_of(path, late) for target in targets(node, modules) - {name}
-        }
-        for name, path in modules.items()
-    }
+    """Return each module's imports; ``late``: also those inside functions."""
+    modules, found = sources(), dict[str, set[str]]()
+    for name, path in modules.items():
+        seen = outline(path)
+        nodes = seen.early + seen.late * late
+        found[name] = {target for node in nodes for target in targets(node, modules)} - {name}
+    return found
 
 
 def reached(arrows: dict[str, set[str]], start: str) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tests.test_imports import PACKAGE, imports_of, parsed, sources
+from tests.test_imports import PACKAGE, outline, sources
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -90,7 +90,7 @@ def room_of(path: Path) -> str:
 def imported(path: Path) -> set[str]:
     """Return the dotted names of all modules that a file imports, at any depth."""
     names: set[str] = set()
-    for node in imports_of(path):
+    for node in (*outline(path).early, *outline(path).late):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         else:
@@ -244,7 +244,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     """Classes that share a name cannot be told apart; see ``docs/contributing/index.md``."""
     defined: dict[str, list[str]] = {}
     for path in sources().values():
-        for node in parsed(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                defined.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+        for name in outline(path).classes:
+            if not name.startswith("_"):
+                defined.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: files for name, files in defined.items() if len(files) > 1} == {}
