@@ -35,8 +35,8 @@ def sources() -> dict[str, Path]:
 class Outline:
     """A file's import statements, and the names of its classes."""
 
-    early: list[Import]  # outside functions, including those under TYPE_CHECKING
-    late: list[Import]  # inside functions, which can hide a cycle
+    early: list[Import]  # that run when the file is imported
+    late: list[Import]  # inside functions and for types, which can hide a cycle
     classes: list[str]
 
 
@@ -51,6 +51,7 @@ def outline(path: Path) -> Outline:
         if isinstance(node, ast.Import | ast.ImportFrom):
             (found.late if is_late else found.early).append(node)
         is_late |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_late |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):  # statements
             waiting += [(child, is_late) for child in getattr(node, field, ())]
     return found
@@ -67,7 +68,7 @@ def targets(node: Import, modules: dict[str, Path]) -> set[str]:
 
 
 def graph(late: bool = True) -> dict[str, set[str]]:
-    """Return each module's imports; ``late``: also those inside functions."""
+    """Return each module's imports; ``late``: also those that importing it does not run."""
     modules, found = sources(), dict[str, set[str]]()
     for name, path in modules.items():
         seen = outline(path)
