@@ -9,6 +9,9 @@ from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.engine import Rule
 
+#: buffers of a sub-group, and DeepSpeed's default for all of them
+STATES_AND_GRADIENT = 4
+
 
 def _offload(job: DeepSpeedJob, key: str, default: Any = None) -> Any:
     """Return a key of zero_optimization.offload_optimizer."""
@@ -23,6 +26,16 @@ def _copies(block: CompressionConfig) -> bool:
 def _states(block: CompressionConfig) -> bool:
     """Return whether files of optimizer states have a codec."""
     return block.codecs()["offload", "states"] is not None
+
+
+def buffers_needed(job: DeepSpeedJob) -> int:
+    """Return how many pinned buffers DeepSpeed's swapper needs for a step of Adam.
+
+    Three states and a gradient of the sub-group that steps, of the one being read beside it
+    (pipeline_read) and of the one being written (pipeline_write).
+    """
+    beside = bool(_offload(job, "pipeline_read")) + bool(_offload(job, "pipeline_write"))
+    return STATES_AND_GRADIENT * (1 + beside)
 
 
 def _to_device(block: CompressionConfig) -> bool:
@@ -52,6 +65,14 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "only ZeRO 3 keeps optimizer states in files, and on NVMe alone",
         "set stage 3, the device and nvme_path, or remove states",
         lambda job: job.cpu_offload and (job.stage < 3 or _offload(job, "device") != "nvme"),
+        settings=_states,
+    ),
+    Rule(
+        "note", ("offload",), '"pipeline_read" or "pipeline_write" with too small a "buffer_count"',
+        "DeepSpeed stops at the first step of a model with several sub-groups; set 8 for one of "
+        "them, 12 for both", "",
+        lambda job: job.stage == 3 and _offload(job, "device") == "nvme"
+        and _offload(job, "buffer_count", STATES_AND_GRADIENT) < buffers_needed(job),
         settings=_states,
     ),
     Rule(

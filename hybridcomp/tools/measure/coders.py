@@ -184,7 +184,7 @@ def drive_rows(team: Team, part: MeasuredPart, folder: Path) -> list[Copy]:
             rows.append(Copy("from_drive", nbytes, summary(read)))
     except OSError as error:
         # of this rank alone: others wait for its figures
-        why = f"no room for a file of {FILES[-1] >> 20} MiB there ({error.strerror or error})"
+        why = f"no file of {FILES[-1] >> 20} MiB can be written there: {error.strerror or error}"
         raise HybridcompError(f"--drive: {folder}: {why}; name another folder") from None
     finally:
         path.unlink(missing_ok=True)

@@ -123,6 +123,22 @@ def test_states_in_files() -> None:
     assert check(block(offload={"states": "mpc"}), ds_json) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_enough"),
+    [
+        ({}, True),
+        ({"pipeline_read": True}, False),
+        ({"pipeline_write": True, "buffer_count": 8}, True),
+        ({"pipeline_read": True, "pipeline_write": True, "buffer_count": 11}, False),
+        ({"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}, True),
+    ],
+)
+def test_buffers_of_the_swapper(settings: dict[str, Any], is_enough: bool) -> None:
+    said = check(block(offload={"states": "mpc"}), offload(3, device="nvme", **settings))
+    assert bool(said) != is_enough
+    assert all("set 8 for one of them, 12 for both" in line for line in said)
+
+
 @pytest.mark.parametrize(("ds_json", "more", "fragment"), PLANNED, ids=str)
 def test_memory_that_cannot_be_planned(
     ds_json: Mapping[str, Any], more: dict[str, Any], fragment: str
@@ -265,6 +281,7 @@ def test_every_rule_is_met_by_a_row() -> None:
     jobs = [DeepSpeedJob(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
     jobs += [DeepSpeedJob(ds_json, **facts) for ds_json, facts, _ in NO_COPIES]
     jobs += [DeepSpeedJob(ds_json) for ds_json, _ in STATES]
+    jobs.append(DeepSpeedJob(offload(3, device="nvme", pipeline_read=True)))
     jobs.append(DeepSpeedJob({**zero(2), "gradient_accumulation_steps": 1}))
     assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
     assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
