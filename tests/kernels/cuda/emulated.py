@@ -23,7 +23,7 @@ from hybridcomp.kernels.cuda.launcher import Words
 from tests.kernels.cuda.common import assert_same, kernels_replaced, results
 
 HERE = Path(__file__).resolve().parent
-KERNELS, FORMATS = images.FOLDER, images.FORMATS
+CUDA, FORMATS = images.FOLDER, images.FORMATS
 THREADS = 256
 ARGUMENTS = 12
 #: environment variable: lanes of a wave, for kernels as HIP compiles them
@@ -100,8 +100,8 @@ def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
         pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
     partial = library.with_suffix(f".{os.getpid()}")
     macros = [f"-D{define}" for define in defines]
-    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}", f"-I{KERNELS}"]
-    command += ["-o", str(partial), str(KERNELS / source)]
+    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}", f"-I{CUDA}"]
+    command += ["-o", str(partial), str(CUDA / source)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     partial.replace(library)
