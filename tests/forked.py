@@ -67,14 +67,17 @@ def run(session: pytest.Session, count: int) -> None:
     terminal = session.config.pluginmanager.getplugin("terminalreporter")
     if terminal is not None:
         terminal.showfspath = False  # files are run side by side
+    capture = session.config.pluginmanager.getplugin("capturemanager")
     if any(STARTS & vars(getattr(item, "module", item)).keys() for item in session.items):
+        capture.resume_global_capture()  # of what the server's imports print
         fork_server()
         forkserver.ensure_running()
+    capture.suspend_global_capture(in_=True)  # workers capture into files of their own
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     try:
         while True:
             while len(workers) < min(count, len(workers) + len(waiting)):
-                workers.append(_forked(next(numbers), session, workers))
+                workers.append(Worker(next(numbers), session, workers))
             if not workers:
                 return
             for pipe in wait([worker.pipe for worker in workers]):
@@ -89,15 +92,6 @@ def run(session: pytest.Session, count: int) -> None:
     finally:
         for worker in workers:
             worker.end()
-
-
-def _forked(number: int, session: pytest.Session, others: list[Worker]) -> Worker:
-    """Fork a worker while nothing is captured: it captures into files of its own."""
-    capture = session.config.pluginmanager.getplugin("capturemanager")
-    capture.suspend_global_capture(in_=True)
-    worker = Worker(number, session, others)
-    capture.resume_global_capture()
-    return worker
 
 
 def _hear(
