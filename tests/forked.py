@@ -195,6 +195,6 @@ def _become_worker(number: int, config: pytest.Config, pipe: Connection) -> None
     folders: Any = config._tmp_path_factory  # type: ignore[attr-defined]
     folders._basetemp = folders.getbasetemp() / f"w{number}"
     folders._basetemp.mkdir(mode=0o700)
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:  # no child of this process, which cannot wait for it
         server.ensure_running = resource_tracker.ensure_running

@@ -73,7 +73,7 @@ def many(
 
 
 def test_same_bits_and_bytes_with_three_launches(on_ranks: RunRanks) -> None:
-    cases = [
+    cases: list[tuple[Any, ...]] = [
         (numel, settings, kind, dtype)
         for number, (numel, settings, kind) in enumerate((
             (7000, {"bits": 8}, "normal"), (7000, {"bits": 4}, "outliers"),
@@ -147,7 +147,7 @@ def many_with_feedback(
 def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals(
     on_ranks: RunRanks,
 ) -> None:
-    cases = [
+    cases: list[tuple[Any, ...]] = [
         (numel, settings, kind, dtype, held)
         for number, (numel, settings, kind, held) in enumerate((
             (7001, {"bits": 8}, "normal", (True, True)),
@@ -285,7 +285,7 @@ def many_moved(cases: list[tuple[int, dict[str, Any], str, torch.dtype]]) -> lis
 
 
 def test_what_is_only_moved_takes_two_launches(on_ranks: RunRanks) -> None:
-    cases = [
+    cases: list[tuple[Any, ...]] = [
         (numel, settings, kind, dtype)
         for number, (numel, settings, kind) in enumerate((
             (2500, {"bits": 8}, "normal"), (1025, {"bits": 4}, "nonfinite"),
