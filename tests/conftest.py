@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from hybridcomp.job import processes
-from tests import selection
+from tests import forked, selection
 from tests.ranks import RankPool, RunRanks, forget_inherited
 
 # before the rank server imports DeepSpeed, which detects the accelerator only once
@@ -44,6 +44,16 @@ def on_ranks() -> Iterator[RunRanks]:
 
     They live for the whole session, which saves a launch for each short function.
     """
+    yield from _pools()
+
+
+@pytest.fixture(scope="module")
+def module_ranks() -> Iterator[RunRanks]:
+    """Return ``on_ranks`` for a module's functions, which may leave engines behind."""
+    yield from _pools()
+
+
+def _pools() -> Iterator[RunRanks]:
     pools: dict[int, RankPool] = {}
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -71,8 +81,10 @@ SLOW = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Offer ``--nightly`` and ``--quick``."""
+    """Offer ``--nightly``, ``--quick`` and ``--workers``."""
     selection.add_options(parser)
+    told = "run files of tests in N forked processes: tests/forked.py"
+    parser.addoption("--workers", type=int, default=0, metavar="N", help=told)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,6 +109,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in workers, if there are several and one is not to be looked into."""
+    options, count = session.config.option, session.config.getoption("workers")
+    if count < 2 or options.collectonly or options.usepdb or session.testsfailed:
+        return None
+    forked.run(session, count)
+    return True
 
 
 def pytest_collection_finish() -> None:

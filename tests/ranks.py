@@ -80,9 +80,16 @@ def forget_inherited() -> None:
     gc.freeze()
 
 
-def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
-    """Run a rank: join the group, then call functions from ``pipe`` until it closes."""
+def _main(
+    pipe: Connection, streams: list[Connection], rank: int, world_size: int, folder: str
+) -> None:
+    """Run a rank: join the group, then call functions from ``pipe`` until it closes.
+
+    ``streams``: output and errors of the process that wants the rank, not of the server.
+    """
     forget_inherited()
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), number)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -206,15 +213,17 @@ class RankPool:
         context = fork_server()
         self._folder = tempfile.TemporaryDirectory()
         Path(self._folder.name, "ext").mkdir()
+        streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_main, args=(theirs, rank, self.world_size, self._folder.name), daemon=True
-            )
+            place = (rank, self.world_size, self._folder.name)
+            process = context.Process(target=_main, args=(theirs, streams, *place), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        for stream in streams:
+            stream.close()
 
     def _collect(self, timeout: float, grace: float) -> dict[int, Any]:
         """Wait for all ranks; the failure of a rank shortens the wait for the others."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, spec_from_loader
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +16,7 @@ from tests.ranks import RankPool
 from tests.scripts_on_ranks import run_python
 
 PACKAGE = ROOT / "hybridcomp"
+Import = ast.Import | ast.ImportFrom
 
 
 def module_of(path: Path) -> str:
@@ -32,18 +32,33 @@ def sources() -> dict[str, Path]:
     return {module_of(path): path for path in files}
 
 
-def at_import(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Return the import statements outside functions, including those under TYPE_CHECKING."""
-    waiting: list[ast.AST] = [tree]
+@dataclass(frozen=True)
+class Outline:
+    """A file's import statements, and the names of its classes."""
+
+    early: list[Import]  # that run when the file is imported
+    late: list[Import]  # inside functions and for types, which can hide a cycle
+    classes: list[str]
+
+
+@cache
+def outline(path: Path) -> Outline:
+    """Return what is kept of a file: its tree is large."""
+    tree = ast.parse(path.read_text())
+    found = Outline([], [], [node.name for node in tree.body if isinstance(node, ast.ClassDef)])
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                yield node
-            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                waiting.append(node)
+        node, is_late = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            (found.late if is_late else found.early).append(node)
+        is_late |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_late |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):  # statements
+            waiting += [(child, is_late) for child in getattr(node, field, ())]
+    return found
 
 
-def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[str]:
+def targets(node: Import, modules: dict[str, Path]) -> set[str]:
     """Return the package's modules that a statement names."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & set(modules)
@@ -53,21 +68,14 @@ def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[
     return found
 
 
-def graph(nodes: Callable[[ast.Module], Iterable[ast.AST]] = ast.walk) -> dict[str, set[str]]:
-    """Return each module's imports, also inside functions, which can hide a cycle.
-
-    ``nodes``: ``at_import`` for imports outside functions only.
-    """
-    modules = sources()
-    return {
-        name: {
-            target
-            for node in nodes(ast.parse(path.read_text()))
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for target in targets(node, modules) - {name}
-        }
-        for name, path in modules.items()
-    }
+def graph(late: bool = True) -> dict[str, set[str]]:
+    """Return each module's imports; ``late``: also those that importing it does not run."""
+    modules, found = sources(), dict[str, set[str]]()
+    for name, path in modules.items():
+        seen = outline(path)
+        nodes = seen.early + seen.late * late
+        found[name] = {target for node in nodes for target in targets(node, modules)} - {name}
+    return found
 
 
 def reached(arrows: dict[str, set[str]], start: str) -> set[str]:
@@ -92,46 +100,49 @@ def test_no_circle() -> None:
     assert not circles, [sorted(circle) for circle in circles]
 
 
-class Stored(MetaPathFinder, Loader):
-    """Importer that restores a stored module without running it, and then its imports.
+class Stored:
+    """Modules that have run: one imported later finds those that it imports, and no others.
 
     Each module thus runs once, with exactly the modules that importing it alone loads.
     """
 
-    def __init__(self, imports: dict[str, set[str]]) -> None:
+    def __init__(self, below: dict[str, set[str]]) -> None:
         self.modules: dict[str, ModuleType] = {}
-        self.imports = imports
+        self.below = below
 
     def import_alone(self, name: str) -> None:
         """Import ``name`` with no other module of the package loaded, and store it."""
-        for other in [other for other in sys.modules if other.partition(".")[0] == "hybridcomp"]:
-            if other.startswith("hybridcomp.kernels._"):  # compiled modules load once
-                continue
-            del sys.modules[other]
-            parent, _, child = other.rpartition(".")
-            if parent in self.modules:
-                vars(self.modules[parent]).pop(child, None)
-        self.modules[name] = import_module(name)
+        for other in list(filter(_is_ours, sys.modules)):
+            self._place(other, None)
+        for other in self.below[name] & set(self.modules):
+            self._place(other, self.modules[other])
+        import_module(name)
+        loaded = {other: found for other, found in sys.modules.items() if _is_ours(other)}
+        self.modules = {**loaded, **self.modules, name: loaded[name]}
 
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Return the stored module's spec."""
-        return spec_from_loader(name, self) if name in self.modules else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Take the stored module."""
-        return self.modules[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Import its imports."""
-        for other in self.imports[module.__name__]:
-            import_module(other)
+    def _place(self, name: str, module: ModuleType | None) -> None:
+        """Put a module where an import finds it, or take it from there."""
+        parent, _, child = name.rpartition(".")
+        package = vars(self.modules[parent]) if parent in self.modules else {}
+        if module is None:
+            del sys.modules[name]
+            package.pop(child, None)
+        else:
+            sys.modules[name] = package[child] = module
 
 
-def import_each_alone(names: list[str]) -> list[str]:
-    """Import each of the modules alone, in this process; return failures with reasons."""
-    stored, failures = Stored(graph(at_import)), []
-    sys.meta_path.insert(0, stored)
-    for name in names:
+def _is_ours(name: str) -> bool:
+    # compiled modules load once
+    return name.partition(".")[0] == "hybridcomp" and not name.startswith("hybridcomp.kernels._")
+
+
+def import_each_alone(below: dict[str, set[str]]) -> list[str]:
+    """Import each of the modules alone, in this process; return failures with reasons.
+
+    ``below``: module -> all that it imports, which come before it.
+    """
+    stored, failures = Stored(below), []
+    for name in below:
         try:
             stored.import_alone(name)
         except (ImportError, AttributeError) as error:
@@ -153,17 +164,22 @@ NEEDS = {
 
 def test_every_module_can_be_imported_alone() -> None:
     absent = {name for name, package in NEEDS.items() if find_spec(package) is None}
-    arrows = graph()
-    names = [name for name in arrows if not name.endswith("__main__") and name not in absent]
-    names.sort(key=lambda name: len(reached(arrows, name)))  # a module's imports come before it
+    arrows = graph(late=False)
+    for name in arrows:
+        arrows[name] |= {name.rpartition(".")[0]} - {""}  # importing a module imports its packages
+    below = {name: reached(arrows, name) - {name} for name in arrows}
+    # importing a module begins with its package: where that imports the module, it is tried with it
+    alone = [name for name in arrows if name not in below.get(name.rpartition(".")[0], ())]
+    names = sorted(set(alone) - absent, key=lambda name: len(below[name]))
+    below = {name: below[name] for name in names if not name.endswith("__main__")}
     with RankPool(1) as pool:
-        assert pool.run(import_each_alone, names) == [[]]
+        assert pool.run(import_each_alone, below) == [[]]
 
 
 #: modules that only jobs which freeze, resume or generate need
 UNUSED = (
     r"hybridcomp\.(elastic|gener|patches\.(ds\.)?gener)|hybridcomp.*(freez|patches\.frozen|frozen_|"
-    r"stepped|trained_gathers|\.resumed|\.replanned|common\.first_rank|ds\.conversion)"
+    r"stepped|trained_gathers|\.resumed|\.replanned|common\.first_rank|ds\.checkpoint\.conversion)"
 )
 
 

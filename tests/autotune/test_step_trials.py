@@ -17,7 +17,7 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
 from hybridcomp.errors import PeerError
 from hybridcomp.job.together import together as as_one
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, run_ranks
 
 NUMELS = (4000, 4000, 10000)
 
@@ -49,8 +49,8 @@ def sent_in_trials(together: bool) -> list[tuple[float, bool, bool]]:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_trials_send_steps(together: bool) -> None:
-    for results in run_ranks(2, sent_in_trials, together):
+def test_trials_send_steps(on_ranks: RunRanks, together: bool) -> None:
+    for results in on_ranks(2, sent_in_trials, together):
         assert len(results) == 5 * len(NUMELS)
         assert all(arrived for _, arrived, _ in results)
         assert all(bits < 4 for bits, *_ in results), "a step of two values in five"

@@ -30,7 +30,7 @@ from tests.stand_ins.thread_groups import Board, Member
 
 #: DDP, ZeRO 0 and Megatron; FSDP2, ZeRO 3 and Megatron's distributed optimizer; ZeRO 1 and 2
 KINDS = ("all_reduce", "reduce_scatter", "owners")
-JOBS, SHARES = 520, 4
+JOBS, SHARES = 520, 13
 COLUMNS = 7
 GROUP: Any = "the group of the test"
 

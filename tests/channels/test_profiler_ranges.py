@@ -14,7 +14,7 @@ from hybridcomp.channels.accounting.ledger import Key
 from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.collectives.wire.profiler_ranges import PREFIX, MarkedClock, MarkedMeter
 from hybridcomp.config import CompressionConfig
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.stand_ins.device_events import Device
 from tests.stand_ins.gpu.common import QUIET, RANK, RANKS, cuda, gpu, values_of
 from tests.stand_ins.gpu.common import channels as channels_of_a_gpu
@@ -60,8 +60,8 @@ def messages_of_two_ranks() -> tuple[list[tuple[int, int, str]], list[float], li
     return marks_in(found), clocks, [int(entry.messages), int(entry.wire_nbytes)]
 
 
-def test_a_message_is_marked_where_a_profiler_records() -> None:
-    for marks, clocks, (messages, nbytes) in run_ranks(2, messages_of_two_ranks):
+def test_a_message_is_marked_where_a_profiler_records(on_ranks: RunRanks) -> None:
+    for marks, clocks, (messages, nbytes) in on_ranks(2, messages_of_two_ranks):
         names = [name for *_, name in marks]
         assert names[0] == "send dp forward 4096 float32 blockint(bits=4)"
         kind, number, *where = names[1].split()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
+import resource
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,8 +19,7 @@ from hybridcomp.channels.offload.state_files import FORMS, NEW, SIZE, Footer, St
 from hybridcomp.channels.offload.state_io import StateHandle
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import StateFileError
-from tests.paths import ROOT
-from tests.ranks import fork_server
+from tests.ranks import fork_server, run_ranks
 from tests.stand_ins.aio_handle import AioHandle
 
 NUMEL, MANY = 40_000, 2_000_000
@@ -195,25 +194,27 @@ def test_a_file_of_deepspeed_alone_is_read_as_it_is(tmp_path: Path) -> None:
         get(one, values[:-1], path)
 
 
+def written_within_a_limit(path: Path) -> list[str]:
+    """Fail to write a second version; return what a reader is told."""
+    kept = files()
+    one = handle("threads", kept)
+    put(one, torch.randn(NUMEL), path)
+    data = path.read_bytes()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    put(one, torch.randn(NUMEL), path)
+    assert path.read_bytes() == data and len(list(path.parent.iterdir())) == 1
+    said = []
+    for call in (kept.hold, lambda: get(one, torch.zeros(NUMEL), path)):
+        with pytest.raises(StateFileError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
     """The next reader gets an error, as the file is not the last version written."""
-    code = (
-        "import resource, signal, sys, torch\n"
-        "from tests.channels.test_state_files import *\n"
-        "kept = files(); one, path = handle('threads', kept), Path(sys.argv[1])\n"
-        "put(one, torch.randn(NUMEL), path); data = path.read_bytes()\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-        "put(one, torch.randn(NUMEL), path)\n"
-        "assert path.read_bytes() == data and len(list(path.parent.iterdir())) == 1\n"
-        "for call in (kept.hold, lambda: get(one, torch.zeros(NUMEL), path)):\n"
-        "    try: call()\n"
-        "    except StateFileError as error: print(error)\n"
-    )
-    path = tmp_path / "1_2.tensor.swp"
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    first, second = done.stdout.splitlines()
+    ((first, second),) = run_ranks(1, written_within_a_limit, tmp_path / "1_2.tensor.swp")
     assert "1_2.tensor.swp cannot be written (File too large): it needs" in first
     assert "the file before is still there" in first and "an older version" in second
 

@@ -1,17 +1,14 @@
 """Codecs of other packages: follow the page on writing one, and train with it.
 
-Every process is new, or forked before importing hybridcomp, which looks up packages once per
-process.
+Every process imports hybridcomp anew, which looks up packages once per process.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +20,25 @@ from tests.scripts_on_ranks import run_script
 PAGE = ROOT / "docs" / "contributing" / "codec.md"
 SETTINGS = {"codec": "toy", "keep": 3}
 
-#: parses blocks given as JSON, prints each result
+#: parses the blocks of a file, runs commands, and prints each result
 PROBE = """
-import json, sys
+import contextlib, io, json, sys
+from pathlib import Path
 from hybridcomp.config import CompressionConfig, describe
 from hybridcomp.errors import ConfigError
+from hybridcomp.tools.commands import cli
+blocks, commands = json.loads(Path("asked.json").read_text())
 found = []
-for block in json.loads(sys.argv[1]):
+for block in blocks:
     try:
         config = CompressionConfig.parse(block)
         found.append({"flat": config.flat(), "told": describe(config)[0]})
     except ConfigError as error:
         found.append(str(error))
+for words in commands:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert cli.main(words) == 0
+    found.append(said.getvalue())
 print(json.dumps(found))
 """
 
@@ -105,30 +109,21 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Run a new Python process in ``folder``, with it on the path."""
-    path = os.pathsep.join((str(folder), str(ROOT)))
-    known = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *arguments], cwd=folder, env=known, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def run(folder: Path, script: str, *arguments: str, ranks: int = 1) -> str:
+    """Run a script in ``folder``, with it on the path; return the output."""
+    (folder / "script.py").write_text(script)
+    ended = run_script(folder, "script.py", *arguments, ranks=ranks, anew=True)
+    assert ended.returncode == 0, ended.output
+    return ended.output
 
 
-def output(process: subprocess.Popen[str], status: int = 0) -> str:
-    said, _ = process.communicate(timeout=200)
-    assert process.returncode == status, said
-    return said
-
-
-def probe(folder: Path, *blocks: Any) -> list[Any]:
-    found: list[Any] = json.loads(
-        output(run(folder, "-c", PROBE, json.dumps(blocks))).splitlines()[-1]
-    )
+def probe(folder: Path, *blocks: Any, commands: Sequence[Sequence[str]] = ()) -> list[Any]:
+    (folder / "asked.json").write_text(json.dumps([blocks, commands]))
+    found: list[Any] = json.loads(run(folder, PROBE).splitlines()[-1])
     return found
 
 
-def test_it_acts_in_the_block(toy: Path) -> None:
+def test_it_acts_in_the_block_and_commands(toy: Path) -> None:
     assert "toy_codec" not in "".join(
         path.read_text() for path in (ROOT / "hybridcomp").rglob("*.py")
     )
@@ -145,7 +140,9 @@ def test_it_acts_in_the_block(toy: Path) -> None:
         {"dp": "tou"},
         {"dp": "bf16"},
     ]
-    plain, ways, bound, tight, steep, ramp, large, kind, other, near, ours = probe(toy, *blocks)
+    (toy / "block.json").write_text(json.dumps({"compression": {"dp": SETTINGS}}))
+    found = probe(toy, *blocks, commands=[["validate", "block.json"], ["schema"]])
+    plain, ways, bound, tight, steep, ramp, large, kind, other, near, ours, valid, schema = found
     assert plain["flat"]["compression.dp.forward"] == "toy(keep=3)"
     assert plain["told"].startswith("dp            toy(keep=3), 24 bits a value: 1.33x less than")
     origin = "the codec 'toy' (toy_codec:Toy of toy-codec 1.0)"
@@ -161,22 +158,17 @@ def test_it_acts_in_the_block(toy: Path) -> None:
     assert "blockint takes bits and rotate and levels and rounding; remove keep" in other
     assert "did you mean 'toy'?" in near
     assert not [key for key in ours["flat"] if "codec" in key], "the digest of ours is what it was"
+    assert "dp            toy(keep=3)" in valid
+    keys = json.loads(schema)["$defs"]
+    keep = keys["GradientConfig"]["properties"]["keep"]
+    assert keep["description"] == "toy: bytes of a value that are sent, 2 (default) or 3."
+    assert "toy" in keys["TensorConfig"]["properties"]["codec"]["enum"]
+    assert "toy: the upper bytes" in keys["TensorConfig"]["properties"]["codec"]["description"]
 
 
 def test_its_own_checks_pass(toy: Path) -> None:
-    checks = run(toy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_toy.py")
-    assert "2 passed" in output(checks)
-
-
-def test_commands_know_it(toy: Path) -> None:
-    (toy / "block.json").write_text(json.dumps({"compression": {"dp": SETTINGS}}))
-    valid = run(toy, "-m", "hybridcomp.tools.commands.cli", "validate", "block.json")
-    schema = json.loads(output(run(toy, "-m", "hybridcomp.tools.commands.cli", "schema")))["$defs"]
-    assert "dp            toy(keep=3)" in output(valid)
-    keep = schema["GradientConfig"]["properties"]["keep"]
-    assert keep["description"] == "toy: bytes of a value that are sent, 2 (default) or 3."
-    assert "toy" in schema["TensorConfig"]["properties"]["codec"]["enum"]
-    assert "toy: the upper bytes" in schema["TensorConfig"]["properties"]["codec"]["description"]
+    checks = "import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', {!r}]))"
+    assert "2 passed" in run(toy, checks.format("test_toy.py"))
 
 
 def test_what_cannot_be_used_is_told_to_who_names_it(toy: Path) -> None:
@@ -205,10 +197,8 @@ def test_what_cannot_be_used_is_told_to_who_names_it(toy: Path) -> None:
 
 def test_two_ranks_train_with_it(toy: Path) -> None:
     pytest.importorskip("deepspeed")
-    (toy / "train.py").write_text(TRAIN)
-    ended = run_script(toy, "train.py", json.dumps(SETTINGS), anew=True)
-    assert ended.returncode == 0, ended.output
-    (line,) = [line for line in ended.output.splitlines() if line.startswith("LOSSES ")]
+    output = run(toy, TRAIN, json.dumps(SETTINGS), ranks=2)
+    (line,) = [line for line in output.splitlines() if line.startswith("LOSSES ")]
     losses = json.loads(line.removeprefix("LOSSES "))
     assert losses[-1] < 0.7 * losses[0], losses
     records = [json.loads(text) for text in (toy / "ledger.jsonl").read_text().splitlines()]

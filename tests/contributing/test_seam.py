@@ -8,6 +8,8 @@ import pytest
 
 from tests.contributing.walk import Copy, distribution, put, steps
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

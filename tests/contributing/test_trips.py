@@ -1,7 +1,8 @@
 """Follow the pages on a codec, a dimension and a release literally, one after the other.
 
-They share one copy of the repository, since generating its pages takes longest.
-``tests/codecs/test_native.py`` compiles the codec's kernels and checks their bytes.
+They share one copy of the repository, since generating its pages takes longest: by day the edits
+are made in it, at night they are run. ``tests/codecs/test_native.py`` compiles the codec's kernels
+and checks their bytes.
 """
 
 from __future__ import annotations
@@ -60,10 +61,9 @@ print(json.dumps([patch.seam.found_version() for patch in patches_of("deepspeed"
 
 @dataclass(frozen=True)
 class Walked:
-    """The copy after the test: its folder, the files of each page, the ranks' output."""
+    """The copy after its scripts: its folder, and the ranks' output."""
 
     home: Path
-    by_hand: Mapping[str, set[str]]
     printed: str
     versions: list[str]
     compared: str
@@ -106,11 +106,17 @@ def archive(folder: Path, version: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
-    pytest.importorskip("deepspeed")
+def edited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Copy, Mapping[str, set[str]]]:
+    """Return the copy with the pages' edits, and the files of each page."""
     parts = ("docs", "configs", "scripts", "README.md", "pyproject.toml", *RECORDS)
     copy = Copy(tmp_path_factory.mktemp("repository"), *parts)
-    home, by_hand = copy.home, {page: follow(page, copy) for page in WRITES}
+    return copy, {page: follow(page, copy) for page in WRITES}
+
+
+@pytest.fixture(scope="module")
+def walked(edited: tuple[Copy, Mapping[str, set[str]]]) -> Walked:
+    pytest.importorskip("deepspeed")
+    copy, home = edited[0], edited[0].home
     (made,) = {step.text for page in WRITES for step in steps(page) if "make_docs" in step.text}
     copy.run(made)
     distribution(home, "deepspeed", "0.20.3")
@@ -126,24 +132,26 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
     asked = run_script(home, "ask.py", ranks=1, anew=True)
     assert (ended.returncode, asked.returncode) == (0, 0), ended.output + asked.output
     found = json.loads(asked.output.splitlines()[-1])
-    return Walked(home, by_hand, ended.output, found, (home / "compared").read_text())
+    return Walked(home, ended.output, found, (home / "compared").read_text())
 
 
 @pytest.mark.parametrize("page", WRITES)
-def test_a_trip_takes_few_files(walked: Walked, page: str) -> None:
-    named = files(page)
-    assert walked.by_hand[page] == WRITES[page] <= set(named)
+def test_a_trip_takes_few_files(edited: tuple[Copy, Mapping[str, set[str]]], page: str) -> None:
+    named, (copy, by_hand) = files(page), edited
+    assert by_hand[page] == WRITES[page] <= set(named)
     assert len(named) <= MOST
     for name in named:
-        assert (walked.home / name).exists() or (ROOT / name).parent.is_dir(), name
+        assert (copy.home / name).exists() or (ROOT / name).parent.is_dir(), name
 
 
+@pytest.mark.nightly
 def test_messages_of_the_dimension_are_encoded_and_counted(walked: Walked) -> None:
     errors = [float(value) for value in re.findall(r"largest error ([\d.e-]+)", walked.printed)]
     assert len(errors) == 2 and errors[0] == errors[1] and 0 < errors[0] < 0.02
     assert re.search(r"\[hybridcomp\] step 1: sites blockint\(bits=8\) 3\.\d+x", walked.printed)
 
 
+@pytest.mark.nightly
 def test_the_pages_have_the_dimension(walked: Walked) -> None:
     section = walked.page("block.md").partition("\n## sites\n")[2].partition("\n## ")[0]
     assert "Averages of sites that meet every few steps. Default: native." in section
@@ -159,6 +167,7 @@ def test_the_pages_have_the_dimension(walked: Walked) -> None:
     assert row in walked.page("contributing/dimension.md")
 
 
+@pytest.mark.nightly
 def test_the_pages_have_the_codec(walked: Walked) -> None:
     assert "trim: bytes of a value that are sent, 2 (default) or 3." in walked.page("block.md")
     formats = walked.page("wire_formats.md")
@@ -167,6 +176,7 @@ def test_the_pages_have_the_codec(walked: Walked) -> None:
     assert places == sorted(places)
 
 
+@pytest.mark.nightly
 def test_the_pages_name_the_releases(walked: Walked) -> None:
     window, old = "deepspeed >= 0.19, < 0.21", "deepspeed >= 0.19, < 0.20"
     assert walked.page("support.md").count(f"`{window}`") >= 10
@@ -177,10 +187,12 @@ def test_the_pages_name_the_releases(walked: Walked) -> None:
     assert left == ["release.md"], "which shows the step"
 
 
+@pytest.mark.nightly
 def test_every_seam_accepts_the_release(walked: Walked) -> None:
     assert len(walked.versions) > 20 and set(walked.versions) == {"deepspeed 0.20.3"}
 
 
+@pytest.mark.nightly
 def test_a_release_is_added_to_the_record(walked: Walked) -> None:
     """All earlier records are kept, and differences are printed."""
     for name in RECORDS:

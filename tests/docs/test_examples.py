@@ -20,7 +20,6 @@ from hybridcomp.tools.plan.machines import cluster_file
 from tests.docs.pages import DOCS, Fence, commands, fences, prose_of, texts_in_named_commits
 from tests.patches.trainers.launched import launch
 from tests.paths import ROOT
-from tests.selection import by_day
 
 JSON = list(fences("json"))
 
@@ -293,8 +292,8 @@ def test_a_page_of_an_engine_begins_with_a_command_for_two_cpu_ranks(page: Path)
     assert starting and all(re.search(f"{cpus}|{alone}", line) for line in starting), starting
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", by_day(RUN, [DOCS / "engines" / "fsdp2_ddp.md"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_the_first_commands_of_an_engine_train(page: Path, tmp_path: Path) -> None:
     text = first_commands(page).body
     if page.stem == "neox":

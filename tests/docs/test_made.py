@@ -185,6 +185,7 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
     assert not installing, "CI installs what the test command does not"
 
 
+@pytest.mark.nightly
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     """mkdocs treats warnings about links, anchors and navigation as errors."""
     if find_spec("mkdocs") is None or find_spec("material") is None:

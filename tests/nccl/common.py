@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,18 @@ class Trainings:
     def close(self) -> None:
         """End the ranks."""
         self._pool.close()
+
+
+def trainings(run: Callable[..., Any], world_size: int, **more: Any) -> Any:
+    """Return a module's fixture of ``Trainings``."""
+
+    @pytest.fixture(scope="module")
+    def made() -> Iterator[Trainings]:
+        found = Trainings(run, world_size, **more)
+        yield found
+        found.close()
+
+    return made
 
 
 def with_block(job: Any, found: dict[str, Any] | None) -> Any:

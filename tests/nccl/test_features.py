@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from tests.nccl.common import DEVICE, EIGHT_BITS, FEEDBACK, MARKS, Trainings
+from tests.nccl.common import DEVICE, EIGHT_BITS, FEEDBACK, MARKS, Trainings, trainings
 from tests.nccl.pool import NcclPool
 from tests.sync import test_deepspeed as islands
 from tests.training.trainer import Job, run
@@ -38,11 +37,7 @@ LOSSY: dict[str, tuple[Job, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def train() -> Iterator[Trainings]:
-    trainings = Trainings(run, 2)
-    yield trainings
-    trainings.close()
+train = trainings(run, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.nccl.common import (
     Trainings,
     block,
     tail,
+    trainings,
     with_block,
 )
 from tests.training.mcore_trainer import Job, run
@@ -45,18 +45,8 @@ JOBS = {name: (replace(job, bf16=True, steps=STEPS), dims) for name, (job, dims)
 THREE = Job(tp=2, pp=2, distributed_optimizer=True, bf16=True, steps=STEPS)
 
 
-@pytest.fixture(scope="module")
-def train() -> Iterator[Trainings]:
-    trainings = Trainings(run, 2)
-    yield trainings
-    trainings.close()
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Trainings]:
-    trainings = Trainings(run, 8)
-    yield trainings
-    trainings.close()
+train = trainings(run, 2)
+eight = trainings(run, 8)
 
 
 def check_identity(base: list[Any], found: list[Any], dimensions: str) -> None:

@@ -9,7 +9,16 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from tests.nccl.common import EIGHT_BITS, MARKS, STEPS, Trainings, block, tail, with_block
+from tests.nccl.common import (
+    EIGHT_BITS,
+    MARKS,
+    STEPS,
+    Trainings,
+    block,
+    tail,
+    trainings,
+    with_block,
+)
 from tests.training import pipe_trainer, tensor_trainer
 
 pytestmark = MARKS
@@ -22,11 +31,7 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def train() -> Iterator[Trainings]:
-    trainings = Trainings(pipe_trainer.run, 2)
-    yield trainings
-    trainings.close()
+train = trainings(pipe_trainer.run, 2)
 
 
 @pytest.mark.parametrize("codec", ["none", "expcode"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.nccl.common import (
     Trainings,
     block,
     tail,
+    trainings,
     with_block,
 )
 from tests.nccl.pool import NcclPool
@@ -61,11 +61,7 @@ def test_moves_are_those_of_a_cpu() -> None:
     assert_as_on_a_cpu(2, [(_gathered_on,)])
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Trainings]:
-    trainings = Trainings(run, 4, per_node=2)
-    yield trainings
-    trainings.close()
+nodes = trainings(run, 4, per_node=2)
 
 
 @pytest.mark.parametrize("name", LEVEL_JOBS)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("deepspeed")
 
-from tests.nccl.common import EIGHT_BITS, MARKS, STEPS, Trainings, block, tail, with_block
+from tests.nccl.common import (
+    EIGHT_BITS,
+    MARKS,
+    STEPS,
+    Trainings,
+    block,
+    tail,
+    trainings,
+    with_block,
+)
 from tests.training import moe_trainer, split_trainer
 
 pytestmark = MARKS
@@ -22,18 +29,8 @@ SPLIT = {
 MOE = {f"moe zero{zero}": moe_trainer.Job(zero=zero, bf16=True, steps=STEPS) for zero in (0, 1)}
 
 
-@pytest.fixture(scope="module")
-def train() -> Iterator[Trainings]:
-    trainings = Trainings(split_trainer.run, 2)
-    yield trainings
-    trainings.close()
-
-
-@pytest.fixture(scope="module")
-def experts() -> Iterator[Trainings]:
-    trainings = Trainings(moe_trainer.run, 2)
-    yield trainings
-    trainings.close()
+train = trainings(split_trainer.run, 2)
+experts = trainings(moe_trainer.run, 2)
 
 
 def dimension(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.nccl.common import DEVICE, EIGHT_BITS, MARKS, Trainings
+from tests.nccl.common import DEVICE, EIGHT_BITS, MARKS, Trainings, trainings
 from tests.nccl.pool import NcclPool
 from tests.patches.torch import test_state
 from tests.patches.torch.trainer import Job, Outcome, run_all
@@ -41,11 +40,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def train() -> Iterator[Trainings]:
-    trainings = Trainings(run_all, 2)
-    yield trainings
-    trainings.close()
+train = trainings(run_all, 2)
 
 
 def with_codecs(job: Job, gradients: Any, gathers: Any) -> Job:

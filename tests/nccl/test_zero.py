@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("deepspeed")
 
-from tests.nccl.common import EIGHT_BITS, FEEDBACK, MARKS, STEPS, Trainings, block, tail, with_block
+from tests.nccl.common import (
+    EIGHT_BITS,
+    FEEDBACK,
+    MARKS,
+    STEPS,
+    Trainings,
+    block,
+    tail,
+    trainings,
+    with_block,
+)
 from tests.training.trainer import Job, run
 
 pytestmark = MARKS
@@ -23,11 +31,7 @@ JOBS = {
 PRESETS = ("recommended", "naive-zfp", "naive-mpc", "zhybrid")
 
 
-@pytest.fixture(scope="module")
-def train() -> Iterator[Trainings]:
-    trainings = Trainings(run, 2)
-    yield trainings
-    trainings.close()
+train = trainings(run, 2)
 
 
 def dimensions(job: Job) -> str:

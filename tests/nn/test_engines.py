@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 VOCABULARY, LENGTH, STEPS = 61, 64, 3
 SETTINGS: dict[str, Any] = {
@@ -123,13 +123,13 @@ def refused() -> str:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp"])
-def test_engines_train_over_sequences(engine: str) -> None:
+def test_engines_train_over_sequences(module_ranks: RunRanks, engine: str) -> None:
     runs = [
         Run(engine, cp=1), Run(engine), Run(engine, setting="expcode"),
         Run(engine, setting={"codec": "blockint", "bits": 8}),
     ]  # fmt: skip
     layers = 2
-    for dense, native, lossless, lossy in run_ranks(2, trainings, runs):
+    for dense, native, lossless, lossy in module_ranks(2, trainings, runs):
         assert native[0] == pytest.approx(dense[0], rel=2e-5)
         assert lossless[0] == native[0]
         assert lossy[0] != native[0] and lossy[0] == pytest.approx(native[0], rel=1e-2)
@@ -138,6 +138,6 @@ def test_engines_train_over_sequences(engine: str) -> None:
             assert counted["backward"] == (layers * STEPS, 0)
 
 
-def test_a_model_without_a_ring_is_refused() -> None:
-    for text in run_ranks(2, refused):
+def test_a_model_without_a_ring_is_refused(module_ranks: RunRanks) -> None:
+    for text in module_ranks(2, refused):
         assert "compression.cp" in text and "use hybridcomp.nn.RingAttention" in text

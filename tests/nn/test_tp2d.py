@@ -72,6 +72,7 @@ def nine() -> list[tuple[dict[str, float], bool]]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_mesh_of_nine_ranks() -> None:
     """Sums have two addends from others and blocks two receivers; 50 words are padded to 51."""
     for plain, tied, eight in run_ranks(9, nine):

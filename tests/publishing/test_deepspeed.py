@@ -13,7 +13,7 @@ import torch.distributed as dist
 import hybridcomp
 from hybridcomp.errors import ConfigError, PublishError
 from tests.publishing.made import full_disk, same
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, run_ranks
 from tests.training import pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, parameters, train, train_step
 
@@ -49,8 +49,8 @@ def published(folder: Path, stages: tuple[int, ...], steps: int) -> list[str]:
     return wrong
 
 
-def test_versions_are_what_the_model_computes_with(tmp_path: Path) -> None:
-    assert run_ranks(2, published, tmp_path, STAGES, 6, timeout=600.0) == [[], []]
+def test_versions_are_what_the_model_computes_with(module_ranks: RunRanks, tmp_path: Path) -> None:
+    assert module_ranks(2, published, tmp_path, STAGES, 6) == [[], []]
 
 
 def fails_once(folder: Path) -> list[Any]:
@@ -80,9 +80,11 @@ def fails_once(folder: Path) -> list[Any]:
     return found
 
 
-def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) -> None:
+def test_a_version_that_fails_changes_nothing_of_the_training(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
     expected = [(True, 1, True, True, 8, 4)] * 2
-    assert run_ranks(2, fails_once, tmp_path, timeout=600.0) == [expected] * 2
+    assert module_ranks(2, fails_once, tmp_path) == [expected] * 2
 
 
 def pipeline_fails_once(folder: Path) -> list[Any]:
@@ -113,7 +115,7 @@ def pipeline_fails_once(folder: Path) -> list[Any]:
 
 
 def test_a_version_that_fails_changes_nothing_of_a_pipeline(tmp_path: Path) -> None:
-    found = run_ranks(2, pipeline_fails_once, tmp_path, timeout=600.0)
+    found = run_ranks(2, pipeline_fails_once, tmp_path)
     assert [one[:2] for one in found] == [[True, [True]]] * 2, found
 
 
@@ -134,8 +136,10 @@ def other_parameters(folder: Path) -> list[str]:
     return told
 
 
-def test_another_parameter_of_an_engine_is_refused_by_name(tmp_path: Path) -> None:
-    for told in run_ranks(2, other_parameters, tmp_path, timeout=600.0):
+def test_another_parameter_of_an_engine_is_refused_by_name(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for told in module_ranks(2, other_parameters, tmp_path):
         assert [": scale: it is another Parameter" in one for one in told] == [True, True], told
 
 
@@ -175,8 +179,10 @@ def refused(folder: Path) -> list[str]:
     return told
 
 
-def test_what_cannot_be_published_is_refused_in_one_line(tmp_path: Path) -> None:
-    told = run_ranks(2, refused, tmp_path)
+def test_what_cannot_be_published_is_refused_in_one_line(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    told = module_ranks(2, refused, tmp_path)
     assert told[0] == told[1]
     fp32, cast, other, every, module = told[0]
     assert fp32 == (

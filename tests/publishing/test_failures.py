@@ -108,7 +108,7 @@ def test_an_error_at_any_call_of_an_update_loses_nothing(
     made: Made, error: type[BaseException]
 ) -> None:
     folder, values = made
-    number, step = 1, 1 if error is RuntimeError else 7
+    number, step = 1, 1 if NIGHTLY else 5 if error is RuntimeError else 23
     while True:
         program = Program(folder)
         program.update(until=1)
@@ -357,7 +357,7 @@ def at_any_call(folder: Path) -> list[str]:
     """Raise errors at any call of a publish: receivers see whole versions, the next is right."""
     wrong = []
     for error in ERRORS:
-        number, step = 1, (3 if error is RuntimeError else 17) if not NIGHTLY else 1
+        number, step = 1, 1 if NIGHTLY else 7 if error is RuntimeError else 31
         weights, to = Weights(shapes=dict(SHAPES)), folder / error.__name__
         publisher, receiver = weights.publisher(Folder(to), keep=1), WeightReceiver(to)
         publisher.publish()

@@ -15,7 +15,7 @@ from hybridcomp.errors import PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.records import read_manifest
 from tests.publishing.made import full_disk
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.training.mcore_trainer import Job, run
 from tests.training.trainer import digest
 
@@ -41,11 +41,11 @@ def candidates(whole: Tensor, rank: int) -> set[str]:
     return {digest(part) for part in (whole, *halves)}
 
 
-def test_versions_are_what_the_ranks_hold(tmp_path: Path) -> None:
+def test_versions_are_what_the_ranks_hold(module_ranks: RunRanks, tmp_path: Path) -> None:
     jobs = JOBS if NIGHTLY else JOBS[:2]
     blocks = [{"publish": {"to": str(tmp_path / str(n)), "wait": True}} for n in range(len(jobs))]
     published = [replace(job, block=block) for job, block in zip(jobs, blocks, strict=True)]
-    outcomes = run_ranks(2, run, [*jobs, *published], timeout=600.0)
+    outcomes = module_ranks(2, run, [*jobs, *published])
     for number, job in enumerate(jobs):
         receiver = WeightReceiver(tmp_path / str(number))
         applied = receiver.update()
@@ -116,9 +116,11 @@ def llama(folder: Path) -> list[Any]:
     return [summary.full, state, logits]
 
 
-def test_a_model_like_llama_has_the_names_of_hugging_face(tmp_path: Path) -> None:
+def test_a_model_like_llama_has_the_names_of_hugging_face(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
     """Expected tensors come from both ranks' weights, computed differently from the adapter."""
-    (full, first, _), (_, second, _) = run_ranks(2, llama, tmp_path, timeout=600.0)
+    (full, first, _), (_, second, _) = module_ranks(2, llama, tmp_path)
     assert not full
     receiver = WeightReceiver(tmp_path)
     receiver.update()
@@ -151,10 +153,10 @@ def test_a_model_like_llama_has_the_names_of_hugging_face(tmp_path: Path) -> Non
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
+def test_transformers_computes_the_same_with_them(module_ranks: RunRanks, tmp_path: Path) -> None:
     """Its model accepts every published tensor, by name and shape, and gives the same logits."""
     transformers = pytest.importorskip("transformers")
-    ranks = run_ranks(2, llama, tmp_path, timeout=600.0)
+    ranks = module_ranks(2, llama, tmp_path)
     receiver = WeightReceiver(tmp_path)
     receiver.update()
     config = transformers.LlamaConfig(
@@ -173,11 +175,11 @@ def _joined(first: dict[str, Tensor], second: dict[str, Tensor], name: str, dim:
     return torch.cat([first[name], second[name]], dim)
 
 
-def test_the_block_asks_for_names(tmp_path: Path) -> None:
+def test_the_block_asks_for_names(module_ranks: RunRanks, tmp_path: Path) -> None:
     """GPT-2's names, from a training job."""
     block = {"publish": {"to": str(tmp_path / "gpt"), "names": "hf", "wait": True}}
     job = Job(bf16=True, steps=2, lr=1e-3, tp=2, block=block)
-    for (outcome,) in run_ranks(2, run, [job], timeout=600.0):
+    for (outcome,) in module_ranks(2, run, [job]):
         assert not isinstance(outcome, str), outcome
     receiver = WeightReceiver(tmp_path / "gpt")
     receiver.update()
@@ -210,8 +212,10 @@ def fails_once(folder: Path) -> list[Any]:
     return [held == native.parameters, losses == native.losses, told]
 
 
-def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) -> None:
-    for same_weights, same_losses, told in run_ranks(2, fails_once, tmp_path, timeout=600.0):
+def test_a_version_that_fails_changes_nothing_of_the_training(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for same_weights, same_losses, told in module_ranks(2, fails_once, tmp_path):
         assert same_weights and same_losses and len(told) == 1
         assert "rank 1: OSError" in told[0]
     receiver = WeightReceiver(tmp_path)
@@ -249,8 +253,8 @@ def other_parameters(folder: Path) -> list[str]:
     return told
 
 
-def test_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
-    for dtype, swapped, moved in run_ranks(2, other_parameters, tmp_path, timeout=600.0):
+def test_other_parameters_are_refused_by_name(module_ranks: RunRanks, tmp_path: Path) -> None:
+    for dtype, swapped, moved in module_ranks(2, other_parameters, tmp_path):
         assert "of bfloat16, found" in dtype and "of float16" in dtype
         assert "final_layernorm.weight: it is another Parameter" in swapped
         assert "final_layernorm.weight: its values are elsewhere than they were" in moved

@@ -17,11 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels.cuda import images
+from hybridcomp.codecs import Codec
+from hybridcomp.kernels.cuda import CudaKernels, images
 from hybridcomp.kernels.cuda.launcher import Words
+from tests.kernels.cuda.common import assert_same, kernels_replaced, results
 
 HERE = Path(__file__).resolve().parent
-KERNELS, FORMATS = images.FOLDER, images.FORMATS
+CUDA, FORMATS = images.FOLDER, images.FORMATS
 THREADS = 256
 ARGUMENTS = 12
 #: environment variable: lanes of a wave, for kernels as HIP compiles them
@@ -98,8 +100,8 @@ def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
         pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
     partial = library.with_suffix(f".{os.getpid()}")
     macros = [f"-D{define}" for define in defines]
-    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}", f"-I{KERNELS}"]
-    command += ["-o", str(partial), str(KERNELS / source)]
+    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}", f"-I{CUDA}"]
+    command += ["-o", str(partial), str(CUDA / source)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     partial.replace(library)
@@ -127,3 +129,15 @@ class EmulatedLauncher:
     def words(self, values: Words) -> Tensor:
         """See ``launcher.Launcher``."""
         return torch.from_numpy(values.copy())
+
+
+KERNELS = CudaKernels(EmulatedLauncher())
+
+
+def check(codec: Codec, values: Tensor) -> None:
+    """Compare all results on ``KERNELS`` with the CPU's."""
+    expected = results(codec, values)
+    with kernels_replaced(KERNELS):
+        found = results(codec, values)
+    assert_same(codec, values, expected, found)
+    KERNELS.check()

@@ -18,7 +18,7 @@ from tests.collectives.calls import reduce_scatter
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import emulated
 from tests.kernels.cuda.test_table import Counting
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 
 def cut_scatter(
@@ -62,13 +62,13 @@ def every_cut_scatter(fused: bool) -> list[tuple[list[torch.Tensor], list[str]]]
     return [cut_scatter(fused, *each) for each in CHUNKS]
 
 
-def test_a_reduce_scatter_with_cuts_takes_two_launches() -> None:
+def test_a_reduce_scatter_with_cuts_takes_two_launches(on_ranks: RunRanks) -> None:
     """For any number of cuts and ranks; bits, residuals and bytes equal the CPU's."""
     macros = blockint_macros(BlockInt(bits=4)._setting)
     for source in ("blockint_table.cu", "blockint_sum.cu"):
         emulated(source, *macros)
-    right = run_ranks(3, every_cut_scatter, False)
-    for expected, found in zip(right, run_ranks(3, every_cut_scatter, True), strict=True):
+    right = on_ranks(3, every_cut_scatter, False)
+    for expected, found in zip(right, on_ranks(3, every_cut_scatter, True), strict=True):
         for asked, (sums, _), (fused, kernels) in zip(CHUNKS, expected, found, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(sums, fused, strict=True)), asked
             names = [kernel.split()[0] for kernel in kernels]
@@ -82,8 +82,8 @@ def between_blocks(fused: bool) -> torch.Tensor:
     return found[0]
 
 
-def test_cuts_inside_of_blocks_of_a_residual() -> None:
+def test_cuts_inside_of_blocks_of_a_residual(on_ranks: RunRanks) -> None:
     """It is fp32 within the message; payloads and sums have the CPU's bits."""
-    right = run_ranks(3, between_blocks, False)
-    for expected, found in zip(right, run_ranks(3, between_blocks, True), strict=True):
+    right = on_ranks(3, between_blocks, False)
+    for expected, found in zip(right, on_ranks(3, between_blocks, True), strict=True):
         assert torch.equal(expected, found)

@@ -27,7 +27,7 @@ from tests.codecs import arrays
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import emulated
 from tests.kernels.cuda.test_table import Counting
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 NUMEL = 6000
 CUTS = [40, 1064, 3000, 3001]
@@ -131,10 +131,10 @@ def built() -> None:
         emulated(source, *macros)
 
 
-def compared(ranks: int, job: Any) -> list[list[list[str]]]:
+def compared(on_ranks: RunRanks, ranks: int, job: Any) -> list[list[list[str]]]:
     """Compare both variants; return every rank's launches per message."""
     names = []
-    pairs = zip(run_ranks(ranks, job, False), run_ranks(ranks, job, True), strict=True)
+    pairs = zip(on_ranks(ranks, job, False), on_ranks(ranks, job, True), strict=True)
     for rank, (right, found) in enumerate(pairs):
         for index, ((expected, _), (fused, _)) in enumerate(zip(right, found, strict=True)):
             same = [torch.equal(a, b) for a, b in zip(expected, fused, strict=True)]
@@ -144,10 +144,10 @@ def compared(ranks: int, job: Any) -> list[list[list[str]]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_an_all_reduce_with_cuts(ranks: int) -> None:
+def test_an_all_reduce_with_cuts(on_ranks: RunRanks, ranks: int) -> None:
     """Four launches, three between two ranks, for any cuts, ranks and residuals."""
     hops = ("encode", "decode", "sum") if ranks == 2 else ("encode", "sum", "encode", "decode")
-    for of_rank in compared(ranks, every_all_reduce):
+    for of_rank in compared(on_ranks, ranks, every_all_reduce):
         for (_, bits, _), names in zip(SUMS, of_rank, strict=True):
             if bits == 8 and ranks == 3:  # chunks begin inside blocks of the residual: fp32
                 names.remove("residual_load")
@@ -156,9 +156,9 @@ def test_an_all_reduce_with_cuts(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_buckets_with_cuts_and_several_owners(ranks: int) -> None:
+def test_buckets_with_cuts_and_several_owners(on_ranks: RunRanks, ranks: int) -> None:
     """Two launches a hop; one more for a shared range, or two where this rank sums it."""
-    for of_rank in compared(ranks, every_bucket):
+    for of_rank in compared(on_ranks, ranks, every_bucket):
         for names in of_rank:
             kinds = [name.split("_")[0] for name in names if not name.startswith("residual")]
             hops = ["encode", "decode", "sum", "sum"]
@@ -168,12 +168,12 @@ def test_buckets_with_cuts_and_several_owners(ranks: int) -> None:
             assert all(kind in left for kind in kinds), names  # some ranks have nothing to do
 
 
-def test_cuts_inside_of_blocks_of_a_residual() -> None:
+def test_cuts_inside_of_blocks_of_a_residual(on_ranks: RunRanks) -> None:
     """It is fp32 within the message; payloads have the CPU's bits."""
     case = [(torch.bfloat16, 8, CUTS)]
     pairs = zip(
-        run_ranks(3, every_all_reduce, False, case),
-        run_ranks(3, every_all_reduce, True, case),
+        on_ranks(3, every_all_reduce, False, case),
+        on_ranks(3, every_all_reduce, True, case),
         strict=True,
     )
     for ((right, _),), ((found, _),) in pairs:

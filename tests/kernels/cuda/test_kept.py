@@ -26,7 +26,7 @@ from tests.collectives.calls import all_reduce, reduce_scatter, reduce_to_owners
 from tests.kernels.cuda.common import bits_but_nan, kernels_replaced
 from tests.kernels.cuda.emulated import EmulatedLauncher, emulated
 from tests.kernels.cuda.test_fused import Counting
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 KERNELS = CudaKernels(EmulatedLauncher())
@@ -228,14 +228,14 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize(("settings", "bits"), CASES, ids=str)
-def test_reductions(settings: dict[str, Any], bits: int) -> None:
+def test_reductions(on_ranks: RunRanks, settings: dict[str, Any], bits: int) -> None:
     macros = blockint_macros(blockint(settings)._setting)
     emulated("residual.cu", f"HC_KEPT={bits}")
     for source in ("blockint.cu", "blockint_sum.cu", "blockint_table.cu"):
         emulated(source, *macros)
         emulated(source, *macros, f"HC_KEPT={bits}")
     kinds = ("outliers", "nonfinite", "near max") if NIGHTLY else ("nonfinite",)
-    for found in run_ranks(3, compared, settings, bits, kinds):
+    for found in on_ranks(3, compared, settings, bits, kinds):
         for name, kind, dtype, different, kernels in found:
             short = [kernel.removeprefix("blockint_") for kernel in kernels]
             # a block of two runs is quantized once here, but after each run on a CPU

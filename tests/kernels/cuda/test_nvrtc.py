@@ -11,7 +11,8 @@ import pytest
 
 from hybridcomp.errors import install_hint
 from hybridcomp.kernels.cuda import images
-from tests.kernels.cuda.sources import NIGHTLY, SOURCES
+from tests.kernels.cuda.sources import SOURCES
+from tests.selection import by_day
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason=install_hint("cuda13"))
 
@@ -21,14 +22,13 @@ ARCHITECTURES = (75, 80, 86, 90, 100)
 MOST_REGISTERS, MOST_OF_64 = 128, 128
 
 Case = tuple[str, tuple[str, ...], int]
-#: locally every source for every architecture; in CI every source and every architecture in
-#: rotation: the assembler takes longest of all CI
-CASES: list[Case] = [
-    (source, defines, architecture)
-    for index, (source, defines) in enumerate(SOURCES)
-    for turn, architecture in enumerate(ARCHITECTURES)
-    if NIGHTLY or index % len(ARCHITECTURES) == turn
-]
+#: by day each architecture, with a source that takes a second or two: others take up to 30
+DAY: list[Case] = [
+    ("blockint.cu", ("HC_BITS=4",), 75),
+    *((f"{name}.cu", (), each) for name, each in
+      zip(("casts", "radix", "pieces", "mpc"), ARCHITECTURES[1:], strict=True)),
+]  # fmt: skip
+CASES = [(*source, architecture) for source in SOURCES for architecture in ARCHITECTURES]
 
 
 def report_of(source: str, defines: tuple[str, ...], architecture: int) -> str:
@@ -50,7 +50,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[str]]]
         }
 
 
-@pytest.mark.parametrize(("source", "defines", "architecture"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("source", "defines", "architecture"), by_day(CASES, DAY), ids=str)
 def test_compiles_without_spills(
     source: str, defines: tuple[str, ...], architecture: int, reports: dict[Case, Future[str]]
 ) -> None:

@@ -124,7 +124,7 @@ def outcomes(codec: Codec, payloads: list[Tensor], out: list[Tensor]) -> list[Te
     return [bits_but_nan(one) for one in (*out, *totals)]
 
 
-@pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:2]), ids=str)
+@pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[1:2]), ids=str)
 @pytest.mark.parametrize("codec", by_day(VARYING, [VARYING[i] for i in (0, 1, 3)]), ids=str)
 def test_all_pieces(codec: Codec, dtype: torch.dtype) -> None:
     """Payloads are the CPU encoder's; values and sums are its bits, in one launch each."""
@@ -150,7 +150,7 @@ def test_all_pieces(codec: Codec, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ranks", by_day([3, 40], [3]))
-@pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:2]), ids=str)
+@pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[1:2]), ids=str)
 @pytest.mark.parametrize("codec", by_day(VARYING, [VARYING[i] for i in (0, 1, 3)]), ids=str)
 def test_sums_over_ranks(codec: Codec, dtype: torch.dtype, ranks: int) -> None:
     """A single launch gives the bits of additions in rank order."""

@@ -7,20 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, make_codec
-from hybridcomp.kernels.cuda import CudaKernels
-from tests.kernels.cuda.common import assert_same, kernels_replaced, results
-from tests.kernels.cuda.emulated import EmulatedLauncher
-
-KERNELS = CudaKernels(EmulatedLauncher())
-
-
-def check(values: Tensor, bound: float, segment: int, mode: str = "rel") -> None:
-    codec = make_codec("radix", error_bound=bound, segment=segment, mode=mode)
-    expected = results(codec, values)
-    with kernels_replaced(KERNELS):
-        found = results(codec, values)
-    assert_same(codec, values, expected, found)
-    KERNELS.check()
+from tests.kernels.cuda.emulated import check
+from tests.selection import by_day
 
 
 def near_powers_of_two(numel: int, dtype: torch.dtype) -> Tensor:
@@ -32,7 +20,7 @@ def near_powers_of_two(numel: int, dtype: torch.dtype) -> Tensor:
     return (powers * signs * near).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:1]), ids=str)
 @pytest.mark.parametrize(
     ("bound", "segment"),
     # so coarse or fine that every block is compared; E a multiple of a spacing; one, two and four
@@ -40,14 +28,15 @@ def near_powers_of_two(numel: int, dtype: torch.dtype) -> Tensor:
     [(0.9, 4096), (3e-7, 272), (0.25, 4096), (2**-7, 4096), (1e-2, 64), (1e-2, 208), (1e-3, 4096)],
 )
 def test_bounds_and_segments(bound: float, segment: int, dtype: torch.dtype) -> None:
+    codec = make_codec("radix", error_bound=bound, segment=segment)
     values = near_powers_of_two(5003, dtype)
-    check(values, bound, segment)
+    check(codec, values)
     values[: 16 * 100].view(100, 16)[torch.arange(100) % 3 == 0] = 0
     values[3000:4500] = 0
-    check(values, bound, segment)
+    check(codec, values)
 
 
-@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:1]), ids=str)
 def test_every_class(dtype: torch.dtype) -> None:
     """A block for each largest digit up to 300, and for many beyond."""
     generator = torch.Generator().manual_seed(1)
@@ -56,4 +45,4 @@ def test_every_class(dtype: torch.dtype) -> None:
     digits[:, 3] = 1
     values = (digits * tops[:, None]).flatten().to(dtype)
     for segment in (64, 4096):
-        check(values, 0.4999, segment, "abs")
+        check(make_codec("radix", error_bound=0.4999, segment=segment, mode="abs"), values)

@@ -25,7 +25,7 @@ from tests.collectives.calls import (
 )
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher, emulated
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 SETTINGS: list[dict[str, Any]] = [{"bits": 8}, {"bits": 4, "rotate": True}]
 #: one value, full and partial tiles, none, more than a thread block holds
@@ -175,11 +175,11 @@ def both(dtype: torch.dtype, held: bool) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["plain", "feedback"])
-def test_messages_with_borders_take_few_launches(held: bool) -> None:
+def test_messages_with_borders_take_few_launches(on_ranks: RunRanks, held: bool) -> None:
     macros = blockint_macros(BlockInt(bits=4)._setting)
     for source in ("blockint_table.cu", "blockint.cu"):
         emulated(source, *macros)
-    for different, kernels in run_ranks(3, both, torch.bfloat16, held):
+    for different, kernels in on_ranks(3, both, torch.bfloat16, held):
         assert not different, (different, kernels)
         # five slices of the shard, the same for three ranks
         assert kernels[:2] == ["planned_encode_bf16 5", "planned_decode_bf16 5"], kernels
@@ -225,13 +225,13 @@ def all_buckets(dtype: torch.dtype, fused: bool) -> list[tuple[list[torch.Tensor
     return [to_owners(dtype, held, fused, name) for name in BUCKETS for held in (False, True)]
 
 
-def test_buckets_take_two_launches_a_hop() -> None:
+def test_buckets_take_two_launches_a_hop(on_ranks: RunRanks) -> None:
     """Some ranks have nothing to do in some; bits, residuals and bytes equal the CPU's."""
     macros = blockint_macros(BlockInt(bits=4)._setting)
     for source in ("blockint_table.cu", "blockint.cu", "blockint_sum.cu"):
         emulated(source, *macros)
-    right = run_ranks(4, all_buckets, torch.bfloat16, False)
-    for expected, found in zip(right, run_ranks(4, all_buckets, torch.bfloat16, True), strict=True):
+    right = on_ranks(4, all_buckets, torch.bfloat16, False)
+    for expected, found in zip(right, on_ranks(4, all_buckets, torch.bfloat16, True), strict=True):
         for index, ((sums, _), (fused, kernels)) in enumerate(zip(expected, found, strict=True)):
             feedback, held = ("_feedback", "_held") if index % 2 else ("", "")
             assert all(torch.equal(a, b) for a, b in zip(sums, fused, strict=True))

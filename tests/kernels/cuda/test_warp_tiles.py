@@ -10,12 +10,10 @@ from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, make_codec
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels.cuda import CudaKernels
 from tests.codecs import arrays
-from tests.kernels.cuda.common import assert_same, kernels_replaced, payload_of, results
-from tests.kernels.cuda.emulated import EmulatedLauncher
+from tests.kernels.cuda.common import kernels_replaced, payload_of
+from tests.kernels.cuda.emulated import KERNELS, check
 
-KERNELS = CudaKernels(EmulatedLauncher())
 TILE, BLOCK = 2048, 32
 #: more tiles than a thread block has warps, the last one partial
 NUMEL = 9 * TILE + 700
@@ -73,12 +71,7 @@ def _small_exponents(values: Tensor) -> None:
 def test_tiles_that_are_not_plain(change: Callable[[Tensor], None], dtype: torch.dtype) -> None:
     values = arrays.make("normal", NUMEL, 2, dtype)
     change(values)
-    codec = make_codec("expcode")
-    expected = results(codec, values)
-    with kernels_replaced(KERNELS):
-        found = results(codec, values)
-    assert_same(codec, values, expected, found)
-    KERNELS.check()
+    check(make_codec("expcode"), values)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 7, 32])
@@ -86,12 +79,7 @@ def test_chunks_of_every_dim(dim: int) -> None:
     """More chunks than a block has warps; partial ends inside a group and after a group."""
     codec = make_codec("mpc", dim=dim)
     for numel in (9 * 1024 + 64, 9 * 1024 + 77):
-        values = arrays.make("walk", numel, dim)
-        expected = results(codec, values)
-        with kernels_replaced(KERNELS):
-            found = results(codec, values)
-        assert_same(codec, values, expected, found)
-    KERNELS.check()
+        check(codec, arrays.make("walk", numel, dim))
 
 
 @pytest.mark.parametrize("name", ["mpc", "expcode"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from hybridcomp.nn import CachedEmbedding, RowOptimizer, ngram_keys
 from hybridcomp.session import process
 from tests.nn.tables.made import LOSSLESS, Pair, block, ranks, row_optimizer, zipf
 from tests.ranks import RunRanks
+from tests.selection import by_day
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 METHODS = ("sgd", "adagrad", "sparse adagrad", "adam")
-STEPS = 200 if NIGHTLY else 40
+STEPS = 200 if NIGHTLY else 16
 
 
 def trained(
@@ -47,13 +49,13 @@ def trained(
         return pair.outputs_equal, pair.weights_equal(), figures.hit_rate, figures.rows_out
 
 
-def cases() -> list[tuple[int, int, str]]:
-    every = [(world, width, method) for world in (1, 2, 4) for width in (7, 64, 256)
-             for method in METHODS]  # fmt: skip
-    return every if NIGHTLY else every[::5]
-
-
-@pytest.mark.parametrize(("world", "width", "method"), cases())
+@pytest.mark.parametrize(
+    ("world", "width", "method"),
+    by_day(
+        itertools.product((1, 2, 4), (7, 64, 256), METHODS),
+        [(1, 64, "adagrad"), (2, 256, "sgd"), (2, 7, "sparse adagrad"), (4, 7, "adam")],
+    ),
+)
 def test_is_torchs_table_to_the_bit(
     on_ranks: RunRanks, world: int, width: int, method: str, tmp_path: Path
 ) -> None:

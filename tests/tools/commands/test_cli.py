@@ -186,10 +186,10 @@ def test_validate_says_what_a_resumed_job_takes_over(
     assert "expected the folder of a checkpoint" in capsys.readouterr().err
 
 
-def without_deepspeed(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as without DeepSpeed installed."""
+def without_deepspeed(*commands: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run commands as without DeepSpeed installed; their outputs are divided by ``=========``."""
     code = (
-        "import sys\n"
+        "import json, sys\n"
         "class Without:\n"
         "    def __init__(self, finder): self.finder = finder\n"
         "    def __getattr__(self, name): return getattr(self.finder, name)\n"
@@ -198,25 +198,30 @@ def without_deepspeed(*words: str) -> subprocess.CompletedProcess[str]:
         "            return self.finder.find_spec(name, path, target)\n"
         "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
         "from hybridcomp.tools.commands.cli import main\n"
-        "raise SystemExit(main(sys.argv[1:]))\n"
+        "for words in json.loads(sys.argv[1]): assert main(words) == 0; print('=' * 9)\n"
     )
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, "-c", code, *words],
+        [sys.executable, "-c", code, json.dumps(commands)],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
 
 
-def test_seams_are_listed_without_deepspeed() -> None:
-    found = without_deepspeed("seams")
+def test_seams_are_listed_and_files_validated_without_deepspeed() -> None:
+    file = str(CONFIGS / "ds_zero3_recommended.json")
+    found = without_deepspeed(["seams"], ["validate", file])
     assert found.returncode == 0, found.stderr
-    head, *rows = found.stdout.splitlines()
+    seams, valid, _ = found.stdout.split("=" * 9)
+    head, *rows = seams.splitlines()
     assert head.split() == ["dimension", "what", "upstream"]
     assert {"offload", "tp"} <= {row.split()[0] for row in rows}
-    assert "`" not in found.stdout and "|" not in found.stdout, "Markdown is for pages"
+    assert "`" not in seams and "|" not in seams, "Markdown is for pages"
     assert "importing torch" in found.stderr
+    assert f"{file}: valid" in valid
+    assert "note: DeepSpeed is not installed here: the file is read as 0.19.8" in valid
 
 
+@pytest.mark.nightly
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m hybridcomp.tools.commands.cli schema | head -n 1"
     found = subprocess.run(
@@ -257,14 +262,6 @@ def test_missing_file_and_missing_command(
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
-
-
-def test_process_validates_without_deepspeed() -> None:
-    path = str(CONFIGS / "ds_zero3_recommended.json")
-    found = without_deepspeed("validate", path)
-    assert found.returncode == 0, found.stderr
-    assert "valid" in found.stdout
-    assert "note: DeepSpeed is not installed here: the file is read as 0.19.8" in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_status_output_and_variables(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.nightly
 def test_tests_in_the_background_of_a_shell_can_be_interrupted() -> None:
     """The shell starts background jobs, and so their children, with SIGINT ignored."""
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import tests.conftest"

@@ -43,7 +43,7 @@ def on_slow_links(seconds: float) -> tuple[Cluster, list[str]]:
         little(),
     ):
         path = Path(folder, "cluster.json")
-        options = ["--out", str(path), "--seconds", "1", "--ranks-per-node", "1"]
+        options = ["--out", str(path), "--seconds", "0.2", "--ranks-per-node", "1"]
         assert command.main(options) == 0
         return cluster_file.read(path) if path.exists() else Cluster(()), said
 

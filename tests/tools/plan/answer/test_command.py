@@ -31,6 +31,8 @@ CONFIG = {
     "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
     "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
+#: part of the search, where a test is about what is said
+ALONE = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1"]
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_islands_are_noted_beside_the_plans(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only a note, as islands change a training; none if dp and zero hardly lengthen a step."""
-    alone = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1", "--budget", "native"]
+    alone = [*ALONE, "--budget", "native"]
     assert cli.main([*words, *alone]) == 0
     assert "note: messages of dp and zero lengthen" in (said := capsys.readouterr().out)
     block = json.loads(said.partition('"sync": ')[2].splitlines()[0])
@@ -61,7 +63,8 @@ def test_islands_are_noted_beside_the_plans(
 def test_a_plan_from_the_command_line(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*words, "--fix", "tensor=1", "--", "echo", "{stages}", "{config}"]) == 0
+    words += ["--fix", "tensor=1", "--fix", "context=1", "--no-recompute"]
+    assert cli.main([*words, "--", "echo", "{stages}", "{config}"]) == 0
     said = capsys.readouterr().out
     assert said.lstrip().startswith("plan ") and "\n1 native" in said
     assert "The first beside the second:" in said and "start it with" in said
@@ -185,7 +188,7 @@ def test_bad_input_is_one_sentence(
 def test_codecs_without_a_price_are_named_once(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words += ["--fix", "stages=1", "--fix", "tensor=1", "--fix", "context=1"]
+    words += ALONE
     few = {**CLUSTER, "codecs": {"blockint": {"gbytes_per_second": 100}}}
     (tmp_path / "cluster.json").write_text(json.dumps(few))
     assert cli.main(words) == 0
@@ -221,7 +224,7 @@ def test_the_dtype_is_one_that_the_cluster_knows(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "tflops": {"fp16": 50}}))
-    assert cli.main(words) == 0
+    assert cli.main([*words, *ALONE]) == 0
     assert Plan.read(tmp_path / "plans" / "plan.json").dtype == "fp16"
     assert cli.main([*words, "--dtype", "bf16"]) == cli.BAD_INPUT
     assert "fast matrix products are in: fp16" in capsys.readouterr().err
@@ -260,6 +263,7 @@ def test_the_pages_example_plans_models_of_7_and_of_20_billion(
 def test_options_without_effect_are_said(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words += ALONE
     assert cli.main([*words, "--engine", "megatron", "--offload", "--own-cuts", "ring"]) == 0
     said = capsys.readouterr().out
     assert "note: --offload has no effect: plans of megatron have no optimizer" in said

@@ -17,8 +17,8 @@ from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Engine
 from tests.test_foreign import armed
 from tests.tools.plan.answer.made import CLUSTER, plan
+from tests.tools.plan.answer.test_command import ALONE, CONFIG
 from tests.tools.plan.answer.test_command import CLUSTER as DESCRIBED
-from tests.tools.plan.answer.test_command import CONFIG
 
 ENGINES: tuple[Engine, ...] = ("deepspeed", "megatron", "neox")
 #: stands in for every launcher: writes its arguments, a line for each
@@ -116,7 +116,7 @@ def test_the_command_plans_a_hostile_config(
     (tmp_path / "cluster.json").write_text(json.dumps({**DESCRIBED, "device": hostile}))
     out = tmp_path / "plans $(touch canary)"
     files_of = [str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.json")]
-    batch = ["--samples", "16", "--length", "512"]
+    batch = ["--samples", "16", "--length", "512", *ALONE]
     assert cli.main(["plan", *files_of, *batch, "--out", str(out), "--engine", engine]) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said and "\u202e" not in said

@@ -19,6 +19,7 @@ from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.arguments import train_gpt
 from hybridcomp.tools.plan.models.torch_tools import peak_nbytes
 from hybridcomp.tools.plan.request import Batch, SearchLimits
+from tests.selection import by_day
 from tests.tools.plan.clusters import cluster, small
 
 SEGMENTS = {"kept": (), "some": ((1, 3),), "all": tuple((n, n + 1) for n in range(1, 5))}
@@ -60,11 +61,14 @@ def measured(config: ModelConfig, batch: int, length: int, dtype: torch.dtype,
 @pytest.mark.parametrize("recompute", SEGMENTS)
 @pytest.mark.parametrize(
     ("batch", "length", "vocabulary", "dtype", "norm"),
-    [
-        (8, 128, 300, "fp32", "rmsnorm"),
-        (8, 128, 3000, "bf16", "layernorm"),
-        (1, 128, 300, "fp32", "layernorm"),
-    ],
+    by_day(
+        [
+            (8, 128, 300, "fp32", "rmsnorm"),
+            (8, 128, 3000, "bf16", "layernorm"),
+            (1, 128, 300, "fp32", "layernorm"),
+        ],
+        [(8, 128, 3000, "bf16", "layernorm")],
+    ),
 )
 def test_peak_is_within_5_percent_of_memtrackers(
     batch: int, length: int, vocabulary: int, dtype: str, norm: str, recompute: str

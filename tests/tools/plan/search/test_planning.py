@@ -25,6 +25,7 @@ from hybridcomp.tools.plan.request import Batch, Found, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 from hybridcomp.tools.plan.search.placing import Placer
 from hybridcomp.tools.plan.search.search import search
+from tests.selection import by_day
 from tests.tools.plan.clusters import cluster, small
 
 RECOMMENDED = AllowedChoices.parse("recommended")
@@ -87,7 +88,10 @@ SMALL_BUDGET = AllowedChoices.parse(
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-@pytest.mark.parametrize(("gbits", "memory_gb"), [(0.05, 1.0), (5.0, 1.0), (0.2, 0.05)])
+@pytest.mark.parametrize(
+    ("gbits", "memory_gb"),
+    by_day([(0.05, 1.0), (5.0, 1.0), (0.2, 0.05)], [(0.05, 1.0), (0.2, 0.05)]),
+)
 def test_the_best_of_all_is_found(engine: Any, gbits: float, memory_gb: float) -> None:
     """Exactly for given cuts; near the optimum (see below) if the search chooses them."""
     machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits, memory_gb=memory_gb)
