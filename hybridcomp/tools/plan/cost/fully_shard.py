@@ -1,0 +1,89 @@
+"""List the messages of FSDP2 in a step: ``fully_shard`` on every block and on the whole model.
+
+Each micro-batch gathers the parameters of a block before its forward and again before its backward
+pass, those of the root once, and reduces the gradients of each. On an HSDP mesh both stay among the
+ranks that shard a model, and each rank sums its shard with the replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hybridcomp.tools.plan.choices import NATIVE, Choice
+from hybridcomp.tools.plan.cost.calls import EngineCall
+from hybridcomp.tools.plan.cost.job import Item, PlannedJob
+from hybridcomp.tools.plan.layout import Layout
+from hybridcomp.tools.plan.machines.rows import Operation
+from hybridcomp.tools.plan.models.model import ModelLayer
+
+Layers = tuple[tuple[int, ModelLayer], ...]
+
+
+def wrapped(job: PlannedJob, layers: Layers, values: float) -> list[tuple[float, float]]:
+    """Return values and frozen share of every group of ``fully_shard``, the root's first.
+
+    ``values``: of the whole model, a weight that two layers share counted once.
+    """
+    blocks = [
+        (layer.parameters + layer.expert_parameters, layer.frozen)
+        for number, layer in layers if number in job.model.repeated
+    ]  # fmt: skip
+    return [(values - sum(size for size, _ in blocks), layers[0][1].frozen), *blocks]
+
+
+def gathered_values(job: PlannedJob, layout: Layout, layers: Layers, values: float) -> float:
+    """Return the values at once: the root's, and two blocks, one of them prefetched, or all."""
+    root, *blocks = (size for size, _ in wrapped(job, layers, values))
+    return values if layout.stays else root + 2 * max(blocks, default=0.0)
+
+
+def messages(
+    job: PlannedJob, layout: Layout, layers: Layers, values: float
+) -> tuple[list[Item], list[Item]]:
+    """Return the reductions of a micro-batch without those of replicas, and its gathers.
+
+    Gathers of a secondary copy, and sums of replicas, are what ``Item``s of the whole group become
+    (``work``), and ``sums_of_replicas``.
+    """
+    reduces, gathers = [], []
+    for place, (size, frozen) in enumerate(wrapped(job, layers, values)):
+        times = 1 if place == 0 or layout.stays else 2
+        reduces.append(_item(job, layout, "reduce_scatter", (1 - frozen) * size))
+        gathers.append(replace(_item(job, layout, "all_gather", size), count=times))
+    return reduces, gathers
+
+
+def sums_of_replicas(job: PlannedJob, layout: Layout, layers: Layers, values: float) -> list[Item]:
+    """Return the sums that the replicas of an HSDP mesh make of their shards."""
+    ranks = range(0, layout.data, layout.shards)
+    nodes, sites = job.cluster.nodes_of(ranks), job.cluster.sites_of(ranks)
+    return [
+        Item(
+            ("dp", "forward"),
+            EngineCall("all_reduce", part, len(ranks), nodes, sites=sites, levels=layout.levels),
+            job.gradient_dtype,
+        )
+        for size, frozen in wrapped(job, layers, values)
+        for part in [(1 - frozen) * size / layout.shards]
+    ]
+
+
+def _item(job: PlannedJob, layout: Layout, operation: Operation, values: float) -> Item:
+    """Return a message of ``values`` among the ranks that shard them."""
+    ranks = range(layout.owners)
+    nodes, sites = job.cluster.nodes_of(ranks), job.cluster.sites_of(ranks)
+    call = EngineCall(operation, values, len(ranks), nodes, sites=sites, levels=layout.levels)
+    if operation == "all_gather":
+        return Item(("zero", "forward"), call, job.dtype)
+    fixed: Choice | None = NATIVE if layout.shards > 1 else None  # a mesh encodes between replicas
+    return Item(("dp", "forward"), replace(call, encoded_as=operation), job.gradient_dtype, 1.0, fixed)
+
+
+def mesh_sizes(job: PlannedJob, layout: Layout) -> Iterator[int]:
+    """Yield over how many ranks an HSDP mesh may shard: those of a node, or of several nodes."""
+    nodes, _ = job.groups.of(layout, "replicas")
+    if nodes < 2 or layout.data % nodes:
+        return
+    each = layout.data // nodes
+    yield from (each * count for count in range(1, nodes) if nodes % count == 0 and each * count > 1)
