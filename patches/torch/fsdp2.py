@@ -86,7 +86,6 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
         return None
     count = len(job.ranks)
     hold_to_plan(block, {"ranks": count, "data": count, "zero_stage": 3, "shards": job.shards})
-    hold_to_plan(block, known)
     hold_to_machines(block, lambda: machines(device_name(groups[0].device)))
     cut = "layers that DTensor cuts are not gathered" if job.tensor_parallel else ""
     absent = rules.check(block, fsdp2_rules.FSDP2, job, cut)
