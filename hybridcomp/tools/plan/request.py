@@ -50,7 +50,8 @@ class SearchLimits:
     "slices"; those that ``fixed`` names count as well.
     ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
     recompute, offload: whether the search may switch them on.
-    keep: plans that are returned.
+    keep: plans that are returned. each: whether the best of each way to share parameters is found,
+    too.
     """
 
     engine: Engine = "deepspeed"
@@ -65,6 +66,7 @@ class SearchLimits:
     offload: bool = False
     own: tuple[str, ...] = ()
     keep: int = 10
+    each: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown names and values out of range. Raises ConfigError."""

@@ -87,7 +87,9 @@ def left_to_script(plan: Plan, command: Sequence[str]) -> str:
     if not left:
         return ""
     shown = ", ".join(left)
-    return f"{CONFIGS[plan.engine]} does not say {shown} ({layout}): the script has to, see plan.json"
+    return (
+        f"{CONFIGS[plan.engine]} does not say {shown} ({layout}): the script has to, see plan.json"
+    )
 
 
 def left_to_user(plan: Plan, command: Sequence[str], base: Mapping[str, Any]) -> Iterator[str]:

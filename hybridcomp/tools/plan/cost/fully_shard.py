@@ -77,7 +77,9 @@ def _item(job: PlannedJob, layout: Layout, operation: Operation, values: float) 
     if operation == "all_gather":
         return Item(("zero", "forward"), call, job.dtype)
     fixed: Choice | None = NATIVE if layout.shards > 1 else None  # a mesh encodes between replicas
-    return Item(("dp", "forward"), replace(call, encoded_as=operation), job.gradient_dtype, 1.0, fixed)
+    return Item(
+        ("dp", "forward"), replace(call, encoded_as=operation), job.gradient_dtype, 1.0, fixed
+    )
 
 
 def mesh_sizes(job: PlannedJob, layout: Layout) -> Iterator[int]:
@@ -86,4 +88,6 @@ def mesh_sizes(job: PlannedJob, layout: Layout) -> Iterator[int]:
     if nodes < 2 or layout.data % nodes:
         return
     each = layout.data // nodes
-    yield from (each * count for count in range(1, nodes) if nodes % count == 0 and each * count > 1)
+    yield from (
+        each * count for count in range(1, nodes) if nodes % count == 0 and each * count > 1
+    )

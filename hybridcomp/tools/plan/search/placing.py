@@ -20,8 +20,8 @@ from hybridcomp.tools.plan.engines import RECOMPUTE_REASONS, can_recompute, reco
 from hybridcomp.tools.plan.layout import Layout, even_cuts
 from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
-from hybridcomp.tools.plan.search.space import UNCUT_ENGINES
 from hybridcomp.tools.plan.search.recomputing import cheapest, contiguous, need
+from hybridcomp.tools.plan.search.space import UNCUT_ENGINES
 
 
 @dataclass(frozen=True)

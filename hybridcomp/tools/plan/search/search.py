@@ -33,8 +33,6 @@ from hybridcomp.tools.plan.search.tiers import divisions
 DEFAULT = SearchLimits()
 #: budget of the first plan's layout without compression
 NATIVE = "native"
-#: what an HSDP mesh has of what a user may decide
-OTHER = Layout(zero_stage=3)
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
 
@@ -68,11 +66,10 @@ def search(
 
 def _on_a_mesh(job: PlannedJob, budget: AllowedChoices) -> tuple[Plan, ...]:
     """Return the fastest plan of FSDP2 on an HSDP mesh, to stand beside DeepSpeed's; else none."""
-    given = job.limits.fixed
-    named = any(given.get(name, getattr(OTHER, name)) != getattr(OTHER, name) for name in given)
-    if job.limits.engine != "deepspeed" or job.cluster.nodes < 2 or named:
+    decided = any(value != 1 for value in job.limits.fixed.values())
+    if not job.limits.each or job.limits.engine != "deepspeed" or job.cluster.nodes < 2 or decided:
         return ()
-    limits = replace(job.limits, engine="fsdp2", keep=1, own=(), offload=False)
+    limits = replace(job.limits, engine="fsdp2", keep=1, own=(), offload=False, each=False)
     other = PlannedJob(job.model, job.cluster, job.batch, limits)
     return _Search(other, budget).run(lambda layout: layout.shards > 1).plans
 
@@ -107,7 +104,8 @@ class _Search:
     def run(self, wanted: Callable[[Layout], bool] = lambda layout: True) -> Found:
         """Search the layouts that are ``wanted``, and return the answer.
 
-        Behind the plans that are kept it goes on for kinds of which none is among them.
+        Behind the plans that are kept it goes on for kinds of which none is among them
+        (``SearchLimits.each``).
         """
         allowed = (one for one in layouts(self.job, self.refused) if self._allows(one))
         every = [one for one in allowed if wanted(one)]
@@ -115,7 +113,7 @@ class _Search:
             self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
         ranked: dict[Layout, tuple[Work, Choices]] = {}
         best: dict[str, tuple[Work, Choices]] = {}
-        while self._heap:
+        while self._heap and (self.job.limits.each or len(ranked) < self.job.limits.keep):
             _, _, waiting = heapq.heappop(self._heap)
             work = waiting[0] if isinstance(waiting, tuple) else waiting
             layout = work if isinstance(work, Layout) else work.layout

@@ -56,7 +56,7 @@ def llama(folder: Path) -> Decoder:
 
 
 def planned(memory_gb: float, model: Any, budget: str = "recommended", **fixed: Any) -> Found:
-    limits = SearchLimits(keep=3, fixed=fixed)
+    limits = SearchLimits(keep=3, fixed=fixed, each=True)
     batch = Batch(64, 2048)
     return search(model, machines(memory_gb), AllowedChoices.parse(budget), batch, limits)
 

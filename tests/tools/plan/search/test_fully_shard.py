@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP in plans: bytes as counted, memory, the search, and what is written for a script."""
+"""FSDP2 and HSDP in plans: bytes as counted, memory, the search, and the files for a script."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_crosses_in_each_way(fields: dict[str, Any], crosses: int, bits: fl
 
 
 def found(tmp_path: Path, memory_gb: float, engine: Any, budget: str = "recommended") -> Found:
-    limits, batch = SearchLimits(keep=3, engine=engine), Batch(64, 2048)
+    limits, batch = SearchLimits(keep=3, engine=engine, each=True), Batch(64, 2048)
     allowed = AllowedChoices.parse(budget)
     return search(llama(tmp_path), machines(memory_gb), allowed, batch, limits)
 
@@ -191,6 +191,7 @@ def trained(folder: str, other: str) -> tuple[list[float], str]:
     return losses, refused
 
 
+@pytest.mark.nightly
 def test_a_script_trains_by_the_files_and_not_by_those_of_another_mesh(tmp_path: Path) -> None:
     once = {"accumulation": 2, "accumulate": "node"}
     for name, fields in (("mesh", once), ("plain", {"accumulation": 2, "shards": 1})):
