@@ -219,7 +219,7 @@ class NoTime(MeasuredPart):
         yield from [0.0] * count
 
 
-def in_no_time() -> list[list[tuple[str, str]]]:
+def in_no_time() -> list[list[tuple[Any, str]]]:
     """Measure blocks, named and by default, when the time is over."""
     team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
     sizes = BlockSize(1, 16, 64), BlockSize(2, 16, 64)

@@ -35,15 +35,14 @@ def syncs(model, last):
 
 def module(plan: Plan) -> str:
     """Return the text of ``MODULE`` for ``plan``."""
-    layout = plan.layout
-    shape, names = (layout.data,), ("shard",)
+    layout, sync = plan.layout, "return None  # each crosses nodes"
+    shape: tuple[int, ...] = (layout.data,)
     if layout.shards > 1:
-        shape, names = (layout.data // layout.shards, layout.shards), ("replicate", "shard")
-    reshard: bool | int = not layout.stays
-    if layout.hpz > 1 and layout.copy == "native":
-        reshard = layout.hpz
-    sync = "model.set_requires_all_reduce(last)"
+        shape = (layout.data // layout.shards, layout.shards)
+    numbered = layout.hpz > 1 and layout.copy == "native"
+    if layout.accumulate == "node":
+        sync = "model.set_requires_all_reduce(last)"
     return _TEXT.substitute(
-        layout=layout, shape=shape, names=names, dtype=_DTYPES[plan.dtype], reshard=reshard,
-        sync=sync if layout.accumulate == "node" else "return None  # each crosses nodes",
+        layout=layout, shape=shape, names=("replicate", "shard")[-len(shape) :], sync=sync,
+        dtype=_DTYPES[plan.dtype], reshard=layout.hpz if numbered else not layout.stays,
     )  # fmt: skip

@@ -41,45 +41,34 @@ def gathered_values(job: PlannedJob, layout: Layout, layers: Layers, values: flo
 def messages(
     job: PlannedJob, layout: Layout, layers: Layers, values: float
 ) -> tuple[list[Item], list[Item]]:
-    """Return the reductions of a micro-batch without those of replicas, and its gathers.
-
-    Gathers of a secondary copy, and sums of replicas, are what ``Item``s of the whole group become
-    (``work``), and ``sums_of_replicas``.
-    """
+    """Return the reductions of a micro-batch among the ranks that shard, and its gathers."""
+    ranks = range(layout.owners)
+    # a mesh encodes between its replicas alone
+    how: Choice | None = NATIVE if layout.shards > 1 else None
     reduces, gathers = [], []
     for place, (size, frozen) in enumerate(wrapped(job, layers, values)):
         times = 1 if place == 0 or layout.stays else 2
-        reduces.append(_item(job, layout, "reduce_scatter", (1 - frozen) * size))
-        gathers.append(replace(_item(job, layout, "all_gather", size), count=times))
+        call = _call(job, layout, "reduce_scatter", (1 - frozen) * size, ranks)
+        call = replace(call, encoded_as="reduce_scatter")
+        reduces.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=how))
+        call = _call(job, layout, "all_gather", size, ranks)
+        gathers.append(Item(("zero", "forward"), call, job.dtype, times))
     return reduces, gathers
 
 
 def sums_of_replicas(job: PlannedJob, layout: Layout, layers: Layers, values: float) -> list[Item]:
     """Return the sums that the replicas of an HSDP mesh make of their shards."""
     ranks = range(0, layout.data, layout.shards)
-    nodes, sites = job.cluster.nodes_of(ranks), job.cluster.sites_of(ranks)
-    return [
-        Item(
-            ("dp", "forward"),
-            EngineCall("all_reduce", part, len(ranks), nodes, sites=sites, levels=layout.levels),
-            job.gradient_dtype,
-        )
-        for size, frozen in wrapped(job, layers, values)
-        for part in [(1 - frozen) * size / layout.shards]
-    ]
+    parts = [(1 - frozen) * size / layout.shards for size, frozen in wrapped(job, layers, values)]
+    calls = [_call(job, layout, "all_reduce", part, ranks) for part in parts]
+    return [Item(("dp", "forward"), call, job.gradient_dtype) for call in calls]
 
 
-def _item(job: PlannedJob, layout: Layout, operation: Operation, values: float) -> Item:
-    """Return a message of ``values`` among the ranks that shard them."""
-    ranks = range(layout.owners)
+def _call(
+    job: PlannedJob, layout: Layout, operation: Operation, numel: float, ranks: range
+) -> EngineCall:
     nodes, sites = job.cluster.nodes_of(ranks), job.cluster.sites_of(ranks)
-    call = EngineCall(operation, values, len(ranks), nodes, sites=sites, levels=layout.levels)
-    if operation == "all_gather":
-        return Item(("zero", "forward"), call, job.dtype)
-    fixed: Choice | None = NATIVE if layout.shards > 1 else None  # a mesh encodes between replicas
-    return Item(
-        ("dp", "forward"), replace(call, encoded_as=operation), job.gradient_dtype, 1.0, fixed
-    )
+    return EngineCall(operation, numel, len(ranks), nodes, sites=sites, levels=layout.levels)
 
 
 def mesh_sizes(job: PlannedJob, layout: Layout) -> Iterator[int]:
