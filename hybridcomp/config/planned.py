@@ -33,6 +33,7 @@ FACTS: Mapping[str, str] = {
     "micro_batch": "sequences a micro-batch",
     "accumulation": "micro-batches a step",
     "mesh": "ranks on a side of a mesh",
+    "shards": "ranks that shard a model",
 }
 #: further facts, yes (1) or no (0), not part of a block's digest
 LATER: Mapping[str, str] = {"offload": "optimizers on a host"}

@@ -143,6 +143,8 @@ def prepare_machine(seed: int) -> None:
 def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the DeepSpeed file as a dict, with W&B and the ledger's file from the command line."""
     settings: dict[str, Any] = json.loads(Path(arguments.deepspeed_config).read_text())
+    if "sharding" in settings:  # of a plan, beside its file
+        settings["sharding"] = str(Path(arguments.deepspeed_config).parent / settings["sharding"])
     report_beside(settings, arguments.log)
     if arguments.wandb:
         group = {"group": arguments.wandb_group} if arguments.wandb_group else {}

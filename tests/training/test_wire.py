@@ -36,6 +36,12 @@ JOBS: dict[str, int | str] = {
 PAIRS = [job for job in JOBS if job != "hpz"]
 #: the same over two nodes of two ranks, with secondary shards
 COPIES: dict[str, Any] = {**BLOCKS["recommended"], "hierarchy": 2, "zero": {"secondary": "exact"}}
+#: tables of embeddings: rows, and ids that every rank looks up in a step
+ROWS, IDS = 20_000, 4_096
+TABLES: dict[str, dict[str, Any]] = {
+    "expcode": {"embed": "expcode", "preset": "none"},
+    "8 bits": {"embed": {"codec": "blockint", "bits": 8}, "preset": "none"},
+}
 #: offset of tcpi_bytes_acked in Linux's struct tcp_info
 BYTES_ACKED = 120
 
@@ -145,6 +151,55 @@ def torchs(job: str, block: dict[str, Any]) -> Any:
     return step, attached.channels.ledger
 
 
+def look_up(kind: str, block: dict[str, Any]) -> dict[str, float]:
+    """Train a table for STEPS steps; return what ``train`` returns, of this rank's table."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    import hybridcomp
+    from hybridcomp.nn import CachedEmbedding, RowOptimizer
+
+    torch.manual_seed(0)
+    table: Any = torch.nn.Embedding(ROWS, 64, sparse=True)
+    if kind == "cached":
+        table = CachedEmbedding.from_embedding(torch.nn.Embedding(ROWS, 64), resident=0.8)
+    # DDP needs a parameter of its own, whose sum is 4 bytes
+    model: Any = torch.nn.ModuleList([table, torch.nn.Linear(1, 1, bias=False)])
+    model.forward = lambda ids: model[0](ids).square().mean() + model[1].weight.sum()
+    whole = DistributedDataParallel(model)
+    attached = hybridcomp.attach(whole, block)
+    assert attached is not None
+    cached, plain = kind == "cached", [p for p in model.parameters() if p.requires_grad]
+    rows: Any = RowOptimizer([table], "sgd", lr=0.1) if cached else None
+    optimizer = torch.optim.SGD(plain, lr=0.1)
+    start = 0
+    for number in range(WARMUP + STEPS):
+        if number == WARMUP:
+            dist.barrier()
+            start = sent_nbytes()
+            attached.channels.ledger.restart()
+        seed = 10 * number + dist.get_rank()
+        ids = torch.randint(ROWS, (IDS,), generator=torch.Generator().manual_seed(seed))
+        whole(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rows is not None:
+            rows.step()
+    dist.barrier()
+    found = {"sockets": float(sent_nbytes() - start), "raw": 0.0, "wire": 0.0}
+    for entry in attached.channels.ledger.interval.values():
+        found["raw"] += entry.raw_nbytes
+        found["wire"] += entry.wire_nbytes
+    return found
+
+
+def look_up_each() -> dict[str, dict[str, dict[str, float]]]:
+    """Train both kinds of tables with every block."""
+    return {
+        kind: {name: look_up(kind, block) for name, block in TABLES.items()}
+        for kind in ("cached", "sparse")
+    }
+
+
 def train_each(jobs: list[str], gloos_own: bool) -> dict[str, dict[str, dict[str, float]]]:
     """Train all jobs with every block: imports dominate a launch."""
     if not gloos_own:
@@ -204,6 +259,18 @@ def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(job: str) ->
     for found in (native, ours):
         assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
     assert ours["raw"] == pytest.approx(native["raw"], rel=0.001)
+
+
+def test_the_ledger_of_tables_tells_what_the_sockets_sent() -> None:
+    """Rows from their owners, gradients of rows and row numbers, over two nodes of two ranks."""
+    ranks = run_ranks(4, look_up_each)
+    for kind in ("cached", "sparse"):
+        told = {name: summed(ranks, kind, name) for name in TABLES}
+        for name, found in told.items():
+            assert found["wire"] == pytest.approx(found["sockets"], rel=0.01), (kind, name)
+        assert told["8 bits"]["raw"] == pytest.approx(told["expcode"]["raw"], rel=0.001)
+        # 64 fp32 values and an id of 8 bytes natively, 64 values at 8.25 bits and about 1.2 bytes
+        assert 3.5 < told["8 bits"]["raw"] / told["8 bits"]["wire"] < 4.0, kind
 
 
 def test_gloos_own_reduce_scatter_sends_twice_a_rings() -> None:

@@ -20,8 +20,9 @@ from hybridcomp.tools.measure.team import MeasuredPart, Team
 from hybridcomp.tools.plan.machines.estimates import median, summary
 from hybridcomp.tools.plan.machines.rows import Kernel, Kind
 
-#: a size is left out if two calls and LEAST timings may take this many times the allowance
-PATIENCE = 3.0
+#: a size is left out if two calls and LEAST timings may take this many times the allowance, and
+#: more than SURE_S; blocks that the user names never are in the dtype that devices train in
+PATIENCE, SURE_S = 3.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,13 @@ def kernel_rows(
     cases = list(_cases(team.device, blocks))
     rows = []
     rates: dict[tuple[str, str], float] = {}  # seconds per unit of size, on the slowest rank
+    trained = "bf16" if team.device.type == "cuda" else "fp32"
     for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
         expected = rates.get(case.family, 0.0) * case.size
-        if expected * (2 + LEAST) > PATIENCE * allowance:
+        named = (
+            blocks and case.kind in ("block_forward", "block_backward") and case.dtype == trained
+        )
+        if not named and expected * (2 + LEAST) > max(SURE_S, PATIENCE * allowance):
             continue
         own = HostCallClock() if case.kind == "host_adam" else clock
         seconds = samples(own, case.prepare(), allowance)

@@ -49,6 +49,7 @@ class JobTraffic:
         frozen: share of the parameters that do not train, as the base of adapters: they have no
             gradients, and copies of nodes hold them after the first step.
         frozen_kept: whether each rank keeps them (``zero.frozen``), and no step gathers them.
+        passes: passes of a micro-batch whose gathers cross nodes at stage 3.
     """
 
     stage: int
@@ -61,6 +62,7 @@ class JobTraffic:
     shards_in_node: bool = False
     frozen: float = 0.0
     frozen_kept: bool = False
+    passes: int = 2
 
     @property
     def reductions(self) -> int:
@@ -74,7 +76,7 @@ class JobTraffic:
             return 0
         if self.stage < 3:
             return min(self.stage, 1)
-        return 2 * self.micro_batches if self.copy == "none" else 1
+        return self.passes * self.micro_batches if self.copy == "none" else 1
 
     @property
     def frozen_gathers(self) -> int:
@@ -112,7 +114,10 @@ class JobTraffic:
     def over(self, layout: Layout) -> JobTraffic:
         """Return this job with the copies and sums of ``layout``."""
         kept = layout.frozen != "gathered"
-        job = replace(self, in_node=layout.accumulate == "node", frozen_kept=kept)
+        job = replace(
+            self, in_node=layout.accumulate == "node", frozen_kept=kept,
+            shards_in_node=layout.shards > 1, passes=1 if layout.stays else self.passes,
+        )  # fmt: skip
         return replace(job, copy=layout.copy) if layout.hpz > 1 else job
 
     def lighter(self, encodes: bool = True) -> Iterator[tuple[str, JobTraffic]]:
@@ -174,11 +179,11 @@ def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:
     layout = plan.layout
     if not layout.is_uncut:
         return None
-    dtype = DTYPES[plan.dtype]
-    summed = torch.float32 if plan.engine == "megatron" else dtype
-    job = JobTraffic(
-        layout.zero_stage, dtype, summed, layout.accumulation, frozen=plan.frozen
-    )  # fmt: skip
+    dtype, torchs = DTYPES[plan.dtype], plan.engine == "fsdp2"
+    summed = torch.float32 if torchs or plan.engine == "megatron" else dtype
+    job = JobTraffic(layout.zero_stage, dtype, summed, layout.accumulation, frozen=plan.frozen)
+    if torchs and layout.hpz > 1 and layout.copy == "native":  # a copy of each forward pass
+        job, layout = replace(job, passes=1), layout.replace(hpz=1)
     gradients, parameters = (plan.choices[name, "forward"].codec for name in ("dp", "zero"))
     return job, job.over(layout).encoded(gradients, parameters)
 

@@ -8,8 +8,8 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.layout import ContextWay, Copy, Frozen, Layout, Sums
 
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
-           "accumulation", "mesh", "hpz")  # fmt: skip
-SWITCHES = ("sequence", "offload")
+           "accumulation", "mesh", "hpz", "shards")  # fmt: skip
+SWITCHES = ("sequence", "offload", "stays")
 #: follow from the cuts of a model that is no chain, from ``ratio``, and from the hosts' memory
 DERIVED = {"nodes", "sub_group", "drive"}
 _KINDS: dict[str, Any] = {"copy": Copy, "frozen": Frozen, "accumulate": Sums}

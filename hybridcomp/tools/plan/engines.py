@@ -85,6 +85,6 @@ def can_recompute(engine: str, layout: Layout, blocks: range) -> bool:
     """Return whether ``engine`` can recompute exactly the segments of ``layout``."""
     if not layout.recompute:
         return True
-    if engine == "deepspeed":
+    if engine in ("deepspeed", "fsdp2"):
         return not layout.slices
     return tuple(sorted(layout.recompute)) in recomputations(engine, layout, blocks)

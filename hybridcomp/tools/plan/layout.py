@@ -24,7 +24,7 @@ ContextWay = Literal["ulysses", "ring"]
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
 LATER = ("mesh", "slices", "hpz", "copy", "frozen", "accumulate", "ratio", "sub_group", "drive",
-         "knobs")  # fmt: skip
+         "knobs", "shards", "stays")  # fmt: skip
 #: a node's secondary copy: DeepSpeed's, dropped after each step, or one that steps are sent against
 Copy = Literal["native", "exact", "bits8"]
 #: where frozen weights are between their uses at ZeRO 3: sharded, or encoded on every rank
@@ -63,6 +63,9 @@ class Layout:
     drive: share of the optimizer's states in files, the others in host memory (``ratio`` 1).
     knobs: ZeRO 3's prefetch_bucket_size, max_live_parameters and max_reuse_distance; empty:
         DeepSpeed's defaults.
+    shards: consecutive ranks that ``fully_shard`` cuts a model over, with replicas on the others
+        (HSDP); 1: all ranks. stays: gathered parameters stay until backward
+        (``reshard_after_forward=False``).
     """
 
     tensor: int = 1
@@ -91,11 +94,13 @@ class Layout:
     sub_group: int = 0
     drive: float = 0.0
     knobs: tuple[int, ...] = ()
+    shards: int = 1
+    stays: bool = False
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1 and fields that contradict each other."""
         degrees = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
-                   "accumulation", "mesh", "hpz")  # fmt: skip
+                   "accumulation", "mesh", "hpz", "shards")  # fmt: skip
         for name in degrees:
             if getattr(self, name) < 1:
                 raise HybridcompError(f"layout: {name} {getattr(self, name)}; expected 1 or more")
@@ -112,7 +117,13 @@ class Layout:
                 f"layout: hpz {self.hpz} at ZeRO {self.zero_stage}; expected ZeRO 3, and a divisor "
                 f"of the {self.size('replicas')} replicas"
             )
-        sharded = self.zero_stage == 3 and self.hpz == 1
+        alone = self.zero_stage == 3 and self.hpz == 1
+        if (self.shards > 1 or self.stays) and (not alone or self.data % self.shards):
+            raise HybridcompError(
+                f"layout: shards {self.shards}, stays {self.stays} at ZeRO {self.zero_stage}; "
+                f"expected ZeRO 3, no secondary copy, and a divisor of the {self.data} replicas"
+            )
+        sharded = alone and self.shards == 1
         if self.frozen not in get_args(Frozen) or (self.frozen == "device" and not sharded):
             raise HybridcompError(
                 f"layout: frozen {self.frozen!r} at ZeRO {self.zero_stage}; expected gathered, or "
@@ -184,6 +195,16 @@ class Layout:
     def ranks_per_stage(self) -> int:
         """Ranks of one pipeline stage; their numbers are consecutive."""
         return self.innermost * self.context * self.data
+
+    @property
+    def owners(self) -> int:
+        """Ranks over which everything that ZeRO cuts is cut."""
+        return self.shards if self.shards > 1 else self.size("replicas")
+
+    @property
+    def sums_ours(self) -> bool:
+        """Return whether hybridcomp sums micro-batches in nodes; an HSDP mesh does by itself."""
+        return self.accumulate == "node" and self.shards == 1
 
     @property
     def is_uncut(self) -> bool:
@@ -287,6 +308,8 @@ class Layout:
             f"ep{self.expert}" if self.expert > 1 else "",
             f"dp{self.data}" if self.data > 1 else "",
             f"zero{self.zero_stage}" if self.zero_stage else "",
+            f"hsdp{self.shards}" if self.shards > 1 else "",
+            "stays" if self.stays else "",
             f"hpz{self.hpz}{f'-{self.copy}' * (self.copy != 'native')}" if self.hpz > 1 else "",
             "frozen once" if self.frozen == "device" else "",
             f"mb{self.micro_batch}x{self.accumulation}{'-node' * (self.accumulate == 'node')}",

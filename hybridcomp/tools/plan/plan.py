@@ -106,8 +106,8 @@ class Plan:
 
     model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
     weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
-    ``"deepspeed"``, ``"megatron"`` or ``"neox"``. blocks: the first of the model's layers that is a
-    block, and the one behind the last; None where nobody says.
+    ``"deepspeed"``, ``"megatron"``, ``"neox"`` or ``"fsdp2"``. blocks: the first of the model's
+    layers that is a block, and the one behind the last; None where nobody says.
     machines: node and device of every rank that was measured, a node below 0 where nobody
     knows it; empty for a cluster described by hand. frozen: share of the parameters that do not
     train.
@@ -141,7 +141,7 @@ class Plan:
         encoded = not self.choices["offload", "backward"].native
         if self.layout.offload and self.layout.accumulation > 1 and encoded:
             found["offload"] = {**found["offload"], "sums": "device"}
-        if self.layout.accumulate == "node":
+        if self.layout.sums_ours:
             found["dp"] = {**found["dp"], "accumulate": "node"}
         if self.layout.copy != "native":
             found.pop("preset", None)

@@ -15,7 +15,7 @@ from hybridcomp.tools.plan.engines import OWN_CUTS
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.plan import Plan
 
-Engine = Literal["deepspeed", "megatron", "neox"]
+Engine = Literal["deepspeed", "megatron", "neox", "fsdp2"]
 
 
 #: most samples of a step and tokens of a sample: a search over more does not end
@@ -50,7 +50,8 @@ class SearchLimits:
     "slices"; those that ``fixed`` names count as well.
     ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
     recompute, offload: whether the search may switch them on.
-    keep: plans that are returned.
+    keep: plans that are returned. each: whether the best of each way to share parameters is found,
+    too.
     """
 
     engine: Engine = "deepspeed"
@@ -65,6 +66,7 @@ class SearchLimits:
     offload: bool = False
     own: tuple[str, ...] = ()
     keep: int = 10
+    each: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown names and values out of range. Raises ConfigError."""
@@ -124,7 +126,8 @@ class Found:
     considered, simulated: layouts with choices that were looked at, and that bounds did not prune.
     refused: how many layouts each reason ruled out. unpriced: codecs of the budget that the cluster
     has no figure for, which no plan has. native: the first plan's layout without compression.
-    uncut: the fastest plan of replicas alone, where all of ``plans`` cut the model.
+    best: the fastest plan of each way to share the parameters (``search.kind_of``), and HSDP under
+    FSDP2 beside DeepSpeed's. parameters: of the whole model.
     """
 
     plans: tuple[Plan, ...]
@@ -135,4 +138,5 @@ class Found:
     nearest: Nearest | None = None
     unpriced: tuple[str, ...] = ()
     native: Plan | None = None
-    uncut: Plan | None = None
+    best: tuple[Plan, ...] = ()
+    parameters: float = 0.0

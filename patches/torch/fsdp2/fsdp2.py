@@ -24,9 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridcomp.autotune.trials import StepTraffic
+from hybridcomp.collectives.topology import machines
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.devices import device_name
+from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.patches.torch import rules, steps, trained_set
 from hybridcomp.patches.torch import torch_versions as windows
 from hybridcomp.patches.torch.attached import Attached
@@ -77,6 +80,9 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     agree_on(block, "fsdp2", job.ranks)
     if block is None:
         return None
+    count = len(job.ranks)
+    hold_to_plan(block, {"ranks": count, "data": count, "zero_stage": 3, "shards": job.shards})
+    hold_to_machines(block, lambda: machines(device_name(groups[0].device)))
     cut = "layers that DTensor cuts are not gathered" if job.tensor_parallel else ""
     absent = rules.check(block, fsdp2_rules.FSDP2, job, cut)
     fsdp2_rules.check_hierarchy(block, job)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +44,7 @@ class Engine:
         Args:
             kind: the engine; hsdp is FSDP2 inside a node, with replicas on the others.
             model: fp32.
-            settings: contents of a DeepSpeed file.
+            settings: contents of a DeepSpeed file; ``"sharding"``: the module that a plan wrote.
             sums: reduce dtype of FSDP2; None for fp32.
             bucket_mb: megabytes of a DDP bucket.
         """
@@ -52,7 +53,12 @@ class Engine:
         self.bf16 = has_bf16(settings)
         self.kind = kind
         self.model: Any
-        if kind != "ddp":
+        self._planned: Any = None
+        if kind == "fsdp2" and "sharding" in settings:
+            self._planned = runpy.run_path(settings["sharding"])
+            layers = model.layers[1:-1]  # type: ignore[index]
+            self.model = self._planned["shard"](model, layers, self.device.type)
+        elif kind != "ddp":
             self.model = sharded(model, self.bf16, sums or torch.float32, nodes=kind == "hsdp")
         else:
             self.model = replicated(model, bucket_mb)
@@ -69,6 +75,9 @@ class Engine:
 
     def accumulating(self, last: bool) -> Any:
         """Return a micro-batch's context; gradients are reduced only with the last micro-batch."""
+        if self._planned is not None:
+            self._planned["syncs"](self.model, last)
+            return contextlib.nullcontext()
         if self.kind != "ddp":
             self.model.set_requires_gradient_sync(last)
             return contextlib.nullcontext()

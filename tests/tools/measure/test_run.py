@@ -35,7 +35,7 @@ from hybridcomp.tools.measure import (
 from hybridcomp.tools.measure.block import BlockSize, TransformerBlock
 from hybridcomp.tools.measure.clock import HostCallClock, Run
 from hybridcomp.tools.measure.run import measure
-from hybridcomp.tools.measure.team import Team, TimeBudget, sites_of
+from hybridcomp.tools.measure.team import MeasuredPart, Team, TimeBudget, sites_of
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.rows import Coding, Copy, Rank
@@ -199,6 +199,46 @@ def slow_last() -> tuple[float, ...]:
         own = kernels.kernel_rows(team, Worked(), part)
     rows = [row for rows in team.gather(own) for row in rows if row.kind == "block_forward"]
     return Cluster(cluster_ranks(2), kernels=tuple(rows)).speeds
+
+
+class Slow(HostCallClock):
+    """Says that every call takes a second."""
+
+    def seconds(self, run: Run, times: int = 1) -> float:
+        run()
+        return 1.0
+
+
+class NoTime(MeasuredPart):
+    """A part whose time is over."""
+
+    def __init__(self) -> None:
+        """Have no budget."""
+
+    def allowances(self, count: int) -> Iterator[float]:
+        yield from [0.0] * count
+
+
+def in_no_time() -> list[list[tuple[Any, str]]]:
+    """Measure blocks, named and by default, when the time is over."""
+    team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
+    sizes = BlockSize(1, 16, 64), BlockSize(2, 16, 64)
+    found = []
+    for named in (sizes, ()):
+        with mock.patch.object(kernels, "CPU", kernels.TimedSizes((), sizes, (), (64, 128))):
+            rows = kernels.kernel_rows(team, Slow(), NoTime(), named)
+        found.append([(row.kind, row.note) for row in rows if row.dtype == "fp32"])
+    return found
+
+
+def test_blocks_that_the_user_names_are_timed_in_any_time(on_ranks: RunRanks) -> None:
+    """Plans of another width than was timed scale seconds by FLOP, which misses by tens of %."""
+    named, default = on_ranks(2, in_no_time)[0]
+    small, large = (f"batch {count}, length 16, width 64" for count in (1, 2))
+    kinds = ("block_forward", "block_backward")
+    assert {(kind, note) for kind in kinds for note in (small, large)} <= set(named)
+    assert {note for kind, note in default if kind in kinds} == {small}
+    assert sum(kind == "adam" for kind, _ in named) == 1, "a size that takes long is left out"
 
 
 def cluster_ranks(count: int) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ decides how many ranks each of several jobs gets, and writes what starts them; -
 against other ways to share.
 """
 #: names that the planner defines; a test compares them
-ENGINES, DTYPES = ("deepspeed", "megatron", "neox"), ("bf16", "fp16", "fp32")
+ENGINES, DTYPES = ("deepspeed", "megatron", "neox", "fsdp2"), ("bf16", "fp16", "fp32")
 NAMES = ("recommended", "lossless", "native")
 CLUSTER = Path("cluster.json")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybridcomp.channels.accounting.memory import size
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.foreign import parsed_json, printable
+from hybridcomp.tools.measure.block import BlockSize
 from hybridcomp.tools.plan.answer import files, start_command
 from hybridcomp.tools.plan.answer.base import Base, base_of
 from hybridcomp.tools.plan.answer.report import answer, duration
@@ -74,6 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         print(f"note: {options.cluster} says {line}")
     for note in (whole.remark if isinstance(whole, Decoder) else "",
                  _moved(options, best, whole, cluster) if isinstance(model, FrozenModel) else None,
+                 untimed(best, whole, cluster, options.cluster),
                  *start_command.left_to_user(best, options.command, base),
                  *without_effect(options, cluster),
                  islands(found.plans[0], cluster, model),
@@ -115,6 +119,22 @@ def islands(best: Plan, cluster: Cluster, model: Model) -> str | None:
         return proposal(best, cluster, model)
     except HybridcompError as error:
         return f"whether islands that meet now and then would be faster is not known: {error}"
+
+
+def untimed(best: Plan, model: Model, cluster: Cluster, where: Path) -> str | None:
+    """Say which block of ``model`` to measure, where ``best`` counts others by their FLOP."""
+    layout, blocks = best.layout, [row for row in cluster.kernels if row.kind == "block_forward"]
+    cut = layout.innermost * layout.context * layout.slice_count > 1
+    if cluster.by_hand or cut or not isinstance(model, Decoder):
+        return None
+    size = BlockSize(layout.micro_batch, best.length, model.hidden)
+    if any((row.dtype, row.note) == (best.dtype, size.describe()) for row in blocks):
+        return None
+    words = f"{size.batch}x{size.length}x{size.width}x{model.heads}"
+    return (
+        f"{where} has no block of {size.describe()} in {best.dtype}: its seconds follow from other "
+        f"blocks by their FLOP; `hybridcomp measure --block {words}` times it"
+    )
 
 
 def unpriced(found: Found, options: argparse.Namespace) -> str:
@@ -168,6 +188,7 @@ def dtype_of(wanted: str | None, cluster: Cluster) -> str:
 def _search(options: argparse.Namespace, model: Model, cluster: Cluster) -> Found:
     fixed, keep = fixed_of(options.fix), max(SHOWN, options.tries)
     limits = limits_of(options, fixed, options.ranks, options.command, keep)
+    limits = replace(limits, each=True)
     batch = Batch(options.samples, options.length)
     return search(model, cluster, budget_of(options.budget), batch, limits)
 

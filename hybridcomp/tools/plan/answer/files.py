@@ -5,6 +5,8 @@
 ``megatron``   ``megatron_args.txt`` for pretrain_*.py, and ``compression.json`` for
                ``HYBRIDCOMP_CONFIG``.
 ``neox``       ``neox.yml``, over the user's own file where one is given.
+``fsdp2``      ``sharding.py`` with the calls of ``fully_shard``, ``fsdp2.json`` with the batch as
+               DeepSpeed writes it, and ``compression.json``.
 
 Beside each of them ``plan.json``, which the block names, and ``start.sh``.
 """
@@ -20,8 +22,11 @@ from hybridcomp.config import BLOCK
 from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.patches.rules.neox import EXTRA
+from hybridcomp.tools.plan.answer import fully_shard
 from hybridcomp.tools.plan.answer.base import Base
+from hybridcomp.tools.plan.answer.fully_shard import MODULE
 from hybridcomp.tools.plan.answer.start_command import (
+    BESIDE,
     BLOCK_FILE,
     CONFIGS,
     blocks,
@@ -84,7 +89,10 @@ def write(
         block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
     written = [path, config]
     config.write_text(_engines_file(plan, block, base or {}), encoding="utf-8")
-    if plan.engine == "megatron":
+    if plan.engine == "fsdp2":
+        (folder / MODULE).write_text(fully_shard.module(plan), encoding="utf-8")
+        written.append(folder / MODULE)
+    if plan.engine in BESIDE:
         (folder / BLOCK_FILE).write_text(foreign.json_document(block), encoding="utf-8")
         written.append(folder / BLOCK_FILE)
     start = folder / START_FILE
@@ -106,6 +114,8 @@ def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
     try:
         if plan.engine == "deepspeed":
             return foreign.json_document(ds_config(plan, block, base))
+        if plan.engine == "fsdp2":
+            return foreign.json_document(torch_config(plan, base))
         if plan.engine == "neox":
             return foreign.yaml_document(neox_config(plan, block, base))
     except ValueError as error:
@@ -160,6 +170,18 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
         "fp16": {**base.get("fp16", {}), "enabled": plan.dtype == "fp16"},
         "zero_optimization": zero,
         BLOCK: dict(block),
+    }
+
+
+def torch_config(plan: Plan, base: Base) -> dict[str, Any]:
+    """Return the batch and the dtype of a script under FSDP2, over the user's own settings."""
+    kept = {key: value for key, value in base.items() if key not in ("train_batch_size", BLOCK)}
+    return {
+        **kept,
+        "train_micro_batch_size_per_gpu": plan.layout.micro_batch,
+        "gradient_accumulation_steps": plan.layout.accumulation,
+        "bf16": {"enabled": plan.dtype == "bf16"},
+        "sharding": MODULE,
     }
 
 

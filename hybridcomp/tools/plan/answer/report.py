@@ -14,6 +14,7 @@ from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction
 from hybridcomp.tools.plan.request import Found
+from hybridcomp.tools.plan.search.search import kind_of
 
 #: plans whose steps differ by less than this fraction are called equally fast
 SAME = 0.005
@@ -50,20 +51,16 @@ HEAD = ("plan", "step", "interval", "tokens/s", "memory", "sent", "between nodes
 WIDTH = 110
 
 
-def table(
-    plans: Sequence[Plan], native: Plan | None = None, uncut: Plan | None = None
-) -> list[str]:
+def table(plans: Sequence[Plan], native: Plan | None = None) -> list[str]:
     """Format a row for each plan, the fastest first, in aligned columns; below, what is encoded.
 
     Memory, and bytes sent in a step, are those of the rank with the most; "hidden" is the share of
     the seconds of messages that does not lengthen the step. ``native``: the first plan's layout
-    without compression, and ``uncut``: the fastest of replicas alone, for the last rows.
+    without compression, for the last row.
     """
     named = {str(number): plan for number, plan in enumerate(plans, 1)}
     if native is not None:
         named["1 native"] = native
-    if uncut is not None:
-        named["uncut"] = uncut
     rows = [_cells(name, plan) for name, plan in named.items()]
     users: dict[str, list[str]] = {}
     for name, plan in named.items():
@@ -73,6 +70,25 @@ def table(
         text = f"encoded in {', '.join(names)}: {encoded}"
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return lines
+
+
+def best_of_each(found: Found, cluster: Cluster) -> list[str]:
+    """Format the fastest plan of each way to share the parameters, side by side.
+
+    Bits a parameter of the whole model are those that a node sends to the others in a step.
+    """
+    rows = []
+    for plan in sorted(found.best, key=lambda plan: plan.prediction.seconds):
+        told, layout = plan.prediction, plan.layout
+        of_node = sum(told.between_nbytes.values()) * min(cluster.ranks_per_node, layout.ranks)
+        bits = f"{8 * of_node / found.parameters:.2f}" if found.parameters else "-"
+        under = " (--engine fsdp2)" if plan.engine != found.plans[0].engine else ""
+        rows.append([
+            f"{kind_of(layout)}{under}", duration(told.seconds), bits, size(told.device_nbytes),
+            str(layout),
+        ])  # fmt: skip
+    head = ("the best of each", "step", "bits a parameter", "memory", "layout")
+    return aligned([head, *rows]).split("\n")
 
 
 def _cells(name: str, plan: Plan) -> list[str]:
@@ -210,16 +226,16 @@ def _between(told: Prediction, name: str) -> str:
 
 def answer(found: Found, cluster: Cluster) -> Iterator[str]:
     """Yield all lines to print: table, reasons, details of the best plan, counts of the search."""
-    yield from table(found.plans, found.native, found.uncut)
+    yield from table(found.plans, found.native)
     yield ""
+    if len(found.best) > 1:
+        yield from best_of_each(found, cluster)
+        yield ""
     if found.native is not None:
         yield against_native(found.plans[0], found.native)
     if len(found.plans) > 1:
         yield "The first beside the second:"
         yield from (f"  {text}" for text in reasons(*found.plans[:2]))
-    if found.uncut is not None:
-        yield "The fastest that cuts no layer and has no stages:"
-        yield from (f"  {text}" for text in details(found.uncut, cluster))
     yield "The first plan:"
     yield from (f"  {text}" for text in details(found.plans[0], cluster))
     yield f"{found.considered} looked at, {found.simulated} simulated"

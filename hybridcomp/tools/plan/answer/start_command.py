@@ -10,12 +10,18 @@ from typing import Any
 
 from hybridcomp import foreign
 from hybridcomp.tools.compare.launch import fill
+from hybridcomp.tools.plan.answer.fully_shard import HOW, MODULE
 from hybridcomp.tools.plan.engines import block_chunks
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import Plan
 
-CONFIGS = {"deepspeed": "ds_config.json", "megatron": "megatron_args.txt", "neox": "neox.yml"}
+CONFIGS = {
+    "deepspeed": "ds_config.json", "megatron": "megatron_args.txt", "neox": "neox.yml",
+    "fsdp2": "fsdp2.json",
+}  # fmt: skip
 BLOCK_FILE = "compression.json"
+#: engines whose files hold no block: it is in ``BLOCK_FILE``
+BESIDE = ("megatron", "fsdp2")
 #: port of a launcher where no free one is searched for: torch's default
 PORT = "29500"
 #: placeholder where the user has not named the script to start
@@ -50,10 +56,11 @@ def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
     nodes, per_node = nodes_of(plan, cluster), min(cluster.ranks_per_node, plan.layout.ranks)
     if plan.engine == "neox":
         return f'"${{PYTHON:-python}}" -m hybridcomp.patches.neox {config}'
-    if plan.engine == "megatron":
+    if plan.engine in BESIDE:
         block = shlex.quote(str((folder / BLOCK_FILE).resolve()))
         launcher = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
-        run = f"-m hybridcomp.run {SCRIPT} $(cat {config})"
+        run = f"-m hybridcomp.run {SCRIPT}"
+        run += f" $(cat {config})" if plan.engine == "megatron" else ""
         return f'env HYBRIDCOMP_CONFIG={block} {launcher} {run} "$@"'
     hosts = f"--num_nodes {nodes} " if nodes > 1 else ""
     launcher = f"deepspeed {hosts}--num_gpus {per_node} --module hybridcomp.run"
@@ -65,7 +72,7 @@ def left_to_script(plan: Plan, command: Sequence[str]) -> str:
 
     DeepSpeed's file holds no parallel degree and no layer to recompute: the script sets these.
     """
-    if plan.engine != "deepspeed":
+    if plan.engine not in ("deepspeed", "fsdp2"):
         return ""
     layout, text = plan.layout, " ".join(command)
     wanted = {
@@ -80,7 +87,9 @@ def left_to_script(plan: Plan, command: Sequence[str]) -> str:
     if not left:
         return ""
     shown = ", ".join(left)
-    return f"ds_config.json does not say {shown} ({layout}): the script has to, see plan.json"
+    return (
+        f"{CONFIGS[plan.engine]} does not say {shown} ({layout}): the script has to, see plan.json"
+    )
 
 
 def left_to_user(plan: Plan, command: Sequence[str], base: Mapping[str, Any]) -> Iterator[str]:
@@ -90,6 +99,8 @@ def left_to_user(plan: Plan, command: Sequence[str], base: Mapping[str, Any]) ->
             f"start.sh has {SCRIPT} in the place of your script: write its name there, or give "
             "plan the command behind --"
         )
+    if plan.engine == "fsdp2" and not (command and "{config}" in " ".join(command)):
+        yield f"your script has to call what {MODULE} has: {HOW}; fsdp2.json has the batch"
     if plan.engine == "deepspeed" and "optimizer" not in base:
         yield (
             'ds_config.json has no "optimizer": add it, unless the script hands one to '

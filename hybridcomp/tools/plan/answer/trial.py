@@ -123,7 +123,7 @@ def _job(
     log = folder / LOG
     own = any(LOG in word for word in words)
     environment = {} if own else {RECORD: str(log)}
-    if plan.engine == "megatron":
+    if plan.engine in start_command.BESIDE:
         environment["HYBRIDCOMP_CONFIG"] = str(folder / start_command.BLOCK_FILE)
     settings = {"command": list(command), "plan": plan.to_json()["layout"], "block": plan.block}
     log_lines = json.loads(json.dumps(settings))  # tuples become lists, as they do in the file

@@ -80,8 +80,8 @@ class PlannedJob:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Return the dtype in which gradients are reduced: Megatron's main gradients are fp32."""
-        return torch.float32 if self.limits.engine == "megatron" else self.dtype
+        """Return the dtype in which gradients are reduced: fp32 by Megatron and by FSDP2."""
+        return self.dtype if self.limits.engine in ("deepspeed", "neox") else torch.float32
 
     def can_price(self, dimension: Dimension, choice: Choice) -> bool:
         """Return whether the cluster has coding speeds for ``choice`` on ``dimension``."""

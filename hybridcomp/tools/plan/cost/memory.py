@@ -62,8 +62,10 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     """Return the bytes of weights, gradients and optimizer states, and those on the host."""
     width, values = job.dtype.itemsize, stage.dense + stage.experts
     # experts are sharded only over the replicas of these experts
-    replicas = layout.size("replicas")
+    replicas, shards_master = layout.owners, job.limits.engine == "fsdp2"
     share = (stage.dense + stage.experts * layout.expert) / replicas
+    if shards_master:  # the fp32 parameters are the optimizer's, and passes gather them in bf16
+        width = 0 if width == 2 else width
     weights = width * (share if layout.zero_stage == 3 else values)
     dense, experts = stage.trained
     values, share = dense + experts, (dense + experts * layout.expert) / replicas
@@ -88,12 +90,17 @@ def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
     if layout.zero_stage == 3:
         values = stage.dense + stage.experts
         found = {"gathered": job.dtype.itemsize * gathered(job, layout, stage).peak}
+        if job.limits.engine == "fsdp2":  # a block's gradients, and those that are reduced
+            most = max((layer.parameters for _, layer in stage.layers), default=0.0)
+            found["gathered"] += (job.dtype.itemsize + FP32) * most
         if layout.hpz > 1:
             width = COPIED[layout.copy].bits(job.dtype) / 8
             found["copy"] = width * values / layout.hpz
         if layout.frozen == "device":
             found["frozen"] = KEPT.bits(job.dtype) / 8 * (values - sum(stage.trained))
-    if layout.accumulate == "node":
+    if layout.accumulate == "node" and layout.shards > 1:
+        found["sums"] = FP32 * sum(stage.trained) / layout.shards
+    elif layout.accumulate == "node":
         sums = _reduced(job, layout, sum(stage.trained))
         found["sums"] = float(node_sums_nbytes(sums))
     return found
@@ -136,6 +143,10 @@ def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
     width = math.prod(call.inside)
     bucket = min(round(values), round(job.limits.bucket_numel))
     numels = tuple(filter(None, (bucket, round(values) - bucket)))
+    if layout.shards > 1:
+        numels = (round(values / layout.shards),)
+        return RankMessages(numels, "sum", job.gradient_dtype, ranks // layout.shards,
+                            on_gpu=not job.on_cpu)  # fmt: skip
     how: Way = "own" if layout.zero_stage in (1, 2) else "sum"
     if layout.zero_stage == 3 or (layout.zero_stage and job.limits.engine == "megatron"):
         how = "scatter"

@@ -6,14 +6,16 @@ other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
 from hybridcomp.autotune.zero3_moves import Knobs
-from hybridcomp.dimensions import Dimension
+from hybridcomp.dimensions import Dimension, Direction
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
+from hybridcomp.tools.plan.cost import fully_shard
 from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, EngineCall, Price
 from hybridcomp.tools.plan.cost.copies import Whole, whole_of
 from hybridcomp.tools.plan.cost.gathers import DEFAULT, Gathered, ModelPass
@@ -129,9 +131,7 @@ def _ahead(
     chunk: Sequence[int], number: int,
 ) -> Pass:  # fmt: skip
     """Build the forward pass of one chunk."""
-    items: list[Item] = []
-    for one in chunk:
-        items += job.layer_items(layout, stage, layers[one].forward, "forward")
+    items = _messages(job, layout, stage, [layers[one] for one in chunk], "forward")
     sent: list[Item] = []
     if number + 1 < layout.stages * layout.virtual:
         sent = job.sends(layout, stage, crossing(layout, layers, number), "forward")
@@ -144,17 +144,27 @@ def _behind(
     chunk: Sequence[int], number: int,
 ) -> Pass:  # fmt: skip
     """Build the backward pass of one chunk; recomputed layers add forward and its messages."""
-    items: list[Item] = []
+    again = [layers[one] for one in chunk if one in layout.recomputed]
     compute = Estimate.total(job.compute(layers[one], rank)[1] for one in chunk)
-    for one in chunk:
-        items += job.layer_items(layout, stage, layers[one].backward, "backward")
-        if one in layout.recomputed:
-            items += job.layer_items(layout, stage, layers[one].forward, "forward")
-            compute = compute.plus(job.compute(layers[one], rank)[0])
+    compute = compute.plus(Estimate.total(job.compute(one, rank)[0] for one in again))
+    items = _messages(job, layout, stage, [layers[one] for one in chunk], "backward")
+    items += _messages(job, layout, stage, again, "forward")
     sent: list[Item] = []
     if number and layers[min(chunk) - 1].frozen < 1:
         sent = job.sends(layout, stage, crossing(layout, layers, number - 1), "backward")
     return Pass(compute, merged(items), merged(sent))
+
+
+def _messages(
+    job: PlannedJob, layout: Layout, stage: int, layers: Sequence[ModelLayer], way: Direction
+) -> list[Item]:
+    """Return the messages of ``layers`` in one pass; equal layers send equal ones."""
+    counts = Counter(layer.forward if way == "forward" else layer.backward for layer in layers)
+    return [
+        replace(item, count=item.count * count)
+        for messages, count in counts.items()
+        for item in job.layer_items(layout, stage, messages, way)
+    ]
 
 
 def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float:
@@ -196,7 +206,9 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=NATIVE))
     micro: list[Item] = []
     each, reduce = _each_micro(layout, reduce)
-    if layout.zero_stage == 3:
+    if layout.zero_stage == 3 and job.limits.engine == "fsdp2":
+        micro, reduce, gather = _fully_sharded(job, layout, stage)
+    elif layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
         times = gathered(job, layout, stage).times
         parts = [_in_parts(item, per_layer) for item in gather]
@@ -215,8 +227,7 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         micro = each
     else:
         reduce = each
-    shards = layout.size("replicas") if job.sharded(layout) else 1
-    own = (dense + experts) / shards
+    own = (dense + experts) / (layout.owners if job.sharded(layout) else 1)
     copies: list[Item] = []
     adam = job.adam(own, stage.rank, layout.offload)
     if layout.offload:
@@ -236,6 +247,36 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
     )
 
 
+def _fully_sharded(
+    job: PlannedJob, layout: Layout, stage: StageWork
+) -> tuple[list[Item], list[Item], list[Item]]:
+    """Return FSDP2's messages of a micro-batch, and the reductions and gathers once a step."""
+    held = stage.layers, stage.dense + stage.experts
+    reduces, gathers = fully_shard.messages(job, layout, *held)
+    each, reduce = _each_micro(layout, reduces)
+    if layout.shards > 1:
+        each, reduce = reduces, fully_shard.sums_of_replicas(job, layout, *held)
+        if layout.accumulate == "native":
+            each, reduce = each + reduce, []
+    if layout.hpz == 1:
+        if layout.frozen == "device":
+            gathers, frozen = _divided(stage, gathers)
+            gathers += [replace(one, call=_opened(one), fixed=KEPT) for one in frozen]
+        return _sent(each + gathers), _sent(reduce), []
+    once = [replace(one, count=1.0) for one in gathers]
+    for one, again in zip(once, gathers, strict=True):
+        # the forward gather of each micro-batch crosses, unless nodes keep a copy of ours
+        each += _inside(layout, [one], again.count, layout.accumulation)
+    if layout.copy == "native":
+        return _sent(each + once), _sent(reduce), []
+    return _sent(each), _sent(reduce), _crossing(layout, _divided(stage, once)[0])
+
+
+def _sent(items: list[Item]) -> list[Item]:
+    """Return those of ``items`` that are sent at all."""
+    return [item for item in items if item.call.ranks > 1 and item.call.numel]
+
+
 def model_pass(job: PlannedJob, layout: Layout, stage: StageWork) -> ModelPass:
     """Return the parameters of a stage in the order in which a micro-batch uses them."""
     tied = layout.stages == 1 and bool(job.model.shared(job.shape(layout)))
@@ -244,6 +285,9 @@ def model_pass(job: PlannedJob, layout: Layout, stage: StageWork) -> ModelPass:
 
 def gathered(job: PlannedJob, layout: Layout, stage: StageWork) -> Gathered:
     """Return what a micro-batch gathers at ZeRO 3, and the values that are there at once."""
+    if job.limits.engine == "fsdp2":
+        values = stage.dense + stage.experts
+        return Gathered(0.0, fully_shard.gathered_values(job, layout, stage.layers, values))
     knobs = Knobs(*layout.knobs) if layout.knobs else DEFAULT
     return model_pass(job, layout, stage).gathered(knobs)
 

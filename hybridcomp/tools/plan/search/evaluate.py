@@ -143,7 +143,7 @@ class Evaluator:
         for key in keys:
             kept: list[tuple[Costs, Choice]] = []
             for choice in options_of(self.job, self.budget, key, work.layout.zero_stage):
-                if choice.native and work.layout.accumulate == "node" and key in SUMS:
+                if choice.native and key in SUMS and work.layout.sums_ours:
                     continue  # what crosses has a codec
                 costs = self._costs(work, key, choice, roomy)
                 if any(_beats(other, costs) for other, _ in kept):

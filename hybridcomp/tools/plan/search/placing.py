@@ -21,6 +21,7 @@ from hybridcomp.tools.plan.layout import Layout, even_cuts
 from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
 from hybridcomp.tools.plan.search.recomputing import cheapest, contiguous, need
+from hybridcomp.tools.plan.search.space import UNCUT_ENGINES
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class Placer:
 
     def _recomputed(self, work: Work, reserve: Reserve) -> Work | None:
         """Return the work with the engine's cheapest recomputation that fits; None without one."""
-        if self.job.limits.engine == "deepspeed":
+        if self.job.limits.engine in UNCUT_ENGINES:
             return self._segmented(work, reserve)
         every = recomputations(self.job.limits.engine, work.layout, self.job.model.repeated)
         works = [work_of(self.job, work.layout.replace(recompute=one)) for one in every]

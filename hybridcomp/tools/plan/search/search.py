@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hybridcomp.tools.plan.choices import Choices
@@ -32,8 +33,6 @@ from hybridcomp.tools.plan.search.tiers import divisions
 DEFAULT = SearchLimits()
 #: budget of the first plan's layout without compression
 NATIVE = "native"
-#: degrees that cut the model, so that the training script has to support them
-UNCUT = ("tensor", "stages", "context", "expert", "mesh")
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
 
@@ -58,20 +57,32 @@ def search(
         reason = f"{ranks} ranks are wanted, and the cluster has {cluster.world_size}"
         nearest = Nearest(Layout(data=ranks), "ranks", ranks, cluster.world_size)
         return Found((), reason=reason, nearest=nearest)
-    found = replace(_Search(job, budget).run(), unpriced=tuple(unpriced))
-    return replace(found, uncut=_uncut(job, budget, found.plans))
+    found = _Search(job, budget).run()
+    beside = _on_a_mesh(job, budget) if found.plans else ()
+    return replace(
+        found, unpriced=tuple(unpriced), best=(*found.best, *beside), parameters=model.parameters
+    )
 
 
-def _uncut(job: PlannedJob, budget: AllowedChoices, plans: tuple[Plan, ...]) -> Plan | None:
-    """Return the fastest plan of replicas alone where ``plans`` has only others, else None."""
-    given = job.limits.fixed
-    asked = any(given.get(name, 1) > 1 for name in UNCUT)
-    if not plans or asked or any(plan.layout.is_uncut for plan in plans):
-        return None
-    fixed = {**given, **dict.fromkeys(UNCUT, 1)}
-    limits = replace(job.limits, fixed=fixed, keep=1, own=())
-    found = _Search(replace(job, limits=limits), budget).run().plans
-    return found[0] if found else None
+def _on_a_mesh(job: PlannedJob, budget: AllowedChoices) -> tuple[Plan, ...]:
+    """Return the fastest plan of FSDP2 on an HSDP mesh, to stand beside DeepSpeed's; else none."""
+    decided = any(value != 1 for value in job.limits.fixed.values())
+    if not job.limits.each or job.limits.engine != "deepspeed" or job.cluster.nodes < 2 or decided:
+        return ()
+    limits = replace(job.limits, engine="fsdp2", keep=1, own=(), offload=False, each=False)
+    other = PlannedJob(job.model, job.cluster, job.batch, limits)
+    return _Search(other, budget).run(lambda layout: layout.shards > 1).plans
+
+
+def kind_of(plan: Layout) -> str:
+    """Return how a layout shares the model's parameters among the ranks, in words."""
+    if not plan.is_uncut:
+        return "layers cut, or stages"
+    if plan.zero_stage < 3:
+        return "parameters whole on every rank"
+    if plan.shards > 1:
+        return "HSDP"
+    return "ZeRO 3, a copy in each node" if plan.hpz > 1 else "ZeRO 3"
 
 
 @dataclass(eq=False)
@@ -90,34 +101,48 @@ class _Search:
         self._heap: list[tuple[float, int, Waiting]] = []
         self._count = 0
 
-    def run(self) -> Found:
-        """Search, and return the answer."""
-        every = [one for one in layouts(self.job, self.refused) if self._allows(one)]
+    def run(self, wanted: Callable[[Layout], bool] = lambda layout: True) -> Found:
+        """Search the layouts that are ``wanted``, and return the answer.
+
+        Behind the plans that are kept it goes on for kinds of which none is among them
+        (``SearchLimits.each``).
+        """
+        allowed = (one for one in layouts(self.job, self.refused) if self._allows(one))
+        every = [one for one in allowed if wanted(one)]
         for layout in every:
             self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
         ranked: dict[Layout, tuple[Work, Choices]] = {}
-        while self._heap and len(ranked) < self.job.limits.keep:
+        best: dict[str, tuple[Work, Choices]] = {}
+        while self._heap and (self.job.limits.each or len(ranked) < self.job.limits.keep):
             _, _, waiting = heapq.heappop(self._heap)
+            work = waiting[0] if isinstance(waiting, tuple) else waiting
+            layout = work if isinstance(work, Layout) else work.layout
+            if len(ranked) == self.job.limits.keep and kind_of(layout) in best:
+                continue
             if isinstance(waiting, Layout):
                 self._place(waiting)
             elif isinstance(waiting, Work):
                 self._judge(waiting)
             else:
-                ranked.setdefault(_family(waiting[0].layout), waiting)
-        plans = tuple(
-            plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
+                best.setdefault(kind_of(layout), waiting)
+                if len(ranked) < self.job.limits.keep:
+                    ranked.setdefault(_family(layout), waiting)
+        plans, firsts = (
+            tuple(plan_of(self.job, *one, self.budget.name) for one in found.values())
+            for found in (ranked, best)
         )
         native = None
         for work, choices in [*ranked.values()][:1]:
             if choices.items or work.layout.frozen != "gathered":
                 bare = work_of(self.job, work.layout.replace(frozen="gathered"))
                 native = plan_of(self.job, bare, Choices(), NATIVE)
-        found = Found(plans, self.considered, self.simulated, dict(self.refused), native=native)
+        found = Found(plans, self.considered, self.simulated, dict(self.refused), native=native,
+                      best=firsts)  # fmt: skip
         return found if plans else nothing(self.job, self.placer, every, found)
 
     def _allows(self, layout: Layout) -> bool:
         """Return whether the budget has what the layout's copies and sums are encoded with."""
-        sums = layout.accumulate == "native" or self.budget.sums_in_nodes()
+        sums = not layout.sums_ours or self.budget.sums_in_nodes()
         kept = layout.frozen == "gathered" or (
             self.budget.keeps_frozen() and self.job.can_price("zero", KEPT)
         )

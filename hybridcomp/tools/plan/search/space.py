@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from hybridcomp.tools.plan.cost.fully_shard import mesh_sizes
 from hybridcomp.tools.plan.cost.gathers import TIGHT
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout
@@ -16,6 +17,8 @@ from hybridcomp.tools.plan.search.slicing import sliced
 
 #: numbers of virtual stages to try
 VIRTUAL = (1, 2, 4)
+#: engines with ZeRO 3, whose nodes may keep copies and sums
+UNCUT_ENGINES = ("deepspeed", "fsdp2")
 UNCUT = "the model cannot be cut so: "
 
 
@@ -67,7 +70,10 @@ def _decided(
     job: PlannedJob, base: Layout, refused: Counter[str], others: Counter[str]
 ) -> Iterator[Layout]:
     """Yield the layouts of ``base``, none where it contradicts the user's fixed fields."""
-    if _fixed(job, base, ("tensor", "stages", "context", "data", "expert", "mesh")):
+    names = ("tensor", "stages", "context", "expert", "mesh")
+    if job.limits.engine == "fsdp2" and not base.is_uncut and not set(names) & {*job.limits.fixed}:
+        return  # it cuts no layer, and nobody asks for that
+    if _fixed(job, base, (*names, "data")):
         yield from _refined(job, base, refused, others)
 
 
@@ -103,7 +109,7 @@ def _refined(
         return
     names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
              "hierarchy", "slices", "hpz", "copy", "frozen", "accumulate", "ratio",
-             "knobs")  # fmt: skip
+             "knobs", "shards", "stays")  # fmt: skip
     for sequence in (False, True) if _sequences(job, base) else (False,):
         for micro_batch in divisors(samples):
             if micro_batch > job.limits.most_micro_batch:
@@ -149,6 +155,8 @@ def _undecided(job: PlannedJob, layout: Layout) -> str | None:
     stage = fixed.get("zero_stage", 0)
     if stage > 1 and job.limits.engine == "megatron":
         return f"Megatron's distributed optimizer is ZeRO 1, and {stage} was decided"
+    if "zero_stage" in fixed and stage != 3 and job.limits.engine == "fsdp2":
+        return f"fully_shard is ZeRO 3, and {stage} was decided"
     if stage > 1 and layout.stages > 1:
         return f"DeepSpeed's pipelines have ZeRO 0 and 1, and {stage} was decided"
     return None
@@ -175,6 +183,7 @@ def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
                     copied = [found.replace(hpz=n, copy=what) for n, what in _copies(job, found)]
                     if _keeps_frozen(job, found):
                         copied.append(found.replace(frozen="device"))
+                    copied += _meshes(job, found)
                     yield from copied
                     if _sums_in_nodes(job, found):
                         yield from (one.replace(accumulate="node") for one in (found, *copied))
@@ -202,7 +211,7 @@ def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:
     """Yield ranks of a node and kinds of its secondary copy, none where DeepSpeed has no hpZ."""
     ranks, parts = layout.size("replicas"), (layout.innermost, layout.context, layout.expert)
     nodes, _ = job.groups.of(layout, "replicas")
-    if job.limits.engine != "deepspeed" or layout.zero_stage != 3 or parts != (1, 1, 1):
+    if job.limits.engine not in UNCUT_ENGINES or layout.zero_stage != 3 or parts != (1, 1, 1):
         return
     if nodes < 2 or ranks % nodes or ranks == nodes:
         return
@@ -212,11 +221,20 @@ def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:
         yield ranks // nodes, "bits8"
 
 
+def _meshes(job: PlannedJob, layout: Layout) -> Iterator[Layout]:
+    """Yield FSDP2's other ways: HSDP meshes, and gathered parameters that stay until backward."""
+    if job.limits.engine != "fsdp2" or layout.zero_stage != 3 or layout.hierarchy is not True:
+        return
+    for shards in (1, *mesh_sizes(job, layout)):
+        yield from (layout.replace(shards=shards, stays=stays) for stays in (False, True)
+                    if stays or shards > 1)  # fmt: skip
+
+
 def _keeps_frozen(job: PlannedJob, layout: Layout) -> bool:
     """Return whether ZeRO 3 gathers weights below adapters, which ranks may keep (DeepSpeed)."""
     gathers = layout.zero_stage == 3 and layout.size("replicas") > 1
     adapted = any(0 < layer.frozen < 1 for layer in job.layers(layout))
-    return gathers and adapted and job.limits.engine == "deepspeed"
+    return gathers and adapted and job.limits.engine in UNCUT_ENGINES
 
 
 def _sums_in_nodes(job: PlannedJob, layout: Layout) -> bool:
@@ -224,7 +242,7 @@ def _sums_in_nodes(job: PlannedJob, layout: Layout) -> bool:
     several = layout.accumulation > 1 and layout.zero_stage >= 2 and layout.hierarchy
     nodes, _ = job.groups.of(layout, "replicas")
     ranks = layout.size("replicas")
-    here = layout.stages == layout.expert == 1 and job.limits.engine == "deepspeed"
+    here = layout.stages == layout.expert == 1 and job.limits.engine in UNCUT_ENGINES
     return bool(several) and here and 1 < nodes < ranks and ranks % nodes == 0
 
 
@@ -262,6 +280,8 @@ def _units(job: PlannedJob) -> tuple[int, int]:
 def _unfit(job: PlannedJob, layout: Layout) -> str | None:
     """Say why the engine or the model cannot be cut into ``layout``; None where they can."""
     engine = job.limits.engine
+    if engine == "fsdp2" and not layout.is_uncut:
+        return "fully_shard cuts no layer, and has no stages"
     if layout.stages > job.model.depth:
         return "more stages than layers"
     ulysses = layout.context > 1 and layout.context_way == "ulysses"
@@ -300,6 +320,8 @@ def _zero_stages(job: PlannedJob, layout: Layout) -> tuple[int, ...]:
         return (0,)
     if job.limits.engine == "megatron" or layout.stages > 1:
         return (0, 1)
+    if job.limits.engine == "fsdp2":
+        return (3,)
     return (0, 1, 2) if layout.innermost > 1 else (0, 1, 2, 3)
 
 

@@ -24,7 +24,7 @@ from hybridcomp.tools.plan.models.decoder import Decoder
 from hybridcomp.tools.plan.models.reading import read_model
 from hybridcomp.tools.plan.request import Batch, Found, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
-from hybridcomp.tools.plan.search.search import search
+from hybridcomp.tools.plan.search.search import kind_of, search
 from tests.tools.plan.clusters import small
 
 LLAMA_7B: dict[str, Any] = {
@@ -56,7 +56,7 @@ def llama(folder: Path) -> Decoder:
 
 
 def planned(memory_gb: float, model: Any, budget: str = "recommended", **fixed: Any) -> Found:
-    limits = SearchLimits(keep=3, fixed=fixed)
+    limits = SearchLimits(keep=3, fixed=fixed, each=True)
     batch = Batch(64, 2048)
     return search(model, machines(memory_gb), AllowedChoices.parse(budget), batch, limits)
 
@@ -68,7 +68,7 @@ def test_a_7b_llama_over_25_gbits_keeps_a_copy(tmp_path: Path) -> None:
     assert best.layout.hpz == 8 and best.layout.copy in ("exact", "bits8"), best.layout
     assert best.block["zero"] == {"secondary": "exact"}
     assert best.layout.accumulate == "node" and best.block["dp"]["accumulate"] == "node"
-    assert best.layout.accumulation > 1 and found.uncut is None
+    assert best.layout.accumulation > 1 and best in found.best
     assert found.simulated < 2000 and found.considered < 2000
     assert best.prediction.memory["copy"] == pytest.approx(2 * 6.74e9 / 8, rel=0.01)
     native = planned(24, llama(tmp_path), "native", tensor=1, stages=1, context=1).plans[0]
@@ -121,20 +121,29 @@ def test_bytes_and_memory_of_a_copy(copy: str, crosses: float, held: float) -> N
         assert kept == pytest.approx(held * values / 2, rel=0.01)
 
 
-def test_the_fastest_that_cuts_nothing_stands_beside_those_that_do(tmp_path: Path) -> None:
+def test_the_best_of_each_kind_stand_side_by_side(tmp_path: Path) -> None:
     """Two stages of two tensor ranks are faster: each gradient crosses fewer links."""
     model = llama(tmp_path)
     found = planned(24, model, micro_batch=1)
+    kinds = {kind_of(plan.layout): plan for plan in found.best}
     assert not any(plan.layout.is_uncut for plan in found.plans)
-    alone = planned(24, model, micro_batch=1, tensor=1, stages=1, context=1)
-    assert found.uncut == alone.plans[0]
-    best, uncut = found.plans[0].prediction, found.uncut.prediction
-    assert best.seconds < uncut.seconds
+    assert len(kinds) == len(found.best) and found.best[0] == found.plans[0]
+    uncut = kinds["ZeRO 3, a copy in each node"]
+    assert uncut == planned(24, model, micro_batch=1, tensor=1, stages=1, context=1).plans[0]
+    best = found.plans[0].prediction
+    assert best.seconds < uncut.prediction.seconds
     # the bytes agree: half of the parameters cross between two nodes, not all among four
-    assert sum(best.between_nbytes.values()) < sum(uncut.between_nbytes.values()) / 2
-    text = "\n".join(report.answer(found, machines(24)))
-    assert "uncut  " in text and "The fastest that cuts no layer and has no stages:" in text
-    assert "a step sends 7.2 bits a parameter (natively" in text
+    between = sum(uncut.prediction.between_nbytes.values())
+    assert sum(best.between_nbytes.values()) < between / 2
+    assert kinds["HSDP"].engine == "fsdp2" and kinds["HSDP"].layout.shards == 8
+    lines = list(report.answer(found, machines(24)))
+    bits = f"{8 * 8 * between / model.parameters:.2f}"
+    (row,) = (line for line in lines if line.startswith("ZeRO 3, a copy in each node"))
+    assert bits in row and str(uncut.layout) in row
+    assert any("HSDP (--engine fsdp2)" in line and "hsdp8" in line for line in lines)
+    assert {kind_of(plan.layout) for plan in planned(24, model, tensor=2).best} == {
+        "layers cut, or stages"
+    }
 
 
 def test_sums_in_the_node_cross_once() -> None:
