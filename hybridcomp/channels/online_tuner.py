@@ -27,6 +27,7 @@ from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
 from hybridcomp.codecs import require_kernels
+from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
@@ -145,6 +146,8 @@ class OnlineTuner:
                 known = StepTraffic((numel,), "sum" if summed else "gather")
             codec = state.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
+            if name == "zero" and state.config.zero.keeps_copy:
+                codec = ExactSteps()  # sends copies from the second gather on
             trials = gathers(codec, place)
             if summed:
                 bits = state.residuals.bits if self._channels[name].error_feedback else 0

@@ -158,6 +158,27 @@ def _gather_round(
     POOL.give(own.buffer, gathered)
 
 
+def gather_payloads(values: Tensor, via: Transfer) -> list[tuple[Range, list[Tensor]]]:
+    """Encode ``values`` and gather the payloads of all ranks on one level; blocking.
+
+    Returns for each round the stretch of ``values`` that it carries, and the payloads of that
+    stretch, 1-D uint8, by group rank. ``values`` as ``shard`` of ``all_gather``.
+    """
+    check_values("values", values)
+    plan = plan_all_gather(values, via)
+    via.meter.used[plan.spec] = None
+    found: list[tuple[Range, list[Tensor]]] = []
+
+    def steps(row: Sequence[Range], each: GatherPlan) -> Steps[None]:
+        with via.meter.coding():
+            own = encode_all(each, [values[slice(*row[0])]], row)
+        payloads, _ = yield from gather(own, each, via.group, via.meter)
+        found.append((row[0], [one for (one,) in payloads]))
+
+    Handle(overlapped([steps(*each) for each in plan.rounds]), via.meter, async_op=False)
+    return found
+
+
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
     """Gather the int64 ``words`` (1-D, equally many) of all ranks, by group rank; blocking."""
     out = words.new_empty(group.size * words.numel())
