@@ -28,6 +28,7 @@ from hybridcomp.channels.accounting.memory import size
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
 from hybridcomp.codecs import require_kernels
+from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
@@ -145,6 +146,8 @@ class OnlineTuner:
                 known = StepTraffic((numel,), "sum" if summed else "gather")
             codec = state.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
+            if name == "zero" and state.config.zero.keeps_copy:
+                codec = ExactSteps()  # sends copies from the second gather on
             trials = gathers(codec, place)
             if summed:
                 bits = state.residuals.bits if self._channels[name].error_feedback else 0

@@ -11,7 +11,12 @@ group, as ``wait()`` may post a second message.
 
 from __future__ import annotations
 
-from hybridcomp.collectives.all_gather_all_to_all import all_gather, all_to_all, gather_words
+from hybridcomp.collectives.all_gather_all_to_all import (
+    all_gather,
+    all_to_all,
+    gather_payloads,
+    gather_words,
+)
 from hybridcomp.collectives.all_reduce_plan import all_reduce_codecs
 from hybridcomp.collectives.all_reduction import all_reduce
 from hybridcomp.collectives.broadcast_reduce import (
@@ -60,6 +65,7 @@ __all__ = [
     "check_headers",
     "chunk_ranges",
     "finish_sends",
+    "gather_payloads",
     "gather_words",
     "keep_shards",
     "keep_to_owners",

@@ -31,7 +31,9 @@ from hybridcomp.collectives.wire import (
     Transfer,
     check_values,
     decode_all,
+    encode_all,
     exchange,
+    gather,
     gather_values,
     given,
     overlapped,
@@ -146,6 +148,27 @@ def _gather_round(
         out = [places[rank] for rank in ranks]
     values = [shard[start:stop] for start, stop in row]
     return gather_values(plan, values, out, via, row, ranks)
+
+
+def gather_payloads(values: Tensor, via: Transfer) -> list[tuple[Range, list[Tensor]]]:
+    """Encode ``values`` and gather the payloads of all ranks on one level; blocking.
+
+    Returns for each round the stretch of ``values`` that it carries, and the payloads of that
+    stretch, 1-D uint8, by group rank. ``values`` as ``shard`` of ``all_gather``.
+    """
+    check_values("values", values)
+    plan = plan_all_gather(values, via)
+    via.meter.used[plan.spec] = None
+    found: list[tuple[Range, list[Tensor]]] = []
+
+    def steps(row: Sequence[Range], each: GatherPlan) -> Steps[None]:
+        with via.meter.coding():
+            own = encode_all(each, [values[slice(*row[0])]], row)
+        payloads, _ = yield from gather(own, each, via.group, via.meter)
+        found.append((row[0], [one for (one,) in payloads]))
+
+    Handle(overlapped([steps(*each) for each in plan.rounds]), via.meter, async_op=False)
+    return found
 
 
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:

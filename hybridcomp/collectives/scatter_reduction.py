@@ -38,10 +38,12 @@ class Shards(Sequence[Tensor]):
         flat: 1-D and contiguous.
         numel: elements of a shard; the last one may be shorter.
         ranks: number of shards.
+        shape: nodes and ranks per node where ``flat`` has equal shards as ``node_sum`` takes them:
+            by local index, then by node; empty: by group rank.
     """
 
-    def __init__(self, flat: Tensor, numel: int) -> None:
-        self.flat, self.numel = flat, numel
+    def __init__(self, flat: Tensor, numel: int, shape: tuple[int, ...] = ()) -> None:
+        self.flat, self.numel, self.shape = flat, numel, shape
         self.ranks = -(-flat.numel() // numel) if numel else 0
 
     def __len__(self) -> int:
@@ -56,7 +58,11 @@ class Shards(Sequence[Tensor]):
     def __getitem__(self, rank: int | slice) -> Tensor | list[Tensor]:
         if isinstance(rank, slice):
             return [self[each] for each in range(*rank.indices(self.ranks))]
-        place = range(self.ranks)[rank] * self.numel
+        place = range(self.ranks)[rank]
+        if self.shape:
+            nodes, width = self.shape
+            place = place % width * nodes + place // width
+        place *= self.numel
         return self.flat[place : place + self.numel]
 
 
@@ -134,7 +140,9 @@ def _checked(shards: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
         )
     if isinstance(shards, Shards):
         check_values("shards", shards.flat)
-        return Shards(shards.flat.detach(), shards.numel) if shards.flat.requires_grad else shards
+        if not shards.flat.requires_grad:
+            return shards
+        return Shards(shards.flat.detach(), shards.numel, shards.shape)
     for rank, shard in enumerate(shards):
         check_values("shards", shard, rank)
     return [shard.detach() if shard.requires_grad else shard for shard in shards]
@@ -148,9 +156,12 @@ def _in_two_levels(
     assert levels is not None
     codec = how.codec.for_presummed(levels.width)
     # 1
-    values, lengths, column = join_columns(
-        shards, _joined(shards) if levels.shape else None, levels
-    )
+    if isinstance(shards, Shards) and shards.shape:
+        values, column = shards.flat, shards.numel
+        lengths = [levels.nodes * column] * levels.width
+    else:
+        joined = _joined(shards) if levels.shape else None
+        values, lengths, column = join_columns(shards, joined, levels)
     if not values.numel():
         return values.to(torch.float32)
     buffer, work = yield from node_sum(values, lengths, codec, how)

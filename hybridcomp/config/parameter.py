@@ -142,7 +142,7 @@ class ParameterConfig(MeasuredConfig):
         secondary = data.get("secondary")
         if secondary == "exact" or isinstance(secondary, (Mapping, CopyConfig)):
             sent = COPIED if secondary == "exact" else ENCODED
-            return {"when": "always", **data, **sent}
+            return {**data, **sent}
         return {**data, "codec": "none"} if data.get("frozen", "gathered") != "gathered" else data
 
     @model_validator(mode="before")
@@ -190,9 +190,6 @@ class ParameterConfig(MeasuredConfig):
                 f"{sent['codec']} and steps by stepcode; remove the codec and its settings"
             )
             raise problem("codec", self.codec or self.given(), todo)
-        if self.when == "auto":
-            todo = "what steps save is not measured beforehand; remove it"
-            raise problem("when", self.when, todo)
         if self.ramp is not None:
             todo = "a copy is encoded in one way in all steps; remove it"
             raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)

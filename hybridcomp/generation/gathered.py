@@ -39,7 +39,7 @@ KEY = f"{BLOCK}.gathered"
 #: elements of a message's weights over all ranks' shares
 BUCKET_NUMEL = 1 << 26
 #: memory of a message besides the weights, relative to its bytes: all shares before they are put
-#: into place, and the slice and the column of a node's copy, or a payload
+#: into place, and the slice of a node's copy and its payloads, or a payload
 BUFFERS = 3
 _MEMORY = Path("/proc/meminfo")
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hybridcomp.channels import StepTraffic
+from hybridcomp.channels import StepTraffic, channels_of
 from hybridcomp.channels.memory_use import note
 from hybridcomp.collectives import Group
 from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.ds.checkpoint.exact_weights import flat_groups
+from hybridcomp.patches.ds.zero.secondary import BUCKET_NUMEL
 from hybridcomp.session.engine_session import EngineSession
 
 #: elements that ``DeepSpeedEngine.buffered_allreduce_fallback`` flattens into one bucket
@@ -32,12 +33,17 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
         return {}
     if stage == 3:
         fetched = [n for p, n in zip(trained, numels, strict=True) if not p.ds_persist]
-        passes = buckets(fetched, int(engine.zero_prefetch_bucket_size()))
-        if sum(numels) > engine.zero_max_reuse_distance():
-            passes *= 2  # parameters are not kept from the forward to the backward pass
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
         found: dict[Dimension, StepTraffic] = {"dp": StepTraffic(reduced, "scatter")}
-        return {**found, "zero": StepTraffic(passes, "gather", together=True)} if passes else found
+        channels = channels_of(engine)
+        if channels is not None and channels.config.zero.keeps_copy:
+            # once a step; DeepSpeed's own copy serves the backward pass, too
+            passes, together = buckets(fetched, BUCKET_NUMEL), False
+        else:
+            passes, together = buckets(fetched, int(engine.zero_prefetch_bucket_size())), True
+            if sum(numels) > engine.zero_max_reuse_distance():
+                passes *= 2  # parameters are not kept from the forward to the backward pass
+        return {**found, "zero": StepTraffic(passes, "gather", together)} if passes else found
     groups = tuple(flat.numel() for flat, *_ in flat_groups(engine.optimizer))
     gathers: dict[Dimension, StepTraffic] = (
         {"zero": StepTraffic(groups, "gather")} if groups else {}

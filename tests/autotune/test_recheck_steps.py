@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hybridcomp.autotune import recheck
-from hybridcomp.channels import Channels, channels_of
+from hybridcomp.autotune import recheck, trials
+from hybridcomp.channels import Channels, channels_of, online_tuner
 from tests.ranks import RankPool
 from tests.stand_ins.link_clock import clock
 
@@ -45,6 +45,12 @@ def pool() -> Iterator[RankPool]:
 def stages() -> Iterator[RankPool]:
     """Run in separate ranks: DeepSpeed keeps a pipeline's grid for the rest of a process."""
     with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
         yield ranks
 
 
@@ -80,6 +86,7 @@ def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any
     channels = channels_of(engine)
     assert channels is not None
     found: dict[str, Any] = {"losses": [], "modes": [], "held": [], "codecs": []}
+    found["whole"] = []
     with timed(channels, costs) as found["told"]:
         for step in range(job.steps):
             channels.ledger.restart()
@@ -87,6 +94,7 @@ def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any
             found["losses"].append(train_step(engine, job, step))
             found["held"].append(channels.residuals.norm())
             found["codecs"].append(list(channels.ledger.used.get(("dp", "forward"), ())))
+            found["whole"].append("expcode()" in channels.ledger.used.get(("zero", "forward"), ()))
     rows = channels.ledger.rows(channels.ledger.interval)
     found["since"] = {
         name: (ways["forward"]["native_since"], ways["forward"]["encoded_since"])
@@ -144,6 +152,50 @@ def test_deltas_go_on_between_native_steps(pool: RankPool) -> None:
     job = Job(1, steps=STOP + 1, block={**BLOCK, "dp": "none", "zero": zero})
     for found in pool.run(trained, job, NATIVE, {"zero": (0.1, 0.15)}):
         assert [mode for _, mode in found["modes"][-9:]] == [i & 1 == 1 for i in range(8)] + [False]
+
+
+def with_copies(block: dict[str, Any] | None, costs: Costs) -> dict[str, Any]:
+    """Train on two nodes of two ranks; also return the codecs of the trials."""
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # made once per process
+    zero = {
+        "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0,
+    }  # fmt: skip
+    job = Job(3, "bf16", steps=STOP + 4, zero=zero, block=block)
+    if block is None:
+        engine = make_engine(job)
+        losses = [train_step(engine, job, step) for step in range(job.steps)]
+        return {"losses": losses, "digests": digests(engine)}
+    tried: list[tuple[str, tuple[int, ...]]] = []
+
+    def built(codec: Any, place: Any) -> Any:
+        def of(sent: Any) -> Any:
+            tried.append((codec.spec, sent.numels))
+            return trials.gathers(codec, place)(sent)
+
+        return of
+
+    with patch.object(online_tuner, "gathers", built):
+        return {**trained(job, CODED, costs), "tried": tried}
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_copies_in_nodes_are_weighed_by_their_steps(four: RankPool, pays: bool) -> None:
+    """The copy outlasts native steps, so that every encoded step sends changes only."""
+    block = {
+        "zero": {"secondary": "exact", "when": "auto"}, "min_bytes": 0,
+        "hierarchy": 2, "ledger": {"sample_every": 0},
+    }  # fmt: skip
+    costs = {"zero": (0.3, 0.1) if pays else (0.1, 0.3)}
+    natively = four.run(with_copies, None, {})
+    for plain, found in zip(natively, four.run(with_copies, block, costs), strict=True):
+        assert found["digests"] == plain["digests"] and found["losses"] == plain["losses"]
+        assert {spec for spec, _ in found["tried"]} == {"stepcode()"}
+        modes = [zero for _, zero in found["modes"]]
+        assert {True, False} == set(modes[FIRST:STOP]) and modes[STOP:] == [pays] * 4
+        assert sum(found["whole"]) == 1, "the first gather"
 
 
 def resumed(folder: str, job: Job, stop: int, costs: Costs) -> tuple[Any, ...]:

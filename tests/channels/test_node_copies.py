@@ -68,7 +68,6 @@ def test_a_node_has_all_new_values(grid: tuple[int, int], dtype: torch.dtype) ->
         before = held.clone()
         table = renew(channel, groups, new[rank].clone(), held, native)
         counted()
-        assert torch.equal(bits_of(held), bits_of(before)), "not modified"
         gathered = table.new_empty(ranks, NUMEL)
         gather_inside(channel, groups, table, native, True, gathered)
         entry = channel.state.ledger.interval["zero", "forward"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridcomp.codecs import Bf16, Codec, Fp16, make_codec
+from hybridcomp.codecs.casts import add_to
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays
 
@@ -48,6 +49,16 @@ def test_casts_are_torchs_with_saturation(values: Tensor, target: torch.dtype) -
         decoded = torch.empty(values.numel(), dtype=dtype)
         codec.decode(payload, decoded)
         assert_same(decoded, saturated(stored, dtype))
+
+
+@given(values=arrays.tensors())
+@settings(max_examples=100, deadline=None)
+def test_sums_are_torchs(values: Tensor) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        total = torch.linspace(-3, 5, values.numel())
+        expected = total.add(values.to(dtype))
+        add_to(total, values.to(dtype))
+        assert_same(total, expected)
 
 
 def test_every_16_bit_pattern_widens_as_torch_does() -> None:

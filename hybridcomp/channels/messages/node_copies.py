@@ -5,15 +5,14 @@ rank ``j R + i`` has local index i on node j and owns share ``j R + i``. Of its 
 slice i: shares ``i N`` to ``(i + 1) N - 1``, the cut of DeepSpeed's hpZ and of FSDP2's
 ``reshard_after_forward=R``. Only its owner changes a share, so it crosses once to each node:
 
-1 inside the node, natively: the ranks trade the shares of their slices, so that rank i has the old
-  values of shares ``i, R + i, 2 R + i, ...``, one of each node and one of them its own
-2 the ranks of local index i gather the new values of these: as steps from the old ones, which all
-  of them have and decode in place, or whole
-3 inside the node, natively: the shares go back to whoever holds their slice
+1 inside the node, natively: the ranks give each other the old values of their own shares
+2 the ranks of local index i gather the new values of shares ``i, R + i, 2 R + i, ...``, encoded: as
+  steps from the old ones, or whole
+3 inside the node the payloads go to whoever holds their slice, who decodes them into it
 
 So no rank keeps its own old values beside the copy, and all ranks of a node send and receive
-equally much. A copy may consist of encoded bytes. They travel as steps as well: each byte becomes a
-16-bit value that steps when the byte does.
+equally much between nodes. A copy may consist of encoded bytes. They travel as steps as well: each
+byte becomes a 16-bit value that steps when the byte does.
 
 Shapes: n values (or bytes), this rank's share of all parameters of one renewal; a *slice* and a
 *column* are (N, n), a row for each share.
@@ -22,8 +21,8 @@ Shapes: n values (or bytes), this rank's share of all parameters of one renewal;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -39,7 +38,7 @@ from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.collectives import Levels, Meter, Transfer, native_nbytes
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.collectives.wire import transfer, transport
+from hybridcomp.collectives.wire import Range, transfer, transport
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
@@ -82,7 +81,6 @@ class CopyGroups:
 
     nodes: Nodes
     levels: Levels
-    _orders: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, width: int, source: str) -> CopyGroups:
@@ -109,49 +107,68 @@ class CopyGroups:
         """Return the number of ranks, W."""
         return self.levels.nodes * self.levels.width
 
-    def column_of(self, slice_: Tensor, meter: Meter) -> Tensor:
-        """Trade a slice for the shares of this rank's local index, by node."""
-        there, _ = self._order(slice_.device)
-        rows = slice_.index_select(0, there)
-        return self._trade(rows, self._slice_counts, self._column_counts, meter)
-
-    def slice_of(self, column: Tensor, meter: Meter) -> Tensor:
-        """Undo ``column_of``."""
-        _, back = self._order(column.device)
-        rows = self._trade(column, self._column_counts, self._slice_counts, meter)
-        return rows.index_select(0, back)
-
     @cached_property
-    def _slice_counts(self) -> list[int]:
-        """Return, for each local rank, how many shares of this rank's slice that rank owns."""
-        found = Counter(share % self.levels.width for share in self.shares)
-        return [found[local] for local in range(self.levels.width)]
+    def own(self) -> int:
+        """Return the share of this rank."""
+        return self.levels.node * self.levels.width + self.levels.local
 
-    @cached_property
-    def _column_counts(self) -> list[int]:
-        """Return, for each local rank, how many shares of this rank's column are in its slice."""
-        count, width = self.levels.nodes, self.levels.width
-        found = Counter((node * width + self.levels.local) // count for node in range(count))
-        return [found[local] for local in range(width)]
+    def holder(self, share: int) -> int:
+        """Return the local index of the ranks whose slice has ``share``."""
+        return share // self.levels.nodes
 
-    def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the slice's positions sorted by their owners' local index, and the inverse."""
-        if device not in self._orders:
-            owners = [share % self.levels.width for share in self.shares]
-            order = sorted(range(len(owners)), key=lambda place: (owners[place], place))
-            there = torch.tensor(order, device=device)
-            self._orders[device] = there, torch.argsort(there)
-        return self._orders[device]
+    def old_share(self, slice_: Tensor, meter: Meter) -> Tensor:
+        """Return the values of this rank's own share, (n,), from its node's copy.
 
-    def _trade(
-        self, rows: Tensor, gives: Sequence[int], takes: Sequence[int], meter: Meter
-    ) -> Tensor:
-        """Send ``gives[i]`` rows to local rank i and receive ``takes[i]`` from it, in order."""
-        numel, out, inner = rows.shape[1], torch.empty_like(rows), self.levels.inner
-        sent, come = [count * numel for count in gives], [count * numel for count in takes]
-        flat = out.view(-1), rows.view(-1)  # no work between the gate and the message
-        gate()
-        transfer(lambda: transport.all_to_all(*flat, come, sent, inner, meter), meter)
+        ``slice_``: (N, n), contiguous.
+        """
+        width, numel = self.levels.width, slice_.shape[1]
+        gives, takes = [0] * width, [0] * width
+        takes[self.holder(self.own)] = numel
+        rows = [share - self.shares[0] for share in self.shares if self._is_near(share)]
+        for row in rows:
+            gives[self.shares[row] % width] = numel
+        near = slice_[rows[0] : rows[-1] + 1] if rows else slice_[:0]
+        return self._traded(near.view(-1), takes, gives, meter)
+
+    def of_slice(
+        self, gathered: Sequence[tuple[Range, list[Tensor]]], meter: Meter
+    ) -> Iterator[tuple[int, Range, Tensor]]:
+        """Trade the payloads of this rank's local index for those of its slice.
+
+        ``gathered``: by round the stretch and the payloads of shares ``i, R + i, ...``. Yields the
+        row in the slice, the stretch and the payload of all of them.
+        """
+        width, rounds = self.levels.width, len(gathered)
+        column = range(self.levels.local, self.size, width)
+        payloads = [each[node] for node in range(len(column)) for _, each in gathered]
+        sizes = torch.tensor([one.numel() for one in payloads], device=payloads[0].device)
+        known = collectives.gather_words(sizes, self.levels.inner, meter)
+        gives, takes, places = [0] * width, [0] * width, list[tuple[int, int, int]]()
+        for node, share in enumerate(column):
+            to = self.holder(share)
+            gives[to] += sum(known[self.levels.local][node * rounds :][:rounds])
+        for local in range(width):
+            for share in (one for one in self.shares if one % width == local):
+                for each in range(rounds):
+                    nbytes = known[local][share // width * rounds + each]
+                    places.append((share - self.shares[0], each, nbytes))
+                    takes[local] += nbytes
+        wire = self._traded(torch.cat(payloads), takes, gives, meter)
+        parts = torch.split(wire, [nbytes for *_, nbytes in places])
+        for (row, each, _), payload in zip(places, parts, strict=True):
+            yield row, gathered[each][0], payload
+
+    def _is_near(self, share: int) -> bool:
+        """Return whether a rank of this node owns ``share``."""
+        return share // self.levels.width == self.levels.node
+
+    def _traded(self, values: Tensor, takes: list[int], gives: list[int], meter: Meter) -> Tensor:
+        """Send ``gives[i]`` values to local rank i and return ``takes[i]`` from it, in order."""
+        out = values.new_empty(sum(takes))
+        gate()  # no work between the gate and the message
+        transfer(
+            lambda: transport.all_to_all(out, values, takes, gives, self.levels.inner, meter), meter
+        )
         return out
 
 
@@ -211,25 +228,30 @@ def renew(
 
     Args:
         own: (n,) bf16, fp16 or uint8, the new values of this rank's share.
-        held: (N, n), the old slice, the same on all nodes, which is not modified; None: shares are
-            sent whole.
+        held: (N, n), contiguous, the old slice, the same on all nodes; it may be overwritten. None:
+            shares are sent whole.
         native: elements of a share and their dtype, by which the ledger counts what upstream would
             have sent.
 
     Raises CodecError where a payload is damaged.
     """
-    levels, meter = groups.levels, channel.meter(own.device)
-    shape = (levels.nodes, own.numel())
+    levels, meter, new = groups.levels, channel.meter(own.device), _as_steps(own)
+    assert new.numel(), "parameters"
     # 1
-    column = own.new_empty(shape) if held is None else groups.column_of(held, meter)
-    column, new = _as_steps(column), _as_steps(own)
-    codec = ExpCode() if held is None else ExactSteps().against(column[levels.node].clone())
+    codec: ExpCode = ExpCode()
+    if held is not None:
+        codec = ExactSteps().against(_as_steps(groups.old_share(held, meter)))
+    slice_ = new.new_empty(levels.nodes, new.numel()) if held is None else _as_steps(held)
     # 2
-    column[levels.node].copy_(new)
-    via = Transfer(codec, levels.outer, meter)
-    collectives.all_gather(column[levels.node], column.view(-1), via).wait()
+    gathered = collectives.gather_payloads(new, Transfer(codec, levels.outer, meter))
     # 3
-    found = groups.slice_of(_as_before(column, own.dtype), meter)
+    for row, stretch, payload in groups.of_slice(gathered, meter):
+        with meter.coding():
+            if groups.shares[row] == groups.own:
+                slice_[row].copy_(new)
+            else:
+                codec.decode(payload, slice_[row][slice(*stretch)])
+    found = _as_before(slice_, own.dtype)
     # natively one all-gather over all ranks replaces this message and the gather inside the node
     raw = native_nbytes.all_gather_nbytes(*native, levels.nodes)
     channel.record(meter, raw, "forward", _crossing(groups, native) / raw)

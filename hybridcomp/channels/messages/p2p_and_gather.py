@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from hybridcomp import collectives
 from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, Splits, Transfer, native_nbytes
 from hybridcomp.collectives.async_p2p import Posting
+from hybridcomp.collectives.wire import transport
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
@@ -57,6 +58,12 @@ class AllGather(Message[Handle]):
         """Return the bytes of gathering the same values from ``ranks`` ranks."""
         shard = -(-size * self.shard.numel() // ranks)
         return native_nbytes.all_gather_nbytes(shard, self.dtype, ranks)
+
+    def in_node(self, channel: Channel) -> Work | None:
+        """Gather shards as they are where a faster way than upstream's is known: inside a node."""
+        if channel.state.nodes is None:
+            return None
+        return transport.gather_in_node(self.out, self.shard, channel.group(self.group))
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Gather encoded shards; see ``collectives.all_gather``."""

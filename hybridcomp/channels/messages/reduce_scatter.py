@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,11 +35,14 @@ class ReduceScatter(Message[ReduceScatterHandle]):
             one tensor; a subclass may make them in ``load`` instead.
         parameters: the result of ``pieces``, if the seam already has it.
         async_op: return before the sum is complete.
+        shape: set by ``send``: nodes and ranks per node if ``load`` may return shards in that
+            order (``Shards.shape``), which spares a copy; else empty.
     """
 
     shards: Sequence[Tensor] = ()
     parameters: Sequence[Sequence[Piece]] | None = None
     async_op: bool = False
+    shape: tuple[int, ...] = field(init=False, default=())
 
     def load(self, codec: Codec) -> Sequence[Tensor]:
         """Return the shards that are encoded with ``codec``, one for each rank."""
@@ -55,13 +58,16 @@ class ReduceScatter(Message[ReduceScatterHandle]):
 
     def send(self, channel: Channel, codec: Codec) -> ReduceScatterHandle:
         """Sum the loaded shards; see ``collectives.reduce_scatter``."""
-        shards, handling = self.load(codec), channel.handling(codec)
-        sums = None
+        handling, known, sums = channel.handling(codec), channel.group(self.group), None
         if self.crosses is not None and channel.state.config.dp.accumulate == "node":
             sums = channel.state.node_sums if channel.accumulates(self) else None
+        by_rank = sums is not None or handling.common or codec.low_rank is not None
+        if known.levels is not None and not by_rank and not known.levels.parts:
+            self.shape = known.levels.shape
+        shards = self.load(codec)
         pieces = self.pieces() if handling.by_parameter or sums is not None else None
         like = shards.flat if isinstance(shards, Shards) else shards[0]
-        known, meter = channel.group(self.group), channel.meter(like.device)
+        meter = channel.meter(like.device)
         kept: Tensor | None = None
         if sums is not None and pieces is not None:
             if not self.crosses:

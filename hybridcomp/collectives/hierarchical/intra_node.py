@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.casts import add_to
 from hybridcomp.collectives.first_hop import FirstHop
 from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.wire import (
@@ -128,7 +129,7 @@ def _sum_stretch(
         own, *others = received.view(values.dtype).view(group.size, mine)
         total.copy_(own)
         for row in others:
-            total.add_(row)
+            add_to(total, row)
     POOL.give(wire)
     return buffer, total
 

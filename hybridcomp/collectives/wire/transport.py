@@ -149,6 +149,18 @@ def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     return Staged(work, room, out) if staged else work
 
 
+def gather_in_node(out: Tensor, values: Tensor, group: Group) -> Work | None:
+    """Gather between CPUs of one node over gloo as ``all_gather`` does, uncounted; None elsewhere.
+
+    Messages between pairs take half of the processor's time of gloo's own all-gather, which copies
+    all values once more. Between nodes its ring crosses less often.
+    """
+    if out.is_cuda or group.remote or group.backends.get("cpu") != "gloo":
+        return None
+    places = torch.tensor_split(out, group.size)
+    return between_pairs(places, [values] * len(places), group)
+
+
 def all_gather_uneven(
     out: Tensor, values: Tensor, rooms: list[int], group: Group, meter: Meter
 ) -> Work:
@@ -279,7 +291,8 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
     if len(Works.forgotten) > MOST_FORGOTTEN:
         Works.wait_for_forgotten()
     me, ranks, world = group.rank, len(out), group.global_ranks
-    out[me].copy_(values[me])
+    if out[me].data_ptr() != values[me].data_ptr():
+        out[me].copy_(values[me])
     # every rank begins with a different peer, so that no rank receives all messages at once
     others = [(me + step) % ranks for step in range(1, ranks)]
     own = group.process_group

@@ -23,12 +23,13 @@ from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.pays import (
     Coder,
     MessageGroup,
-    bits,
     codecs_of,
     cost,
     documented,
     kept_codec,
     measured,
+    sends_steps,
+    sent_by,
     step_cost,
 )
 
@@ -121,10 +122,12 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
         accumulation = file.accumulation or 1
         dtype, summed = DTYPES[file.dtype or "bf16"], DTYPES.get(file.job.summed_dtype or "")
         said = MessageGroup(ranks or RANKS, file.job.stage, dtype, summed), accumulation
+    has_hpz = file is not None and file.whose != "block" and file.traffic().copy != "none"
     return MessageGroup(
         said[0].ranks if options.ranks is None else options.ranks,
         said[0].stage if options.stage is None else options.stage,
         *(said[0].dtype, said[0].summed) if options.dtype is None else (DTYPES[options.dtype],),
+        has_hpz=has_hpz,
     ), said[1] if options.micro_batches is None else options.micro_batches
 
 
@@ -169,12 +172,17 @@ def table(
         if (same and way == "backward") or name not in there:
             continue
         text = name if same or ROWS[name].one_way else f"{name} {way}"
-        cells = ""
+        cells, (sent, sent_bits) = "", sent_by(config, name, codec, job, device)
+        steps = name == "zero" and sends_steps(config, job)
         for nbytes in MESSAGES:
-            found = cost(name, codec, nbytes / job.sent_as(name).itemsize, job, device)
+            numel = nbytes / job.sent_as(name).itemsize
+            found = cost(name, sent, numel, job, device, sent_bits=sent_bits)
+            if steps:  # once for all gathers of a step
+                found = replace(found, native_nbytes=job.gathers(1) * found.native_nbytes)
             below = "native" if nbytes < config.min_bytes else f"{found.pays_below / 1e9:.3g}"
             cells += f"{below:>12}"
-        yield f"{text:13} {codec.spec[:26]:26} {bits(codec, job.sent_as(name)):5.1f} {cells}"
+        spec = "steps of a node's copy" if steps else codec.spec
+        yield f"{text:13} {spec[:26]:26} {sent_bits:5.1f} {cells}"
 
 
 def meeting_line(

@@ -129,6 +129,11 @@ class MessageGroup:
     stage: int = 1  # ZeRO stage
     dtype: torch.dtype = torch.bfloat16
     summed: torch.dtype | None = None  # of gradients, where it is another one
+    has_hpz: bool = False  # whether ranks are nodes, with DeepSpeed's copy of all parameters
+
+    def gathers(self, micro_batches: int) -> int:
+        """Return how often a step of upstream gathers parameters."""
+        return 2 * micro_batches if self.stage == 3 and not self.has_hpz else min(self.stage, 1)
 
     def sent_as(self, dimension: Dimension) -> torch.dtype:
         """Return the dtype of the messages of ``dimension``."""
@@ -252,9 +257,9 @@ def step_cost(
     whole, parameters = parameters, (1 - frozen) * parameters
     times: dict[Dimension, int] = {"dp": micro_batches if job.stage >= 2 else 1}
     if job.stage:
-        times["zero"] = 2 * micro_batches if job.stage == 3 else 1
+        times["zero"] = job.gathers(micro_batches)
     codecs, total = config.codecs(), Cost(0.0, 0.0, 0.0)
-    if frozen and job.stage == 3:
+    if frozen and job.stage == 3 and not job.has_hpz:  # DeepSpeed's copy keeps them
         total = _frozen_cost(config, times["zero"], frozen * whole, job, device)
     for name, count in times.items():
         codec, buckets = codecs[name, "forward"], max(1, math.ceil(parameters / 5e8))
@@ -262,11 +267,11 @@ def step_cost(
         if codec is None or name in config.policy().low_rank:
             total += native
             continue
-        sent_bits = None
-        if name == "zero" and (copy := copy_of(config)) and job.stage == 3:
-            codec, count, sent_bits = _steps(device, codec), 1, STEP_BITS[copy]
-        elif name == "dp" and config.dp.accumulate == "node":
+        if (name == "zero" and sends_steps(config, job)) or (
+            name == "dp" and config.dp.accumulate == "node"
+        ):
             count = 1
+        codec, sent_bits = sent_by(config, name, codec, job, device)
         sent = cost(name, codec, count * parameters, job, device, count * buckets, sent_bits)
         total += replace(sent, native_nbytes=native.native_nbytes)
     return total
@@ -304,6 +309,21 @@ def copy_of(config: CompressionConfig) -> Literal["exact", "bits8"] | None:
     if not config.zero.keeps_copy:
         return None
     return "exact" if config.zero.secondary == "exact" else "bits8"
+
+
+def sends_steps(config: CompressionConfig, job: MessageGroup) -> bool:
+    """Return whether gathers of parameters are steps against a copy in each node, once a step."""
+    return copy_of(config) is not None and job.stage == 3
+
+
+def sent_by(
+    config: CompressionConfig, name: Dimension, codec: Codec, job: MessageGroup, device: Coder
+) -> tuple[Codec, float]:
+    """Return the codec of all messages but the first, whose first has ``codec``, and its bits."""
+    copy = copy_of(config)
+    if name == "zero" and copy is not None and sends_steps(config, job):
+        return _steps(device, codec), STEP_BITS[copy]
+    return codec, bits(codec, job.sent_as(name))
 
 
 def _steps(device: Coder, whole: Codec) -> Codec:

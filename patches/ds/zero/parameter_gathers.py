@@ -250,7 +250,10 @@ def _fetch(fetch: _Fetch, suspended: bool) -> Iterator[None]:
 
 
 def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather encoded shards; ``wait()``, which upstream calls before it reads, decodes them."""
+    """Gather encoded shards; ``wait()``, which upstream calls before it reads, decodes them.
+
+    Native gathers inside a node over gloo become messages between pairs.
+    """
 
     @functools.wraps(original)
     def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
@@ -270,7 +273,9 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         return fetch.channel.run(
             message,
-            native=lambda: original(input_tensor, output_tensor, group),
+            native=lambda: (
+                message.in_node(fetch.channel) or original(input_tensor, output_tensor, group)
+            ),
             encoded=lambda handle: handle,
         )
 

@@ -250,19 +250,22 @@ class SecondaryCopies:
         known = len(held) == len(copies) and bucket.generation == self.channel.generation
         known = known and not is_exact(self.channel)
         shares: list[Tensor] = []
+        table: Tensor | None = None
 
         def prepared() -> tuple[list[Tensor] | None, bool]:
+            nonlocal table
             shares.extend(copy.own() for copy in copies)
-            return (held if known else None), False
+            if not known:
+                return None, False
+            rows = len(self.groups.shares)  # one table, since hashing thirty tensors takes longer
+            table = torch.cat([one.view(rows, -1).to(self.device) for one in held], 1)
+            return [table.view(-1)], False
 
         native = sum(copy.numel for copy in copies), copies[0].param.ds_tensor.dtype
         sent = state_of(self.channel, self.groups, prepared, self.device)
         with together(WHAT, lambda: bucket.forget(copies), votes=True):
-            table = None
-            if sent == "steps":
-                rows = len(self.groups.shares)
-                table = torch.cat([one.view(rows, -1).to(self.device) for one in held], 1)
-            new = renew(self.channel, self.groups, torch.cat(shares), table, native)
+            old = table if sent == "steps" else None
+            new = renew(self.channel, self.groups, torch.cat(shares), old, native)
             parts = torch.split(new, [share.numel() for share in shares], 1)
             for copy, part in zip(copies, parts, strict=True):
                 copy.put(part)

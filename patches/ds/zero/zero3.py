@@ -114,6 +114,8 @@ class _Gradients(ReduceScatter):
         layout, parts = self._layout, []
         # 1
         flats = [tensor.reshape(-1) for tensor in self.tensors]
+        if self.shape and layout.is_even and flats[0].device.type == "cpu" and not self.in_fp32:
+            return Shards(self._by_node(flats), layout.each, self.shape)
         for low, high, lengths, gap in layout.runs:
             starts = [low * chunk for chunk in layout.chunks]
             rows = zip(flats, starts, lengths, strict=True)
@@ -124,6 +126,16 @@ class _Gradients(ReduceScatter):
         work = torch.float32 if self.in_fp32 else self.dtype
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return Shards(flat.to(work).div_(layout.ranks), layout.each)
+
+    def _by_node(self, flats: Sequence[Tensor]) -> Tensor:
+        """Lay out and divide gradients in the order of ``shape``, in one pass over memory."""
+        nodes, width = self.shape
+        out, at = flats[0].new_empty(width, nodes, self._layout.each), 0
+        for flat, n in zip(flats, self._layout.chunks, strict=True):
+            part = flat.view(nodes, width, n).transpose(0, 1)
+            torch.div(part, self._layout.ranks, out=out[:, :, at : at + n])
+            at += n
+        return out.view(-1)
 
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Return the parameters' parts in each destination's shard."""
@@ -159,6 +171,11 @@ class _Layout:
     chunks: tuple[int, ...]
     runs: tuple[tuple[int, int, tuple[int, ...], int], ...]
     each: int
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether all shards have equal parts of each gradient, and no zeros."""
+        return len(self.runs) == 1 and sum(self.runs[0][2]) == self.each and not self.runs[0][3]
 
     def lengths(self, destination: int) -> tuple[int, ...]:
         """Return the elements of each gradient's part for ``destination``."""

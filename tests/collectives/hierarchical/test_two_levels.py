@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives import Levels, Meter, OwnedRange, Shards, chunk_ranges
 from hybridcomp.collectives.hierarchical.units import grid_of
 from hybridcomp.collectives.topology import Nodes, discover
 from hybridcomp.config import CompressionConfig
@@ -141,6 +141,12 @@ def _reduce_scatter(codec: Codec, width: int, lengths: list[int], dtype: torch.d
         others = [row[levels.local] for a, row in enumerate(levels.grid) if a != levels.node]
         sent = dtype if codec.lossless else torch.float32
         assert meter.inter_nbytes == sum(codec.wire_nbytes(lengths[r], sent) for r in others)
+    if levels.shape and lengths[0] and len(set(lengths)) == 1:
+        columns = [shards[row[local]] for local in range(width) for row in levels.grid]
+        by_node = Shards(torch.cat(columns), lengths[0], levels.shape)
+        assert all(map(torch.equal, by_node, shards))
+        again = calls.reduce_scatter(by_node, codec, levels, meter=Meter()).wait()
+        assert torch.equal(again, total), "without a copy into this order"
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

@@ -56,6 +56,21 @@ def _gathered(_: None) -> list[int]:
     return out.tolist()
 
 
+def _in_node(_: None) -> tuple[bool, list[int]]:
+    """Gather natively where the job has one node, and where rank 2 has its own."""
+    me, out = dist.get_rank(), torch.zeros(6, dtype=torch.int64)
+    mine = out[2 * me : 2 * me + 2].copy_(torch.tensor([10 * me, 7]))  # a view of its place
+    far = Group.of(None, frozenset({2}) if me < 2 else frozenset({0, 1}))
+    none = transport.gather_in_node(out, mine, far) is None
+    work = transport.gather_in_node(out, mine, Group.of(None))
+    assert isinstance(work, Works) and work.wait()
+    return none, out.tolist()
+
+
+def test_gathers_in_a_node_go_between_pairs(on_ranks: RunRanks) -> None:
+    assert on_ranks(3, _in_node, None) == [(True, [0, 7, 10, 7, 20, 7])] * 3
+
+
 def test_a_group_gathers_by_its_own_ranks(on_ranks: RunRanks) -> None:
     assert on_ranks(3, _gathered, None) == [[], [10, 7, 20, 7], [10, 7, 20, 7]]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME
 from hybridcomp.codecs import make_codec
+from hybridcomp.collectives import Shards
 from hybridcomp.patches.ds.zero.zero3 import _Gradients
 
 CASES: dict[str, tuple[int, list[tuple[int, ...]]]] = {
@@ -30,6 +31,26 @@ def message(ranks: int, gradients: list[Tensor]) -> _Gradients:
         numel=sum(g.numel() for g in gradients), dtype=torch.float32, group=None,
         tensors=gradients, params=params, in_fp32=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("case", ["even", "the last is shorter"])
+def test_shards_for_two_levels_are_the_same(case: str, shape: tuple[int, int]) -> None:
+    ranks, sizes = CASES[case]
+    gradients = [torch.randn(size).bfloat16() for size in sizes]
+    found = []
+    with mock.patch.object(dist, "get_world_size", lambda group: ranks):
+        for in_order in ((), shape):
+            sent = message(ranks, gradients)
+            sent.in_fp32, sent.dtype, sent.shape = False, torch.bfloat16, in_order
+            found.append(sent.load(make_codec("blockint")))
+    usual, by_node = found
+    assert isinstance(by_node, Shards) and by_node.shape == (shape if case == "even" else ())
+    assert [one.tolist() for one in by_node] == [one.tolist() for one in usual]
+    if by_node.shape:
+        nodes, width = shape
+        columns = [usual[node * width + local] for local in range(width) for node in range(nodes)]
+        assert torch.equal(by_node.flat, torch.cat(columns)), "as the node sums it"
 
 
 @pytest.mark.parametrize("case", CASES)

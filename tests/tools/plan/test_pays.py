@@ -317,6 +317,29 @@ def test_what_crosses_once_is_counted_once(
     assert f"and {3 / 4 * sent * 1e3:.5g} MB encoded" in said, said
 
 
+@pytest.mark.parametrize("has_hpz", [False, True])
+def test_a_copy_in_each_node_pays_by_its_steps(
+    has_hpz: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two nodes of one link: half of the values are encoded, sent and decoded in each."""
+    path = tmp_path / "ds_config.json"
+    zero = {"stage": 3, **({"zero_hpz_partition_size": 2} if has_hpz else {})}
+    block = {"dp": {"codec": "bf16"}, "zero": {"secondary": "exact"}}
+    path.write_text(json.dumps({
+        "bf16": {"enabled": True}, "zero_optimization": zero, "compression": block,
+    }))  # fmt: skip
+    words = ["--ranks", "2", "--codec-gbs", "1", "--device", "cpu"]
+    whole = ["--parameters", "1e9", "--compute", "1", "--link", "25"]
+    assert cli.main(["pays", str(path), *words, *whole]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if line.startswith("zero"))
+    assert "steps of a node's copy" in row and " 2.9 " in row
+    native = 16 * (1 if has_hpz else 2)
+    below = 32e6 * (native - 2.9) / 2 / (pays.CODING * 64e-3 + 0.83e-3) / 1e9
+    assert float(row.split()[-1]) == pytest.approx(below, rel=0.01)
+    assert f"sends {(16 + native) / 16 * 1e3:.5g} MB of gradients and" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("stage", "block", "native", "sent"),
     [
