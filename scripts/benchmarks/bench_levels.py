@@ -164,10 +164,9 @@ class Stack:
         """Return each training's loss over the samples of ``text``, (N, length + 1)."""
         self._load()
         held = {name: leaf[::2] for name, leaf in self.leaves.items()}
-        every = [
-            losses_of(held, self.heads, *(part.repeat(len(ARMS), 1, 1) for part in both))
-            for both in zip(text[:, :-1].split(BATCH), text[:, 1:].split(BATCH), strict=True)
-        ]
+        every = []
+        for sample in torch.split(text.repeat(len(ARMS), 1, 1), BATCH, dim=1):
+            every.append(losses_of(held, self.heads, sample[..., :-1], sample[..., 1:]))
         return [float(each) for each in torch.stack(every).mean(0)]
 
     @torch.no_grad()
