@@ -88,6 +88,7 @@ void encode_nonfinite_tile(const float* values, u32 first, const u32* absmax, in
 template <int BITS, Spacing SPACING, bool RANDOM>
 HC_INLINE void encode_tile(const float* values, u32 first, int blocks, u8* levels, u8* scales,
                            u8* base_out) {
+    if (SPACING == Spacing::lloyd && lloyd_in_lanes(values, blocks, levels, scales, base_out)) return;
     u32 absmax[TILE_BLOCKS] = {};
     float inverse[TILE_BLOCKS];
     u32 largest = 0;
@@ -104,7 +105,6 @@ HC_INLINE void encode_tile(const float* values, u32 first, int blocks, u8* level
         inverse[b] = inverse_step<BITS, SPACING>(absmax[b], base);
     }
     *base_out = (u8)base;
-    if (SPACING == Spacing::lloyd && lloyd_in_lanes(values, blocks, absmax, inverse, levels, scales)) return;
     for (int b = 0; b < blocks; ++b) {
         const float* block = values + b * BLOCK;
         float share = 0.0f;

@@ -6,10 +6,9 @@
 namespace hybridcomp {
 namespace blockint {
 
-// Encode `blocks` finite blocks of 32 values, given the code of the T of each and its inverse step: levels
-// and the codes that are sent. All of the last four blocks may be read. False where the machine lacks the instructions: nothing was done.
-bool lloyd_in_lanes(const float* values, int blocks, const u32* codes, const float* inverse, u8* levels,
-                    u8* scales);
+// Encode the first `blocks` blocks of a tile of 1024 values, those behind them zeros. False where the machine lacks
+// the instructions, or the tile holds a NaN or Inf: nothing was written.
+bool lloyd_in_lanes(const float* values, int blocks, u8* levels, u8* scales, u8* base);
 
 }  // namespace blockint
 }  // namespace hybridcomp
