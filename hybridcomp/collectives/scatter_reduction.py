@@ -156,6 +156,7 @@ def _in_two_levels(
     assert levels is not None
     codec = how.codec.for_presummed(levels.width)
     # 1
+    column: int | list[int]
     if isinstance(shards, Shards) and shards.shape:
         values, column = shards.flat, shards.numel
         lengths = [levels.nodes * column] * levels.width

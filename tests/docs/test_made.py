@@ -14,6 +14,7 @@ import pytest
 
 import hybridcomp
 import make_docs
+from benchmarks import count_bytes
 from doc_pages import bits, speeds
 from hybridcomp.autotune import recheck, verdicts
 from hybridcomp.errors import install_hint
@@ -80,6 +81,39 @@ def test_the_tables_bits_are_those_of_nccls_algorithms() -> None:
             factor = float(row.split("|")[4].strip().removesuffix("x"))
             assert factor == pytest.approx(today / ours, abs=0.051)
             assert ("(computed)" in row) != job.counted
+
+
+def test_the_tables_bits_were_counted_at_interfaces_of_hosts() -> None:
+    """The ledger's bytes of these runs agree within 1 %, its factor within 2 %."""
+    rows = count_bytes.read(ROOT / "docs/results/bytes.csv")
+    assert not count_bytes.missed(rows)
+    counted = {row["job"] for row in rows}
+    assert {n for n, job in bits.JOBS.items() if job.counted} <= counted | {"activations"}
+    layouts = ("dp2", "zero1", "zero2", "zero3", "zero3_twice", "hpz", "fsdp2", "hsdp", "ddp")
+    told = {(row["layout"], row["arm"]) for row in rows if "told_MB" in row}
+    assert told >= {(name, arm) for name in layouts for arm in ("none", "recommended")}
+    for row in rows:
+        if row["arm"] == "recommended" and row["job"] in bits.JOBS:
+            job = bits.JOBS["ddp" if row["job"] == "ddp_x4" else row["job"]]  # beside its hook
+            nodes, per_node = (2, 1) if row["layout"] not in ("hpz", "hsdp") else (2, 2)
+            today, ours = (
+                bits.across(messages, nodes, per_node, levels)
+                for messages, levels in ((job.today, False), (job.recommended, True))
+            )
+            where = "link_" if per_node > 1 else ""  # no table has traffic inside a node
+            factor = row[f"native_{where}MB"] / row[f"told_{where}MB"]
+            assert factor == pytest.approx(today / ours, rel=0.02), row["job"]
+
+
+def test_native_bytes_of_islands_are_those_of_the_job_without_them() -> None:
+    """Counted at the hosts' interfaces; the ledger's factor follows from them."""
+    rows = {row["arm"]: row for row in count_bytes.read(ROOT / "docs/results/bytes.csv")
+            if row["job"] == "islands"}  # fmt: skip
+    islands, native = rows["islands"], rows["native fp32"]
+    assert islands["native_MB"] == pytest.approx(native["link_MB"], rel=0.01)
+    # 96 bits per step; 2 x 4.258 bits every tenth
+    assert islands["native_MB"] / islands["told_MB"] == pytest.approx(112.73, rel=0.001)
+    assert abs(islands["off"]) < 0.01
 
 
 def test_readme_losses_are_the_measured_ones() -> None:

@@ -123,10 +123,12 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
         dtype, summed = DTYPES[file.dtype or "bf16"], DTYPES.get(file.job.summed_dtype or "")
         said = MessageGroup(ranks or RANKS, file.job.stage, dtype, summed), accumulation
     has_hpz = file is not None and file.whose != "block" and file.traffic().copy != "none"
+    asked = options.dtype is not None
     return MessageGroup(
         said[0].ranks if options.ranks is None else options.ranks,
         said[0].stage if options.stage is None else options.stage,
-        *(said[0].dtype, said[0].summed) if options.dtype is None else (DTYPES[options.dtype],),
+        DTYPES[options.dtype] if asked else said[0].dtype,
+        None if asked else said[0].summed,
         has_hpz=has_hpz,
     ), said[1] if options.micro_batches is None else options.micro_batches
 
