@@ -3,7 +3,8 @@ set.
 
 A forkserver with torch preloaded starts a rank in about 0.2 s instead of 9 s. ``run_ranks`` uses
 new ranks, for functions that leave global state behind (DeepSpeed). ``RankPool`` keeps its ranks
-for many short functions. ``tests/stand_ins/cuda`` has the fake devices.
+for many short functions, ``Trained`` for many trainings. ``tests/stand_ins/cuda`` has the fake
+devices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -265,6 +266,39 @@ class RankPool:
             f"rank {rank}:\n{file.read_text() if file.exists() else 'not started'}"
             for rank, file in files.items()
         )
+
+
+class Trained:
+    """Results of jobs by rank, each trained on the same ranks when a test first asks for it.
+
+    Args:
+        world_size: number of ranks.
+        run: ``run(jobs)`` on every rank; returns a result for each job.
+        jobs: jobs by key, for ``trained[key]``.
+    """
+
+    def __init__(
+        self, world_size: int, run: Callable[..., Any], jobs: Mapping[Any, Any] | None = None
+    ) -> None:
+        self.pool = RankPool(world_size)
+        self._run, self._jobs = run, jobs or {}
+        self._known: dict[str, list[Any]] = {}
+
+    def __getitem__(self, key: Any) -> list[Any]:
+        return self(self._jobs[key])
+
+    def __call__(self, job: Any) -> list[Any]:
+        """Return the job's results by rank; jobs of the same ``repr`` are the same."""
+        name = repr(job)
+        if name not in self._known:
+            self._known[name] = [found for (found,) in self.pool.run(self._run, [job])]
+        return self._known[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pool.close()
 
 
 def run_ranks(

@@ -1,9 +1,9 @@
-"""Run scripts as the ranks of a job, each forked from a process with torch and DeepSpeed.
+"""Run scripts and other commands of Python in forks of a process with torch and DeepSpeed.
 
 With a launcher two ranks take half a minute of a core before their first step, as the launcher, its
-child and every rank import torch and DeepSpeed. Tests of the script alone fork ranks as in
-``tests.ranks``; these have a launcher's variables, run the script as ``__main__`` and end with its
-exit status and exit handlers.
+child and every rank import torch and DeepSpeed; any new interpreter takes 4 s. ``run_script`` forks
+a job's ranks as in ``tests.ranks``, with a launcher's variables; ``run_python`` runs one command.
+Both run the script as ``__main__`` and end with its exit status and exit handlers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import atexit
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 
+from tests.paths import ROOT
 from tests.ranks import forget_inherited, fork_server
 
 #: seconds in which other ranks may end by themselves after a failure
@@ -40,6 +42,48 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
     return port
+
+
+def run_python(
+    *words: str, cwd: Path = ROOT, anew: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python *words``: a script, ``-m`` and a module, or ``-c`` and code, with arguments.
+
+    As ``subprocess.run`` with the text of both streams, in a fork. ``anew`` as in ``run_script``;
+    ``environment``: variables besides this process's.
+    """
+    (found,) = run_each([words], cwd, {**os.environ, **environment}, anew=anew)
+    return found
+
+
+def run_each(
+    commands: Sequence[Sequence[str]],
+    cwd: Path,
+    *environments: Mapping[str, str],
+    anew: bool = False,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands of ``python`` at once, each in an environment; return what each printed."""
+    with tempfile.TemporaryDirectory() as logs:
+        processes, paths = [], []
+        for number, (words, given) in enumerate(zip(commands, environments, strict=True)):
+            paths.append([f"{logs}/{number}{stream}" for stream in ("out", "err")])
+            processes.append(
+                fork_server().Process(
+                    target=_python, args=(tuple(words), str(cwd), dict(given), *paths[-1], anew)
+                )
+            )
+            processes[-1].start()
+        try:
+            for process in processes:
+                process.join()
+        finally:
+            for process in processes:
+                process.kill()
+        texts = [[Path(path).read_text(errors="replace") for path in pair] for pair in paths]
+    return [
+        subprocess.CompletedProcess(words, process.exitcode or 0, *pair)
+        for words, process, pair in zip(commands, processes, texts, strict=True)
+    ]
 
 
 def run_script(
@@ -71,14 +115,13 @@ def run_script(
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as logs:
         paths = [Path(logs, str(rank)) for rank in range(ranks)]
-        processes = [
-            context.Process(
-                target=_rank,
-                args=(rank, str(folder), script, arguments, armed, anew, common, str(paths[rank])),
-                daemon=True,
-            )
-            for rank in range(ranks)
-        ]
+        processes = []
+        for rank, log in enumerate(map(str, paths)):
+            local = f"--local_rank={rank}"
+            words = ("-m", "hybridcomp.run", local, script) if armed else (script, local)
+            given = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            args = ((*words, *arguments), str(folder), given, log, log, anew)
+            processes.append(context.Process(target=_python, args=args, daemon=True))
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout
@@ -96,17 +139,15 @@ def run_script(
     return Ended(max(abs(process.exitcode or 0) for process in processes), output)
 
 
-def _rank(
-    rank: int,
+def _python(
+    words: tuple[str, ...],
     folder: str,
-    script: str,
-    arguments: tuple[str, ...],
-    armed: bool,
-    anew: bool,
     environment: Mapping[str, str],
-    log: str,
+    out: str,
+    err: str,
+    anew: bool,
 ) -> None:
-    """Become the script: its arguments, folder, variables and exit behaviour."""
+    """Become ``python *words``: its arguments, folder, variables, streams and exit behaviour."""
     forget_inherited()
     atexit._clear()  # handlers of the process that this one was forked from
     if anew:
@@ -114,31 +155,38 @@ def _rank(
             del sys.modules[name]
     elif "hybridcomp.session.process" in sys.modules:  # registered in the server, once
         atexit.register(sys.modules["hybridcomp.session.process"]._let_go)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+    for stream, log in ((1, out), (2, err)):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.clear()
+    os.environ.update(environment)
     status = 0
     try:
-        if armed:
-            from hybridcomp import run
-
-            run.main([f"--local_rank={rank}", script, *arguments])
-        else:
-            sys.argv = [script, f"--local_rank={rank}", *arguments]
-            sys.path.insert(0, str(Path(script).resolve().parent))
-            runpy.run_path(script, run_name="__main__")
+        try:
+            _execute(*words)
+        except Exception as error:
+            status = 1
+            sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
     atexit._run_exitfuncs()
     # hybridcomp closes a ledger there
     util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _execute(first: str, *rest: str) -> None:
+    """Run the command that an interpreter with these arguments runs."""
+    if first == "-c":
+        sys.argv, sys.path[:0] = ["-c", *rest[1:]], [os.getcwd()]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv, sys.path[:0] = list(rest), [os.getcwd()]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:0] = [first, *rest], [str(Path(first).resolve().parent)]
+        runpy.run_path(first, run_name="__main__")

@@ -14,6 +14,7 @@ from types import ModuleType
 
 from tests.paths import ROOT
 from tests.ranks import RankPool
+from tests.scripts_on_ranks import run_python
 
 PACKAGE = ROOT / "hybridcomp"
 
@@ -157,3 +158,24 @@ def test_every_module_can_be_imported_alone() -> None:
     names.sort(key=lambda name: len(reached(arrows, name)))  # a module's imports come before it
     with RankPool(1) as pool:
         assert pool.run(import_each_alone, names) == [[]]
+
+
+#: modules that only jobs which freeze, resume or generate need
+UNUSED = (
+    r"hybridcomp\.(elastic|gener|patches\.(ds\.)?gener)|hybridcomp.*(freez|patches\.frozen|frozen_|"
+    r"stepped|trained_gathers|\.resumed|\.replanned|common\.first_rank|ds\.conversion)"
+)
+
+
+def test_a_job_imports_nothing_of_what_it_does_not_use() -> None:
+    code = (
+        "import re, sys, deepspeed, torch.distributed.fsdp, hybridcomp\n"
+        "hybridcomp.install({'dp': 'bf16', 'gathered': 'stepcode', 'generate': {}})\n"
+        "import hybridcomp.session.process, hybridcomp.patches.ds.attach\n"
+        "import hybridcomp.patches.torch.attach\n"
+        f"print([name for name in sys.modules if re.match({UNUSED!r}, name)])\n"
+        "hybridcomp.generate\n"
+        "assert 'hybridcomp.generation' in sys.modules\n"
+    )
+    found = run_python("-c", code, anew=True)
+    assert (found.returncode, found.stdout.splitlines()[-1]) == (0, "[]"), found.stderr

@@ -25,7 +25,7 @@ from tests.stand_ins.link_clock import clock
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.training import pipe_trainer
+from tests.training import in_turn, pipe_trainer
 
 EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
 BLOCK = {"tp": EIGHT, "pp": {**EIGHT, "backward": {"bits": 4}}, "min_bytes": 0}
@@ -246,7 +246,7 @@ def resumed(
 
     import hybridcomp
 
-    pipe_trainer.start_deepspeed()
+    in_turn.start_deepspeed()
     hybridcomp.install()
     job = pipe_trainer.Job(block=PIPE)
 

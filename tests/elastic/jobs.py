@@ -26,6 +26,7 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.patches.common.frozen_layers import frozen_of
 from hybridcomp.patches.ds import conversion
 from tests.patches.torch.trainer import forget, sum_of_residuals
+from tests.training.in_turn import start_deepspeed
 from tests.training.test_checkpoint import sums
 
 WIDTH, LENGTH, SAMPLES, MOST = 16, 100, 16, 4
@@ -155,13 +156,9 @@ def settings(case: Case, **extra: Any) -> dict[str, Any]:
 
 def build_deepspeed(case: Case, wide: int = 3, **extra: Any) -> Any:
     import deepspeed
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    start_deepspeed()
     hybridcomp.install()
     model: Any = nn.Sequential(Layer(0, wide), Layer(1, wide))
     if case.is_pipeline:

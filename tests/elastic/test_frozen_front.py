@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hybridcomp.errors import ConfigError
 from tests.elastic.jobs import Case, build_deepspeed, loss_of, settings
 from tests.patches.torch.trainer import forget
 from tests.ranks import run_ranks
+from tests.selection import by_day
 
 WIDTH, SAMPLES, BATCH = 32, 24, 6
 LEDGER = {"every": 10**6}
@@ -270,24 +272,23 @@ def deepspeed_of(case: Case, model: nn.Module) -> Any:
     return engine
 
 
-def fronts(rooms: list[int | None]) -> list[Any]:
-    return [sharded(engine, room) for engine in ("fsdp2", "zero3") for room in rooms]
+def fronts(engine: str, rooms: list[int | None]) -> list[Any]:
+    return [sharded(engine, room) for room in rooms]
 
 
-def test_fronts_that_ranks_gather_together() -> None:
+@pytest.mark.parametrize("engine", by_day(["fsdp2", "zero3"], ["zero3"]))
+def test_fronts_that_ranks_gather_together(engine: str) -> None:
     pytest.importorskip("deepspeed")
-    ranks = run_ranks(2, fronts, [None, 4 * WIDTH * 4, 0])
-    for per_engine in zip(*(iter(of_rank) for of_rank in ranks), strict=True):
-        assert {len(seen[0]) for seen in per_engine} == {4 * SAMPLES // BATCH}
-    for rank, of_rank in enumerate(ranks):
-        for whole, some, none in (of_rank[:3], of_rank[3:]):
-            assert whole[0] == none[0]  # to the last bit
-            apart = (abs(a - b) for a, b in zip(whole[0], some[0], strict=True))
-            assert max(apart) < 1e-5  # passes of other numbers of samples
-            first, kept, third, fourth = whole[1]
-            assert whole[2] == [SAMPLES, SAMPLES, 0, 0]
-            assert third == fourth < kept  # the front is not gathered
-            assert none[2][1:] == ([SAMPLES] * 3 if rank else [SAMPLES, 4, 4])
+    ranks = run_ranks(2, fronts, engine, [None, 4 * WIDTH * 4, 0])
+    for rank, (whole, some, none) in enumerate(ranks):
+        assert {len(losses) for losses, *_ in (whole, some, none)} == {4 * SAMPLES // BATCH}
+        assert whole[0] == none[0]  # to the last bit
+        apart = (abs(a - b) for a, b in zip(whole[0], some[0], strict=True))
+        assert max(apart) < 1e-5  # passes of other numbers of samples
+        first, kept, third, fourth = whole[1]
+        assert whole[2] == [SAMPLES, SAMPLES, 0, 0]
+        assert third == fourth < kept  # the front is not gathered
+        assert none[2][1:] == ([SAMPLES] * 3 if rank else [SAMPLES, 4, 4])
 
 
 def test_a_block_that_is_gathered_with_others_is_refused() -> None:
@@ -298,7 +299,8 @@ def test_a_block_that_is_gathered_with_others_is_refused() -> None:
         ]
 
 
-class Piped(NamedTuple):
+@dataclass(frozen=True)
+class Piped:
     """A pipeline whose first stage is frozen, wholly or in half."""
 
     stage: int
@@ -343,20 +345,21 @@ class Piped(NamedTuple):
         return losses, seen, misses
 
 
-def pipelines(cases: list[Piped]) -> list[Any]:
-    """Each without a front and with one."""
-    return [[one.train(codec) for codec in (None, "expcode")] for one in cases]
+def both_ways(case: Piped) -> list[Any]:
+    """Without a front and with one."""
+    return [case.train(codec) for codec in (None, "expcode")]
 
 
-def test_a_pipeline_passes_over_its_front() -> None:
+PIPES = [Piped(0, True), Piped(1, True, "bf16"), Piped(1, False), Piped(0, False, "fp16", True)]
+
+
+@pytest.mark.parametrize("case", by_day(PIPES, PIPES[:1]), ids=str)
+def test_a_pipeline_passes_over_its_front(case: Piped) -> None:
     pytest.importorskip("deepspeed")
-    cases = [Piped(0, True), Piped(1, True, "bf16"), Piped(1, False), Piped(0, False, "fp16", True)]
-    first, second = run_ranks(2, pipelines, cases)
-    for case, front, behind in zip(cases, first, second, strict=True):
-        (losses, every, _), (kept, seen, misses) = front
-        assert losses == kept and losses[-1] < losses[0]  # to the last bit
-        assert behind[0] == behind[1] and misses == SAMPLES
-        assert [epoch[0] for epoch in seen] == [SAMPLES] * 3 < [epoch[0] for epoch in every]
-        assert [epoch[1] for epoch in seen] == (
-            [SAMPLES] * 3 if case.whole else [e[1] for e in every]
-        )
+    ((losses, every, _), (kept, seen, misses)), behind = run_ranks(2, both_ways, case)
+    assert losses == kept and losses[-1] < losses[0]  # to the last bit
+    assert behind[0] == behind[1] and misses == SAMPLES
+    assert [epoch[0] for epoch in seen] == [SAMPLES] * 3 < [epoch[0] for epoch in every]
+    assert [epoch[1] for epoch in seen] == (
+        [SAMPLES] * 3 if case.whole else [epoch[1] for epoch in every]
+    )

@@ -278,6 +278,7 @@ def test_replan_refuses_folders_that_hold_no_checkpoint(
         assert "expected checkpoints of DeepSpeed, megatron-core or of" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> None:
     from hybridcomp.patches.ds import conversion
 

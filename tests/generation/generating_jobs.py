@@ -51,7 +51,7 @@ def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False, **gi
     """Build a DeepSpeed engine around a pipeline of the model; ``given``: config keys."""
     import deepspeed
 
-    from tests.training.pipe_trainer import start_deepspeed
+    from tests.training.in_turn import start_deepspeed
 
     start_deepspeed()
     sizes = config(tp, tied)

@@ -21,8 +21,9 @@ from hybridcomp.generation.past import PackedPass, SequencePart
 from hybridcomp.generation.picking import Sampling
 from tests.generation import generating_jobs as jobs
 from tests.ranks import RankPool
+from tests.selection import by_day
 
-LENGTH, TOKENS, PROMPTS = 32, 20, 24
+LENGTH, TOKENS, PROMPTS = 32, 20, 12
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def text(rows: int, seed: int) -> Tensor:
 
 
 def trained() -> Any:
-    """Return the whole model trained on such text; the same on all ranks."""
+    """Return the whole model trained on such text."""
     model = jobs.whole_model()
     with torch.no_grad():
         for layer in model.layers:
@@ -52,7 +53,7 @@ def trained() -> Any:
                 if "norm" not in name:
                     weight.div_(1.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(250):
+    for step in range(200):
         ids = text(16, step)
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
@@ -71,11 +72,14 @@ def engine_of(model: Any, batch: int) -> Any:
     return engine
 
 
-def drafted(folder: Path) -> Any:
-    """Return answers and figures of each draft at batch 1 and 4, greedy's, and agreements."""
+def drafted(folder: Path, kind: str) -> Any:
+    """Return answers and figures of a draft at batch 1 and 4, greedy's, and its agreement."""
     import torch.distributed as dist
 
-    model = trained()
+    if dist.get_rank() == 0:
+        torch.save(trained(), folder / "model.pt")
+    dist.barrier()
+    model = torch.load(folder / "model.pt", weights_only=False)
     prompts = [row[: 6 + n % 5].tolist() for n, row in enumerate(text(PROMPTS, 999))]
     want = [jobs.greedy(model, prompt, TOKENS)[0] for prompt in prompts]
     rows: dict[str, Any] = {}
@@ -84,43 +88,38 @@ def drafted(folder: Path) -> Any:
         engine = engine_of(model, batch)
         if batch == 4:
             before = [p.detach().clone() for p in engine.module.parameters()]
-            for kind in ("glide", "plain"):
-                draft = hybridcomp.train_draft(engine, text(1600, 5), kind=kind)
-                agreement |= draft.agreement
-                assert (draft.module is not None) == (dist.get_rank() == 1)
-                draft.save(folder / kind)
+            draft = hybridcomp.train_draft(engine, text(1200, 5), kind=kind)  # type: ignore[arg-type]
+            agreement = draft.agreement
+            assert (draft.module is not None) == (dist.get_rank() == 1)
+            draft.save(folder / "draft")
             same = zip(before, engine.module.parameters(), strict=True)
             assert all(torch.equal(a, b) for a, b in same), "the engine stays as it is"
             dist.barrier()
-        for kind in ("glide", "plain"):
-            draft = hybridcomp.Draft.load(folder / kind)
-            for cape in (False, True):
-                figures, trips = DraftFigures(), GenerationFigures()
-                found = hybridcomp.generate(
-                    engine, prompts, tokens=TOKENS, draft=draft, cape=cape, drafted=figures,
-                    figures=trips,
-                )  # fmt: skip
-                equal = sum(a.tolist() == b for a, b in zip(found, want, strict=True))
-                rows[f"{kind} {cape} {batch}"] = (
-                    equal, figures.tokens_a_pass, figures.verified, trips.hops,
-                )  # fmt: skip
+        draft = hybridcomp.Draft.load(folder / "draft")
+        for cape in (False, True):
+            figures, trips = DraftFigures(), GenerationFigures()
+            found = hybridcomp.generate(
+                engine, prompts, tokens=TOKENS, draft=draft, cape=cape, drafted=figures,
+                figures=trips,
+            )  # fmt: skip
+            equal = sum(a.tolist() == b for a, b in zip(found, want, strict=True))
+            rows[f"{cape} {batch}"] = equal, figures.tokens_a_pass, figures.verified, trips.hops
     return rows, agreement
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
-def test_every_answer_is_greedys(two: RankPool, tmp_path: Path) -> None:
-    (first, _), (rows, agreement) = two.run(drafted, tmp_path)
-    assert [equal for equal, *_ in rows.values()] == [PROMPTS] * 8, "192 answers"
-    for kind in ("glide", "plain"):
-        assert agreement[kind] > 0.3
-        for batch in (1, 4):
-            narrow, wide = rows[f"{kind} False {batch}"], rows[f"{kind} True {batch}"]
-            assert 1.3 < narrow[1] < wide[1] <= 6, "tokens a pass"
-            assert wide[2] > narrow[2] / 2, "nodes"
-        hops = first[f"{kind} False 1"][3]
-        a_pass = rows[f"{kind} False 1"][1]
-        trips = PROMPTS * (1 + (TOKENS - 1) / a_pass)  # the prompt, then one per pass
-        assert hops == pytest.approx(trips, rel=0.15) and hops < 0.7 * PROMPTS * TOKENS
+@pytest.mark.parametrize("kind", by_day(["glide", "plain"], ["glide"]))
+def test_every_answer_is_greedys(two: RankPool, kind: str, tmp_path: Path) -> None:
+    (first, _), (rows, agreement) = two.run(drafted, tmp_path, kind)
+    assert [equal for equal, *_ in rows.values()] == [PROMPTS] * 4, "48 answers"
+    assert agreement[kind] > 0.3
+    for batch in (1, 4):
+        narrow, wide = rows[f"False {batch}"], rows[f"True {batch}"]
+        assert 1.3 < narrow[1] < wide[1] <= 6, "tokens a pass"
+        assert wide[2] > narrow[2] / 2, "nodes"
+    hops, a_pass = first["False 1"][3], rows["False 1"][1]
+    trips = PROMPTS * (1 + (TOKENS - 1) / a_pass)  # the prompt, then one per pass
+    assert hops == pytest.approx(trips, rel=0.15) and hops < 0.7 * PROMPTS * TOKENS
 
 
 def refusals() -> list[str]:

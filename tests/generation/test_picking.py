@@ -15,7 +15,7 @@ from hybridcomp.generation.requests import Requests
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 
 
-def shares(sampling: Sampling, count: int = 4000) -> list[float]:
+def shares(sampling: Sampling, count: int = 2000) -> list[float]:
     found = Counter(sampling.pick(LOGITS, 0, place) for place in range(count))
     return [found[token] / count for token in range(5)]
 

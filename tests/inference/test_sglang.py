@@ -48,7 +48,7 @@ def test_a_mistake_is_one_line_and_loads_nothing(loader: Any, chain: Path) -> No
     engine = stand_in_for_sglang.Engine([model], [LOADER])
     loader.update(engine, str(chain), 2)
     with pytest.raises(PublishError, match="version 44 was not there"):
-        loader.update(engine, str(chain), 44)
+        loader.update(engine, str(chain), 44, wait_s=0)
     loader.update(engine, str(chain), VERSIONS)
     assert not engine.session and model.holds(VERSIONS)
     with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from hybridcomp.job import error_exit
 from tests.ranks import run_ranks
+from tests.scripts_on_ranks import run_each
 from tests.selection import by_day
 
 #: both ranks synchronize first: the reporting rank stays for a second only
@@ -53,18 +53,9 @@ def ranks(code: str, folder: Path, **more: str) -> list[tuple[int, str]]:
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
     job = {"WORLD_SIZE": "2", **port, **more}
     (folder / "script.py").write_text(code)
-    run = ["-m", "hybridcomp.run"] if code is UNDER_RUN else []
-    started = [
-        subprocess.Popen(
-            [sys.executable, *run, "script.py"],
-            cwd=folder,
-            env={**os.environ, "RANK": rank, "LOCAL_RANK": rank, **job},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in "01"
-    ]  # fmt: skip
-    printed = [process.communicate(timeout=120)[1] for process in started]
-    return [(process.returncode, text) for process, text in zip(started, printed, strict=True)]
+    words = [*(["-m", "hybridcomp.run"] if code is UNDER_RUN else []), "script.py"]
+    given = [{**os.environ, "RANK": rank, "LOCAL_RANK": rank, **job} for rank in "01"]
+    return [(found.returncode, found.stderr) for found in run_each([words] * 2, folder, *given)]
 
 
 def test_a_mistake_is_one_line_on_one_rank(tmp_path: Path) -> None:

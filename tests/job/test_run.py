@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridcomp.run import main, split
+from tests.scripts_on_ranks import run_each, run_python
 
 SCRIPT = """
 import os, sys
@@ -24,10 +25,9 @@ print("armed", registry.ARMED.armed)
 
 
 def launch(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hybridcomp.run", *arguments],
-        cwd=cwd, env={**os.environ, **more}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    words = ["-m", "hybridcomp.run", *arguments]
+    (found,) = run_each([words], cwd, {**os.environ, **more})
+    return found
 
 
 @pytest.fixture
@@ -39,7 +39,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_script_sees_its_own_world(folder: Path) -> None:
-    result = launch("--local_rank=1", "job/train.py", "--lr", "3", cwd=folder)
+    words = ["-m", "hybridcomp.run", "--local_rank=1", "job/train.py", "--lr", "3"]
+    result = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert "name __main__" in result.stdout
     assert "argv ['job/train.py', '--local_rank=1', '--lr', '3']" in result.stdout
@@ -139,7 +142,6 @@ def test_install_takes_a_config(tmp_path: Path) -> None:
         "except ConfigError as error:\n"
         "    print(error)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert 'compression.dq: found "bf16"; unknown key' in result.stdout

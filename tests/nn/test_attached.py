@@ -93,7 +93,7 @@ def test_the_example_trains_as_ever(on_ranks: RunRanks, ranks: int) -> None:
 
 def two_dimensions() -> list[tuple[float, dict[str, float]]]:
     """Return by block the largest error of 2 x 2 ranks against the dense model, and messages."""
-    from tests.training.pipe_trainer import start_deepspeed
+    from tests.training.in_turn import start_deepspeed
 
     start_deepspeed()
     return [_two_dimensions(block) for block in (None, EIGHT)]

@@ -100,7 +100,7 @@ def train(run: Run) -> tuple[list[float], dict[str, tuple[float, float]]]:
 
 def trainings(runs: list[Run]) -> list[tuple[list[float], dict[str, tuple[float, float]]]]:
     import hybridcomp
-    from tests.training.pipe_trainer import start_deepspeed
+    from tests.training.in_turn import start_deepspeed
 
     start_deepspeed()
     hybridcomp.install()

@@ -19,7 +19,7 @@ from hybridcomp.publishing import WeightReceiver
 from tests.publishing.made import same
 from tests.ranks import run_ranks
 from tests.training import auto_ep_trainer, moe_trainer
-from tests.training.pipe_trainer import start_deepspeed
+from tests.training.in_turn import start_deepspeed
 
 STEPS = 3
 #: AutoEP trainings, with checkpoint names of an expert's three matrices, and of a layer

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybridcomp.tools.compare import Wishes, compared
-from tests.selection import by_night
+from tests.selection import by_day, by_night
 from tests.training.example import CONFIG, launch, losses, prepare, records, train
 
 pytest.importorskip("deepspeed")
@@ -94,7 +94,7 @@ def test_resumed_run_is_the_unbroken_one(folder: Path) -> None:
     assert losses(folder, "resumed") == losses(folder, "compressed")
 
 
-@pytest.mark.parametrize("tied", [[], ["--tie-embeddings"]])
+@pytest.mark.parametrize("tied", by_day([[], ["--tie-embeddings"]], [[]]))
 def test_pipeline_begins_with_the_same_loss(folder: Path, tied: list[str]) -> None:
     """Weights and samples do not depend on the stages; two micro-batches replace two ranks."""
     name = f"pipe{len(tied)}"
@@ -135,6 +135,7 @@ def test_three_dimensions_at_once(folder: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_sequences_over_ranks_in_a_pipeline(folder: Path) -> None:
     """Two stages by two ranks that share sequences: the baseline's losses, one ledger."""
     eight = {"codec": "blockint", "bits": 8}
@@ -152,6 +153,7 @@ def test_sequences_over_ranks_in_a_pipeline(folder: Path) -> None:
     assert rows["cp"]["forward"]["native_messages"] == 0 < rows["cp"]["backward"]["messages"]
 
 
+@pytest.mark.nightly
 def test_token_slices_fill_a_pipeline(folder: Path) -> None:
     """Two stages on slices chosen by timing: the baseline's losses, slices in the ledger."""
     block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}

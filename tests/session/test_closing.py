@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -19,7 +16,7 @@ from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.config import CompressionConfig
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.session.closing import UNTIMED, Account, last_line
-from tests.paths import ROOT
+from tests.scripts_on_ranks import run_python
 from tests.selection import by_day, by_night
 
 #: arguments of ``train`` for every job of these tests
@@ -87,19 +84,13 @@ def ends(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     names = JOBS if by_night(request.config) else DAY
     starts = "".join(f"start({name!r}, {JOBS[name]})\n" for name in names)
     (folder / "jobs.py").write_text(dedent(SCRIPT) + starts)
-    done = subprocess.run(
-        [sys.executable, "jobs.py"],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=600, check=True,
-    )  # fmt: skip
+    done = run_python("jobs.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
     found: Ends = {}
     for job in done.stdout.split("JOB ")[1:]:
         name, *lines = job.splitlines()
         found[name] = [text for text in lines if "this run " in text]
     return found
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("end", by_day(["go_on", "leave", "fail"], ["leave", "fail"]))
@@ -243,10 +234,9 @@ def test_lines_stand_beside_progress_bars(tmp_path: Path) -> None:
             say("a line")
         say("the end")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", dedent(code)], capture_output=True, env=environment(), check=True
-    )
-    parts = done.stdout.decode().replace("\r", "\n").split("\n")
+    done = run_python("-c", dedent(code), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    parts = done.stdout.replace("\r", "\n").split("\n")
     assert parts.count("[hybridcomp] a line") == 3 and parts.count("[hybridcomp] the end") == 1
 
 
@@ -264,7 +254,7 @@ def test_trainings_of_a_measurement_are_no_job() -> None:
         "closing.forget()\n"
         "closing._end()\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    found = run_python("-c", code)
     assert (found.returncode, found.stdout) == (0, ""), found.stderr
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +13,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
-from tests.paths import ROOT
+from tests.scripts_on_ranks import run_python
 
 
 class Engine:
@@ -162,10 +159,7 @@ def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
 
 
 def run_alone(code: str) -> str:
-    """Run ``code`` in a new Python; return its output."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+    """Run ``code`` with hybridcomp not yet imported; return its output."""
+    done = run_python("-c", code, anew=True, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
     return done.stdout

@@ -58,12 +58,11 @@ class CudaToCpu(TorchFunctionMode):
     """Maps device="cuda": optimizer.py FP32Optimizer._scale, clip_grads.py, moe_utils.py."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if str(kwargs.get("device")).startswith("cuda"):
+        if kwargs and str(kwargs.get("device")).startswith("cuda"):
             kwargs = {**kwargs, "device": CPU}
         if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
             args = (args[0], CPU, *args[2:])
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache

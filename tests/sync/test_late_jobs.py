@@ -47,7 +47,7 @@ def one_of_two(address: str, first: int, rule: str, engine: str) -> Tensor:
     ("rule", "engine"),
     by_day(
         [(rule, engine) for rule in RULES for engine in ("ddp", "fsdp2")],
-        [("streaming", "ddp"), ("far ahead", "fsdp2")],
+        [("streaming", "fsdp2")],
     ),
 )
 def test_jobs_train_as_parts_of_one_job(rule: str, engine: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tests.training.pipe_trainer import start_deepspeed
+from tests.training.in_turn import in_turn
 
 WIDTH, BATCH = 6, 4
 
@@ -137,18 +137,10 @@ def engine_of(job: AsyncJob, stages: int) -> Any:
 
 def run(stages: int, jobs: Sequence[AsyncJob], folder: str = "") -> list[AsyncOutcome]:
     """Run every job in turn; unpatched ones with all patches reverted."""
-    import hybridcomp
-
-    start_deepspeed()
-    outcomes = []
-    for job in jobs:
-        if job.pipeline is None:
-            hybridcomp.uninstall()
-        else:
-            hybridcomp.install()
-        outcomes.append(train(job, stages, folder))
-    hybridcomp.uninstall()
-    return outcomes
+    found: list[AsyncOutcome] = in_turn(
+        jobs, lambda job: train(job, stages, folder), lambda job: job.pipeline is None
+    )
+    return found
 
 
 class Collectives:

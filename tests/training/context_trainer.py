@@ -5,7 +5,6 @@ Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.paths import SCRIPTS
 from tests.training import slice_trainer
-from tests.training.pipe_trainer import start_deepspeed
+from tests.training.in_turn import in_turn
 
 
 @dataclass(frozen=True)
@@ -43,22 +41,9 @@ class Outcome:
     told: dict[str, int | None] = field(default_factory=dict)
 
 
-def run(jobs: Sequence[Job]) -> list[Outcome]:
-    """Run every job in turn."""
-    import hybridcomp
-    from hybridcomp.session import process
-
-    start_deepspeed()
-    sys.path.insert(0, str(SCRIPTS))
-    hybridcomp.install()
-    found = []
-    for job in jobs:
-        try:
-            found.append(train(job))
-        finally:
-            process.configure(None)
-    hybridcomp.uninstall()
-    return found
+def run(jobs: Sequence[Job]) -> list[Outcome | str]:
+    """Run every job in turn; return hybridcomp's errors as text."""
+    return in_turn(jobs, train, lambda job: False)
 
 
 def build(job: Job) -> Any:

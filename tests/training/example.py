@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.paths import EXAMPLES, ROOT
-from tests.scripts_on_ranks import free_port, run_script
+from tests.scripts_on_ranks import free_port, run_python, run_script
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -30,10 +30,8 @@ def prepare(folder: Path) -> None:
     (folder / "text").mkdir()
     for number in range(20):
         (folder / "text" / f"{number}.txt").write_text(f"the quick brown fox no {number}\n" * 40)
-    subprocess.run(
-        [sys.executable, EXAMPLES / "prepare_data.py", "text", "--output", "data/text"],
-        cwd=folder, check=True, capture_output=True,
-    )  # fmt: skip
+    words = [str(EXAMPLES / "prepare_data.py"), "text", "--output", "data/text"]
+    assert not run_python(*words, cwd=folder).returncode
 
 
 def command_of(name: str, config: str, *arguments: str) -> list[str]:

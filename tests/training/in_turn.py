@@ -1,4 +1,4 @@
-"""Run jobs of the example one after the other on forked ranks, and return their results."""
+"""Run jobs of a trainer one after the other on forked ranks, and return their results."""
 
 from __future__ import annotations
 
@@ -7,31 +7,48 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.paths import SCRIPTS
-from tests.training.pipe_trainer import start_deepspeed
+from tests.ranks import Trained
 
 
-def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
-    """Return the result of ``train`` for every job, patched; hybridcomp's errors as text."""
+def start_deepspeed() -> None:
+    """Make DeepSpeed use the process group of ``tests.ranks``, with fp16 on the CPU too."""
+    import deepspeed
+    import deepspeed.ops
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+
+
+def in_turn(
+    jobs: Sequence[Any], train: Callable[[Any], Any], native: Callable[[Any], bool]
+) -> list[Any]:
+    """Return the result of ``train`` for every job; hybridcomp's errors as text.
+
+    All patches are reverted for ``native`` jobs.
+    """
     import hybridcomp
     from hybridcomp.errors import HybridcompError
     from hybridcomp.session import process
 
     start_deepspeed()
-    sys.path.insert(0, str(SCRIPTS))
-    hybridcomp.install()
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
     outcomes: list[Any] = []
     for job in jobs:
+        hybridcomp.uninstall() if native(job) else hybridcomp.install()
         try:
             outcomes.append(train(job))
         except HybridcompError as error:
             outcomes.append(f"{type(error).__name__}: {error}")
         finally:
             process.configure(None)
-    hybridcomp.uninstall()
     return outcomes
 
 
-def first(outcomes: dict[str, list[Any]], name: str) -> Any:
+def first(outcomes: Trained, name: str) -> Any:
     """Return rank 0's result of a successful job; all ranks have the same losses."""
     for outcome in outcomes[name]:
         assert not isinstance(outcome, str), outcome

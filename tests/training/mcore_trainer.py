@@ -116,12 +116,17 @@ def _run(job: Job) -> Outcome | str:
 
 @contextmanager
 def armed(job: Job) -> Iterator[None]:
-    """Apply the patches with the block of ``job`` during one of its trainings."""
+    """Apply the patches with the block of ``job`` during one of its trainings, or revert them.
+
+    They stay for the next job: reverting and applying them takes as long as some steps.
+    """
     import hybridcomp
     from hybridcomp.session import process
 
     torch.manual_seed(1 + job.seed)
-    if job.block is not None:
+    if job.block is None:
+        hybridcomp.uninstall()
+    else:
         hybridcomp.install()
         # a report resets the ledger
         process.configure({"ledger": {"every": 1_000_000}, **job.block})
@@ -136,7 +141,6 @@ def armed(job: Job) -> Iterator[None]:
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
         destroy_groups()
         process.configure(None)
-        hybridcomp.uninstall()
 
 
 def destroy_groups() -> None:

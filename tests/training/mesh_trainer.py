@@ -48,7 +48,7 @@ class Outcome:
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Run every job in turn; return hybridcomp's errors as text."""
-    return in_turn(jobs, lambda job: whole(job) if job.tp2d == 1 else train(job))
+    return in_turn(jobs, lambda job: whole(job) if job.tp2d == 1 else train(job), lambda job: False)
 
 
 def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.training.pipe_trainer import Outcome, digest, messages, start_deepspeed
+from tests.training.in_turn import in_turn, start_deepspeed
+from tests.training.pipe_trainer import Outcome, digest, messages
 
 WIDTH, TOKENS, EXPERTS = 32, 64, 4
 
@@ -56,18 +57,7 @@ class Model(nn.Module):
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
     """Every job in turn; unpatched ones with all patches reverted."""
-    import hybridcomp
-
-    start_deepspeed()
-    outcomes = []
-    for job in jobs:
-        if job.block is None:
-            hybridcomp.uninstall()
-        else:
-            hybridcomp.install()
-        outcomes.append(train(job))
-    hybridcomp.uninstall()
-    return outcomes
+    return in_turn(jobs, train, lambda job: job.block is None)
 
 
 def ds_config(job: Job) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.training.in_turn import start_deepspeed
+
 #: elements of a layer: half of it has 1 MiB of bf16, so parameters and gradients use files too
 WIDTH, LAYERS = 1024, 3
 CODEC = {"states": "expcode"}
@@ -78,7 +80,7 @@ def make_engine(job: NvmeJob) -> Any:
 
     import hybridcomp
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    start_deepspeed()
     if not job.libaio:
         AsyncIOBuilder.is_compatible = lambda self, verbose=False: False
     hybridcomp.install()

@@ -19,6 +19,8 @@ import torch.utils.checkpoint
 from packaging.version import Version
 from torch import Tensor, nn
 
+from tests.training.in_turn import in_turn
+
 VOCAB, WIDTH, LENGTH, MICRO_BATCH = 64, 32, 16, 2
 LAYERS = 3
 
@@ -213,30 +215,9 @@ def ds_config(job: Job, data_parallel: int) -> dict[str, Any]:
     return config
 
 
-def start_deepspeed() -> None:
-    """Make DeepSpeed use the process group of ``tests.ranks``."""
-    import deepspeed
-    import deepspeed.ops
-    import torch.distributed as dist
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
-    deepspeed.init_distributed(dist.get_backend(), verbose=False)
-
-
 def run(jobs: Sequence[Job]) -> list[Outcome]:
     """Every job in turn; unpatched ones with all patches reverted."""
-    import hybridcomp
-
-    start_deepspeed()
-    outcomes = []
-    for job in jobs:
-        if job.block is None:
-            hybridcomp.uninstall()
-        else:
-            hybridcomp.install()
-        outcomes.append(train(job))
-    hybridcomp.uninstall()
-    return outcomes
+    return in_turn(jobs, train, lambda job: job.block is None)
 
 
 def train(job: Job) -> Outcome:

@@ -51,7 +51,7 @@ class Outcome:
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Run every job in turn; return hybridcomp's errors as text."""
-    return in_turn(jobs, lambda job: train(job) if job.slices else whole(job))
+    return in_turn(jobs, lambda job: train(job) if job.slices else whole(job), lambda job: False)
 
 
 def batches(job: Job, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.training.pipe_trainer import digest, start_deepspeed
+from tests.training.in_turn import start_deepspeed
+from tests.training.pipe_trainer import digest
 from tests.training.split_trainer import (
     BATCH,
     LENGTH,

@@ -19,7 +19,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.stand_ins.link_clock import clock
-from tests.training.pipe_trainer import digest, start_deepspeed
+from tests.training.in_turn import start_deepspeed
+from tests.training.pipe_trainer import digest
 
 VOCAB, WIDTH, LENGTH, BATCH, LAYERS = 64, 32, 16, 2, 2
 
@@ -293,13 +294,10 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
     """Every job in turn."""
-    import hybridcomp
-
     start_deepspeed()
     outcomes = []
     for job in jobs:
         with nullcontext() if job.link is None else clock(*job.link):
             outcomes.append(train(job))
         gc.collect()  # engines are in cycles, and the first living one shares its channels
-    hybridcomp.uninstall()
     return outcomes

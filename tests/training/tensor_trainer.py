@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tests.paths import SCRIPTS
 from tests.ranks import forget_inherited
-from tests.training.pipe_trainer import digest, start_deepspeed
+from tests.training.in_turn import start_deepspeed
+from tests.training.pipe_trainer import digest
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 16, 2
 
@@ -60,10 +61,12 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     from hybridcomp.session import process
 
     start_deepspeed()
+    known = "megatron.core.tensor_parallel" in sys.modules
     import megatron.core.tensor_parallel  # noqa: F401
 
-    forget_inherited()  # drop inherited megatron-core objects as well
-    sys.path.insert(0, str(SCRIPTS))
+    if not known:
+        forget_inherited()  # drop inherited megatron-core objects as well
+        sys.path.insert(0, str(SCRIPTS))
     outcomes: list[Outcome | str] = []
     for job in jobs:
         if job.block is None:
@@ -77,7 +80,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
         finally:
             process.configure(None)  # autograd keeps the last stage's engines alive
             _forget_groups()
-    hybridcomp.uninstall()
     return outcomes
 
 

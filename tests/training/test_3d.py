@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.selection import by_day, by_night
+from tests.ranks import Trained, run_ranks
+from tests.selection import by_day
 from tests.training.tensor_trainer import (
     HEADS,
     LAYERS,
@@ -50,54 +52,50 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
         "pp": FEW_BITS,
     },
 }
-Results = dict[tuple[str, str], list[Outcome]]  # (job, block) -> result of every rank
-
 ACTIVATION = MICRO_BATCH * LENGTH * WIDTH  # elements
 
 
-def launch(world_size: int, jobs: dict[str, Job], keys: list[tuple[str, str]]) -> Results:
-    """Run jobs with blocks in one launch."""
-    plan = [replace(jobs[name], block=BLOCKS[block]) for name, block in keys]
-    by_rank = run_ranks(world_size, run, plan, timeout=280)
-    for rank in by_rank:
-        assert not (errors := [found for found in rank if isinstance(found, str)]), errors
-    return {key: [found[i] for found in by_rank] for i, key in enumerate(keys)}
+class Results:
+    """``results[job, block]`` of four ranks, by rank."""
+
+    def __init__(self, trained: Trained, folder: Path) -> None:
+        self._trained = trained
+        self._jobs = {
+            "3d": Job(steps=STEPS),
+            "whole sends": Job(steps=3, partitioned=False),
+            "tied bf16": Job(steps=3, tied=True, bf16=True),
+            "data": Job(pp=1, steps=3),
+            "one": Job(tp=1, pp=1, steps=3, same_data=True),
+            "two": Job(tp=2, pp=1, steps=3, same_data=True),
+            "short": Job(steps=3),
+            "unbroken": Job(folder=str(folder), save=3),
+            "unbroken resumed": Job(folder=str(folder), load=True),
+            # replicas, for residuals of tensor-parallel shards
+            "replicas": Job(pp=1, folder=f"{folder}/replicas", save=3),
+            "replicas resumed": Job(pp=1, folder=f"{folder}/replicas", load=True),
+        }
+
+    def __getitem__(self, key: tuple[str, str]) -> list[Outcome]:
+        job, block = key
+        found = self._trained(replace(self._jobs[job], block=BLOCKS[block]))
+        assert not (errors := [one for one in found if isinstance(one, str)]), errors
+        return found
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    folder = str(tmp_path_factory.mktemp("checkpoint"))
-    jobs = {
-        "3d": Job(steps=STEPS),
-        "whole sends": Job(steps=3, partitioned=False),
-        "tied bf16": Job(steps=3, tied=True, bf16=True),
-        "data": Job(pp=1, steps=3),
-        "one": Job(tp=1, pp=1, steps=3, same_data=True),
-        "two": Job(tp=2, pp=1, steps=3, same_data=True),
-        "short": Job(steps=3),
-        "unbroken": Job(folder=folder, save=3),
-        "resumed": Job(folder=folder, load=True),
-        # replicas, for residuals of tensor-parallel shards
-        "replicas": Job(pp=1, folder=f"{folder}/replicas", save=3),
-        "replicas resumed": Job(pp=1, folder=f"{folder}/replicas", load=True),
-    }
-    keys = [
-        *(("3d", block) for block in BLOCKS),
-        *((name, "native") for name in ("one", "two", "short")),
-        *((name, b) for name in ("whole sends", "tied bf16", "data") for b in list(BLOCKS)[:3]),
-        *((name, "recommended") for name in ("tied bf16", "data")),
-        *((name, "recommended") for name in ("unbroken", "resumed")),
-        *((name, "recommended") for name in ("replicas", "replicas resumed")),
-    ]
-    if not by_night(request.config):
-        keys = [(name, block) for name, block in keys if name not in ("whole sends", "data")]
-    return launch(4, jobs, keys)
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    with Trained(4, run) as trained:
+        yield Results(trained, tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.mark.parametrize("block", ["none", "lossless"])
-@pytest.mark.parametrize(
-    "job", by_day(["3d", "whole sends", "tied bf16", "data"], ["3d", "tied bf16"])
-)
+EXACT = [
+    (job, block)
+    for job in ("3d", "whole sends", "tied bf16", "data")
+    for block in ("none", "lossless")
+]
+
+
+@pytest.mark.parametrize(("job", "block"), by_day(EXACT, [("3d", "lossless")]))
 def test_identical(job: str, block: str, four: Results) -> None:
     for native, found in zip(four[job, "native"], four[job, block], strict=True):
         assert native.losses == found.losses
@@ -105,6 +103,7 @@ def test_identical(job: str, block: str, four: Results) -> None:
         assert found.ledger and not native.ledger
 
 
+@pytest.mark.nightly
 def test_any_cut_trains_alike(four: Results) -> None:
     """With the same weights and samples only the order of sums differs."""
     one = four["one", "native"][0].losses
@@ -122,7 +121,7 @@ def test_compressed_is_close(block: str, share: float, four: Results) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("job", by_day(["3d", "tied bf16", "data"], ["3d", "tied bf16"]))
+@pytest.mark.parametrize("job", by_day(["3d", "tied bf16", "data"], ["3d"]))
 def test_what_no_rank_cuts_stays_equal(job: str, four: Results) -> None:
     """Every tensor rank of a stage updates its own copy of the norms."""
     found = four[job, "recommended"]
@@ -130,6 +129,7 @@ def test_what_no_rank_cuts_stays_equal(job: str, four: Results) -> None:
     assert found[2].whole and found[2].whole == found[3].whole
 
 
+@pytest.mark.nightly
 def test_tied_weights_stay_equal(four: Results) -> None:
     first, second, third, fourth = (
         {name: text for name, text in rank.parameters.items() if name.startswith("tied")}
@@ -143,18 +143,18 @@ def test_engine_counts_the_steps_and_lends(four: Results) -> None:
         assert outcome.step == STEPS and outcome.lent
 
 
-def test_residuals_have_a_name_on_every_rank(four: Results) -> None:
-    for job in ("3d", "tied bf16"):
-        names = [name for outcome in four[job, "recommended"] for name in outcome.names]
-        assert len(set(names)) == len(names)
+@pytest.mark.parametrize("job", by_day(["3d", "tied bf16"], ["3d"]))
+def test_residuals_have_a_name_on_every_rank(job: str, four: Results) -> None:
+    names = [name for outcome in four[job, "recommended"] for name in outcome.names]
+    assert len(set(names)) == len(names)
 
 
-def test_resumed_is_the_unbroken_one(four: Results) -> None:
-    for name in ("unbroken", "replicas"):
-        resumed = four["resumed" if name == "unbroken" else f"{name} resumed", "recommended"]
-        for whole, part in zip(four[name, "recommended"], resumed, strict=True):
-            assert part.losses == whole.losses[3:]
-            assert part.parameters == whole.parameters
+@pytest.mark.parametrize("name", by_day(["unbroken", "replicas"], ["replicas"]))
+def test_resumed_is_the_unbroken_one(name: str, four: Results) -> None:
+    unbroken, resumed = (four[f"{name}{more}", "recommended"] for more in ("", " resumed"))
+    for whole, part in zip(unbroken, resumed, strict=True):
+        assert part.losses == whole.losses[3:]
+        assert part.parameters == whole.parameters
 
 
 def blockint_nbytes(numel: int, bits: int) -> int:
@@ -193,6 +193,7 @@ def test_bytes_are_the_closed_form(four: Results) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_native_bytes_are_counted(four: Results) -> None:
     for outcome, none in zip(four["3d", "directions"], four["3d", "none"], strict=True):
         assert none.ledger.keys() == outcome.ledger.keys()
@@ -203,11 +204,14 @@ def test_native_bytes_are_counted(four: Results) -> None:
 
 @pytest.mark.nightly
 def test_eight_ranks() -> None:
-    found = launch(8, {"3d": Job(steps=10)}, [("3d", b) for b in ("native", "none", "recommended")])
-    for native, none in zip(found["3d", "native"], found["3d", "none"], strict=True):
+    blocks = ("native", "none", "recommended")
+    plan = [replace(Job(steps=10), block=BLOCKS[block]) for block in blocks]
+    by_rank = run_ranks(8, run, plan, timeout=280)
+    found = dict(zip(blocks, zip(*by_rank, strict=True), strict=True))
+    for native, none in zip(found["native"], found["none"], strict=True):
         assert native.losses == none.losses and native.parameters == none.parameters
-    compressed = found["3d", "recommended"]
-    assert compressed[0].losses == pytest.approx(found["3d", "native"][0].losses, rel=0.02)
+    compressed = found["recommended"]
+    assert compressed[0].losses == pytest.approx(found["native"][0].losses, rel=0.02)
     for one, other in ((0, 2), (1, 3), (4, 6), (5, 7)):  # replicas
         assert compressed[one].parameters == compressed[other].parameters
     assert {name for name, _ in compressed[0].ledger} == {"dp", "zero", "tp", "pp"}

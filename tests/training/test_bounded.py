@@ -49,9 +49,9 @@ def both(job: Job) -> tuple[Outcome, Outcome, dict[str, Any]]:
 KINDS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (0, "bf16")]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), by_day(KINDS, [(1, "bf16"), (3, "fp32")]))
+@pytest.mark.parametrize(("stage", "dtype"), by_day(KINDS, [(1, "bf16")]))
 def test_bounded_gradients_train(pool: RankPool, stage: int, dtype: str) -> None:
-    job = Job(stage, dtype, steps=40, block=BLOCK)
+    job = Job(stage, dtype, steps=25, block=BLOCK)
     outcomes = pool.run(both, job)
     plain, bounded = ([o[i] for o in outcomes] for i in (0, 1))
     assert bounded[0].digests == bounded[1].digests

@@ -15,6 +15,7 @@ import torch
 from hybridcomp.errors import CheckpointError
 from tests.ranks import run_ranks
 from tests.selection import by_day
+from tests.training.in_turn import start_deepspeed
 
 pytest.importorskip("deepspeed")
 
@@ -26,11 +27,10 @@ GUARDED = "hybridcomp_residuals_rank_00000.pt"
 def make_engine(stage: int, **extra: Any) -> Any:
     """Return a patched engine: 4-bit gradients with error feedback."""
     import deepspeed
-    import deepspeed.ops
 
     import hybridcomp
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    start_deepspeed()
     hybridcomp.install()
     torch.manual_seed(0)
     model = torch.nn.Sequential(

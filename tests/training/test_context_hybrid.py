@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import Trained, run_ranks
+from tests.selection import by_day
 from tests.training.context_trainer import Job, run
 
 pytest.importorskip("deepspeed")
@@ -16,22 +18,36 @@ EIGHT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_rings_beside_replicas_and_stages() -> None:
-    """Four ranks: two rings of two, as replicas or stages; layouts as in a plan."""
+#: layouts as in a plan: two rings of two, as replicas or stages; one ring of four
+LAYOUTS: dict[str, tuple[Job, dict[str, int]]] = {
+    "replicas": (Job(stage=1), {"data": 2, "context": 2}),
+    "encoded replicas": (Job(stage=2, block=EIGHT), {"data": 2, "context": 2}),
+    "one": (Job(cp=4), {"data": 1, "context": 4}),
     # pipelines last: DeepSpeed keeps a process's grid
-    jobs = [Job(stage=1), Job(stage=2, block=EIGHT), Job(cp=4), Job(pp=2), Job(pp=2, block=EIGHT)]
-    for replicas, encoded, one, staged, both in run_ranks(4, run, jobs, timeout=300.0):
-        for native in (replicas, staged, one):
-            assert native.losses == pytest.approx(native.whole, rel=1e-5)
-        for eight in (encoded, both):
-            assert eight.losses == pytest.approx(eight.whole, rel=5e-3)
-            assert eight.losses != eight.whole
-            for way in ("forward", "backward"):
-                messages, untouched, _ = eight.ledger["cp", way]
-                assert messages > 0 and not untouched
-        assert (replicas.told["data"], replicas.told["context"]) == (2, 2)
-        assert (staged.told["data"], staged.told["stages"], staged.told["context"]) == (1, 2, 2)
-        assert (one.told["data"], one.told["context"]) == (1, 4)
+    "stages": (Job(pp=2), {"data": 1, "stages": 2, "context": 2}),
+    "encoded stages": (Job(pp=2, block=EIGHT), {"data": 1, "stages": 2, "context": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Trained]:
+    with Trained(4, run) as trained:
+        yield trained
+
+
+@pytest.mark.parametrize("name", by_day(LAYOUTS, ["one", "encoded replicas", "encoded stages"]))
+def test_rings_beside_replicas_and_stages(four: Trained, name: str) -> None:
+    job, told = LAYOUTS[name]
+    for found in four(job):
+        assert {key: found.told[key] for key in told} == told
+        if job.block is None:
+            assert found.losses == pytest.approx(found.whole, rel=1e-5)
+            continue
+        assert found.losses == pytest.approx(found.whole, rel=5e-3)
+        assert found.losses != found.whole
+        for way in ("forward", "backward"):
+            messages, untouched, _ = found.ledger["cp", way]
+            assert messages > 0 and not untouched
 
 
 @pytest.mark.slow

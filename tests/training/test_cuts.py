@@ -13,7 +13,7 @@ from gpt.model import GPT, lm_loss
 from gpt.weights import ModelConfig
 
 from tests.ranks import run_ranks
-from tests.training.pipe_trainer import start_deepspeed
+from tests.training.in_turn import start_deepspeed
 
 SIZES: dict[str, Any] = {"vocabulary": 64, "layers": 4, "width": 32, "heads": 2}
 

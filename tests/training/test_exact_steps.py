@@ -20,9 +20,9 @@ from tests.training.trainer import (
     Outcome,
     digests,
     make_engine,
-    parameters,
     run,
     train_step,
+    write_into,
 )
 
 STEPS = 6
@@ -159,23 +159,10 @@ def test_weights_of_two_ranks_go_on_with_four(two: RankPool, four: RankPool, tmp
 
 def written(job: Job, how: str) -> tuple[dict[str, str], int]:
     """Write into or read the weights on one rank; return the weights after a step."""
-    import torch
-    import torch.distributed as dist
-
-    import hybridcomp
-
     engine = make_engine(job)
     for step in range(3):
         train_step(engine, job, step)
-    with torch.no_grad():
-        if how == "one rank" and dist.get_rank() == 1:
-            engine.module.middle.weight[0, 0] += 1
-        elif how == "load_state_dict":
-            state = parameters(engine)
-            engine.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
-            engine.optimizer.refresh_fp32_params()
-    if how == "resync" and job.block is not None:
-        hybridcomp.resync(engine)
+    write_into(engine, how)
     train_step(engine, job, 3)
     return digests(engine), gathers(engine)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.selection import by_day, by_night
+from tests.ranks import Trained
+from tests.selection import by_day
 from tests.training.pipe_trainer import LENGTH, MICRO_BATCH, WIDTH, Job, Outcome, run
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 
 NONE = {"pp": "none"}
 MPC = {"pp": "mpc", "dp": "mpc", "min_bytes": 0}
@@ -26,85 +30,71 @@ BLOCKS = {
 }
 COMMON = ["native", "none", "mpc", "blockint"]
 
-Results = dict[tuple[str, str], list[Outcome]]  # (job, block) -> result of every rank
-
 HIDDEN = MICRO_BATCH * LENGTH * WIDTH  # elements of an activation
 META_NBYTES = 1024  # shape message
 
 
-def launch(world_size: int, jobs: dict[str, Job], blocks: dict[str, list[str]]) -> Results:
-    """Run every job with each of its blocks in one launch."""
-    keys = [(name, block) for name in jobs for block in blocks[name]]
-    plan = [replace(jobs[name], block=BLOCKS[block]) for name, block in keys]
-    by_rank = run_ranks(world_size, run, plan, timeout=280)
-    return {key: [found[i] for found in by_rank] for i, key in enumerate(keys)}
-
-
-@pytest.fixture(scope="module")
-def two() -> Results:
-    short = Job(steps=6)
-    jobs = {
-        "plain": Job(),
-        "tied bf16": Job(tied=True, bf16=True, steps=10),
-        "evaluate": replace(short, evaluate=True),
-        "dynamic": replace(short, dynamic=True),
-        "checkpoint": replace(short, checkpoint=True),
-        "nan": replace(short, nan_step=3),
-    }
-    every = dict.fromkeys(jobs, COMMON)
-    return launch(2, jobs, {**every, "nan": ["native", "blockint"]})
-
-
-@pytest.fixture(scope="module")
-def three(request: pytest.FixtureRequest) -> Results:
-    masks = Job(stages=3, masks=True, steps=4, micro_batches=3)
-    jobs = {
-        "masks": masks,
-        "masks evaluate": replace(masks, evaluate=True),
-        "masks dynamic": replace(masks, dynamic=True),
-        "masks checkpoint": replace(masks, checkpoint=True),
-        "masks bf16": replace(masks, bf16=True),
-    }
-    if not by_night(request.config):
-        jobs = {name: job for name, job in jobs.items() if ("three", name) in DAY}
-    return launch(3, jobs, dict.fromkeys(jobs, COMMON))
-
-
-@pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest) -> Results:
-    jobs = {
-        "tied bf16": Job(tied=True, bf16=True, steps=10),
+SHORT, TIED_BF16 = Job(steps=6), Job(tied=True, bf16=True, steps=10)
+THREE = Job(stages=3, masks=True, steps=4, micro_batches=3)
+#: ranks -> jobs by name
+JOBS: dict[str, dict[str, Job]] = {
+    "two": {
+        "plain": Job(steps=50 if NIGHTLY else 12),
+        "tied bf16": TIED_BF16,
+        "evaluate": replace(SHORT, evaluate=True),
+        "dynamic": replace(SHORT, dynamic=True),
+        "checkpoint": replace(SHORT, checkpoint=True),
+        "nan": replace(SHORT, nan_step=3),
+    },
+    "three": {
+        "masks": THREE,
+        "masks evaluate": replace(THREE, evaluate=True),
+        "masks dynamic": replace(THREE, dynamic=True),
+        "masks checkpoint": replace(THREE, checkpoint=True),
+        "masks bf16": replace(THREE, bf16=True),
+    },
+    "four": {
+        "tied bf16": TIED_BF16,
         "tied zero": Job(tied=True, zero=1, steps=10),
         "tied": Job(tied=True, steps=10),
         "partitioned": Job(model_parallel=2, steps=10),
-    }
-    blocks = dict.fromkeys(jobs, COMMON)
-    blocks["tied zero"] = blocks["tied bf16"] = [*COMMON, "lossy", "gathered"]
-    blocks["tied"] = [*COMMON, "lossy"]
-    if not by_night(request.config):
-        jobs = {name: job for name, job in jobs.items() if ("four", name) in DAY}
-    return launch(4, jobs, blocks)
+    },
+}
 
 
-CASES = [
-    *(("two", name) for name in ("plain", "tied bf16", "evaluate", "dynamic", "checkpoint")),
-    *(("three", f"masks{way}") for way in ("", " evaluate", " dynamic", " checkpoint", " bf16")),
-    *(("four", name) for name in ("tied bf16", "tied zero", "tied", "partitioned")),
-]
-#: evaluation, recomputation and the like on two ranks only; masks and replicas on more
+class Pipelines:
+    """Trained jobs with blocks: ``pipelines[ranks, job, block]``."""
+
+    def __init__(self, ranks: dict[str, Trained]) -> None:
+        self._ranks = ranks
+
+    def __getitem__(self, case: tuple[str, str, str]) -> list[Outcome]:
+        ranks, job, block = case
+        return self._ranks[ranks](replace(JOBS[ranks][job], block=BLOCKS[block]))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Pipelines]:
+    with Trained(2, run) as two, Trained(3, run) as three, Trained(4, run) as four:
+        yield Pipelines({"two": two, "three": three, "four": four})
+
+
+CASES = [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs if job != "nan"]
+TIED = [case for case in CASES if case[1].startswith("tied")]
+#: evaluation and recomputation on two ranks only; masks and replicas on more
 DAY = [
-    *(case for case in CASES if case[0] == "two"),
+    ("two", "plain"), ("two", "evaluate"), ("two", "dynamic"), ("two", "checkpoint"),
     ("three", "masks"), ("four", "tied zero"), ("four", "partitioned"),
 ]  # fmt: skip
-TIED = [case for case in CASES if case[1].startswith("tied")]
-MASKS = [name for ranks, name in CASES if ranks == "three"]
+EXACT = [(*case, block) for case in CASES for block in ("none", "mpc")]
+DAY_EXACT = [("two", "plain", "none"), *((*case, "mpc") for case in DAY)]
 
 
-@pytest.mark.parametrize("block", ["none", "mpc"])
-@pytest.mark.parametrize(("ranks", "job"), by_day(CASES, DAY))
-def test_identical(ranks: str, job: str, block: str, request: pytest.FixtureRequest) -> None:
-    results: Results = request.getfixturevalue(ranks)
-    for native, found in zip(results[job, "native"], results[job, block], strict=True):
+@pytest.mark.parametrize(("ranks", "job", "block"), by_day(EXACT, DAY_EXACT))
+def test_identical(trained: Pipelines, ranks: str, job: str, block: str) -> None:
+    for native, found in zip(
+        trained[ranks, job, "native"], trained[ranks, job, block], strict=True
+    ):
         assert native.losses == found.losses
         assert native.evaluations == found.evaluations
         assert native.parameters == found.parameters
@@ -120,29 +110,31 @@ def assert_near(native: list[float], found: list[float]) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize(("ranks", "job"), by_day(CASES, DAY))
-def test_blockint_ends_near(ranks: str, job: str, request: pytest.FixtureRequest) -> None:
-    results: Results = request.getfixturevalue(ranks)
-    native, found = results[job, "native"][0].losses, results[job, "blockint"][0].losses
+@pytest.mark.parametrize(("ranks", "job"), by_day(CASES, [("two", "plain"), ("three", "masks")]))
+def test_blockint_ends_near(trained: Pipelines, ranks: str, job: str) -> None:
+    native = trained[ranks, job, "native"][0].losses
+    found = trained[ranks, job, "blockint"][0].losses
     assert native != found
     assert_near(native, found)
 
 
-@pytest.mark.parametrize("block", COMMON)
-@pytest.mark.parametrize("job", by_day(MASKS, ["masks"]))
-def test_masks_arrive_bit_for_bit(job: str, block: str, three: Results) -> None:
-    first, middle, last = three[job, block]
+@pytest.mark.parametrize("block", by_day(COMMON, ["mpc", "blockint"]))
+@pytest.mark.parametrize("job", by_day(JOBS["three"], ["masks"]))
+def test_masks_arrive_bit_for_bit(trained: Pipelines, job: str, block: str) -> None:
+    first, middle, last = trained["three", job, block]
     assert first.masks == last.masks
     assert len(set(first.masks)) > 4
     assert not middle.masks
 
 
-@pytest.mark.parametrize("block", COMMON)
-@pytest.mark.parametrize(("ranks", "job"), by_day(TIED, [case for case in TIED if case in DAY]))
-def test_tied_weights_stay_equal(
-    ranks: str, job: str, block: str, request: pytest.FixtureRequest
-) -> None:
-    outcomes = request.getfixturevalue(ranks)[job, block]
+TIES = [(*case, block) for case in TIED for block in COMMON]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "job", "block"), by_day(TIES, [("four", "tied zero", b) for b in ("native", "mpc")])
+)
+def test_tied_weights_stay_equal(trained: Pipelines, ranks: str, job: str, block: str) -> None:
+    outcomes = trained[ranks, job, block]
     assert len({outcome.tied for outcome in outcomes}) == 1
     assert outcomes[0].tied
 
@@ -157,13 +149,13 @@ def test_tied_weights_stay_equal(
             ("tied zero", "lossy"),
             ("tied zero", "gathered"),
         ],
-        [("tied zero", "lossy"), ("tied zero", "gathered")],
+        [("tied zero", "gathered")],
     ),
 )
 def test_tied_weights_stay_equal_when_stages_reduce_apart(
-    job: str, block: str, four: Results
+    trained: Pipelines, job: str, block: str
 ) -> None:
-    native, found = four[job, "native"], four[job, block]
+    native, found = trained["four", job, "native"], trained["four", job, block]
     assert len({outcome.tied for outcome in found}) == 1
     assert found[0].tied != native[0].tied
     # the ranks of a stage hold the same parameters
@@ -172,8 +164,9 @@ def test_tied_weights_stay_equal_when_stages_reduce_apart(
     assert_near(native[0].losses, found[0].losses)
 
 
-def test_nan_stays_visible(two: Results) -> None:
-    for native, found in zip(two["nan", "native"], two["nan", "blockint"], strict=True):
+def test_nan_stays_visible(trained: Pipelines) -> None:
+    nan = [trained["two", "nan", block] for block in ("native", "blockint")]
+    for native, found in zip(*nan, strict=True):
         assert [math.isnan(x) for x in native.losses] == [math.isnan(x) for x in found.losses]
         assert math.isnan(found.losses[3]) and not math.isnan(found.losses[2])
 
@@ -184,9 +177,10 @@ def blockint_nbytes(numel: int) -> int:
     return 32 + -(-payload // 16) * 16
 
 
-def test_ledger_against_closed_form(two: Results, three: Results) -> None:
-    sets = Job().steps * Job().micro_batches
-    first, last = (dict_of(outcome) for outcome in two["plain", "blockint"])
+def test_ledger_against_closed_form(trained: Pipelines) -> None:
+    plain = JOBS["two"]["plain"]
+    sets = plain.steps * plain.micro_batches
+    first, last = (dict_of(outcome) for outcome in trained["two", "plain", "blockint"])
     assert first == {
         "forward": (
             sets + 1,
@@ -196,10 +190,10 @@ def test_ledger_against_closed_form(two: Results, three: Results) -> None:
     }
     assert last == {"backward": (sets, sets * HIDDEN * 4, sets * blockint_nbytes(HIDDEN))}
     # hidden states, an additive mask [batch, length, length], a bool mask as half
-    sets = 4 * 3
+    sets = THREE.steps * THREE.micro_batches
     additive = MICRO_BATCH * LENGTH * LENGTH * 4
     beside = additive + MICRO_BATCH * LENGTH * 2
-    middle = dict_of(three["masks", "blockint"][1])
+    middle = dict_of(trained["three", "masks", "blockint"][1])
     assert middle["forward"] == (
         3 * sets + 1,
         sets * (HIDDEN * 4 + beside) + META_NBYTES,
@@ -212,10 +206,11 @@ def test_ledger_against_closed_form(two: Results, three: Results) -> None:
     )
 
 
-def test_native_ledger_counts_every_message(two: Results) -> None:
-    sets = Job().steps * Job().micro_batches
+def test_native_ledger_counts_every_message(trained: Pipelines) -> None:
+    plain = JOBS["two"]["plain"]
+    sets = plain.steps * plain.micro_batches
     raw = sets * HIDDEN * 4 + META_NBYTES
-    assert dict_of(two["plain", "none"][0]) == {"forward": (sets + 1, raw, raw)}
+    assert dict_of(trained["two", "plain", "none"][0]) == {"forward": (sets + 1, raw, raw)}
 
 
 def dict_of(outcome: Outcome) -> dict[str, tuple[int, int, int]]:

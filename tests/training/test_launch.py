@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts_on_ranks import Ended, free_port, run_script
+from tests.scripts_on_ranks import Ended, free_port, run_python, run_script
 
 deepspeed = pytest.importorskip("deepspeed")
 
@@ -90,18 +89,14 @@ def launch(
     write(folder, config)
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert command is not None
-    return subprocess.run(
-        [
-            sys.executable, command, "--num_gpus", "2", "--master_addr", "127.0.0.1",
-            "--master_port", str(free_port()), "--module", "hybridcomp.run", "train.py",
-            "--deepspeed_config", "ds_config.json", *arguments,
-        ],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=240,
-        env={
-            **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-            "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "GLOO_SOCKET_IFNAME": "lo",
-        },
-    )  # fmt: skip
+    words = [
+        command, "--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port",
+        str(free_port()), "--module", "hybridcomp.run", "train.py", "--deepspeed_config",
+        "ds_config.json", *arguments,
+    ]  # fmt: skip
+    return run_python(
+        *words, cwd=folder, TORCH_EXTENSIONS_DIR=str(folder / "ext"), GLOO_SOCKET_IFNAME="lo"
+    )
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from hybridcomp.config.rank_messages import RankMessages
 from tests.ranks import run_ranks
 from tests.selection import by_day
 from tests.stand_ins.held import Held
+from tests.training import in_turn
 from tests.training import pipe_trainer as pipe
 
 EIGHT = {"codec": "blockint", "bits": 8}
@@ -63,7 +64,7 @@ def pipelines(names: tuple[str, ...]) -> dict[str, Figures]:
     from hybridcomp.patches.ds.exact_weights import flat_groups
     from hybridcomp.session.engine_session import session_of
 
-    pipe.start_deepspeed()
+    in_turn.start_deepspeed()
     hybridcomp.install()
     found = {}
     for name, job in ((name, PIPES[name]) for name in names):

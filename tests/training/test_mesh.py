@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import Trained, run_ranks
+from tests.selection import by_day
 from tests.training.in_turn import first
 from tests.training.mesh_trainer import Job, run
 
@@ -17,7 +19,7 @@ EIGHT: dict[str, Any] = {"tp2d": {"codec": "blockint", "bits": 8}, **QUIET}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """Return each job's results on four ranks, by name."""
     folder = tmp_path_factory.mktemp("mesh")
     plain, meshed = str(folder / "plain.pt"), str(folder / "meshed.pt")
@@ -36,28 +38,33 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "from meshed": Job(tp2d=1, start_from=meshed, steps=1),
         "without layers": Job(tp2d=1, start_from=plain, steps=1),
     }
-    found = run_ranks(4, run, list(jobs.values()), timeout=300.0)
-    return {name: [rank[index] for rank in found] for index, name in enumerate(jobs)}
+    with Trained(4, run, jobs) as trained:
+        yield trained
 
 
-def test_trains_as_the_whole_model(outcomes: dict[str, list[Any]]) -> None:
-    whole = first(outcomes, "whole").losses
+#: trainings and the whole model's that they are like
+LIKE = {"native": "whole", "zero 1": "whole", "zero 2": "whole", "tied": "whole tied"}
+
+
+@pytest.mark.parametrize("name", by_day(LIKE, ["native", "zero 1"]))
+def test_trains_as_the_whole_model(outcomes: Trained, name: str) -> None:
+    whole = first(outcomes, LIKE[name]).losses
     assert whole[-1] < whole[0]
-    for name in ("native", "zero 1", "zero 2"):
-        assert first(outcomes, name).losses == pytest.approx(whole, rel=1e-5), name
-    tied = first(outcomes, "whole tied").losses
-    assert first(outcomes, "tied").losses == pytest.approx(tied, rel=1e-5)
+    assert first(outcomes, name).losses == pytest.approx(whole, rel=1e-5)
 
 
-def test_lossless_is_native_and_counted(outcomes: dict[str, list[Any]]) -> None:
-    native = first(outcomes, "native").losses
-    for name in ("none", "lossless"):
-        assert first(outcomes, name).losses == native, name
+@pytest.mark.parametrize("name", by_day(["none", "lossless"], ["lossless"]))
+def test_lossless_is_native(outcomes: Trained, name: str) -> None:
+    assert first(outcomes, name).losses == first(outcomes, "native").losses
+
+
+@pytest.mark.nightly
+def test_native_is_counted(outcomes: Trained) -> None:
     for outcome in outcomes["none"]:
         assert all(m == n > 0 and raw == sent > 0 for m, n, raw, sent in outcome.ledger.values())
 
 
-def test_eight_bits_train_and_are_counted(outcomes: dict[str, list[Any]]) -> None:
+def test_eight_bits_train_and_are_counted(outcomes: Trained) -> None:
     found = first(outcomes, "eight")
     assert found.losses != first(outcomes, "native").losses
     assert found.losses == pytest.approx(first(outcomes, "native").losses, rel=5e-3)
@@ -69,17 +76,22 @@ def test_eight_bits_train_and_are_counted(outcomes: dict[str, list[Any]]) -> Non
         assert all(name.endswith(f"#tp{rank}") for name in outcome.names) is bool(rank)
 
 
-def test_resumed_run_is_the_unbroken_one(outcomes: dict[str, list[Any]]) -> None:
-    assert first(outcomes, "resumed").losses == first(outcomes, "native").losses[2:]
+def test_resumed_run_is_the_unbroken_one(outcomes: Trained) -> None:
+    native = first(outcomes, "native").losses  # which saves
+    assert first(outcomes, "resumed").losses == native[2:]
 
 
-def test_weights_go_to_the_plain_model_and_back(outcomes: dict[str, list[Any]]) -> None:
+@pytest.mark.nightly
+def test_weights_go_to_the_plain_model_and_back(outcomes: Trained) -> None:
+    for saves in ("whole", "zero 2"):
+        first(outcomes, saves)
     there, back = first(outcomes, "from plain").losses, first(outcomes, "from meshed").losses
     again = first(outcomes, "without layers").losses
     assert there == pytest.approx(again, rel=1e-6) and back == pytest.approx(again, rel=1e-4)
     assert again[0] < first(outcomes, "whole").losses[0]
 
 
+@pytest.mark.nightly
 def test_replicas_of_a_mesh_reduce_their_gradients() -> None:
     """Eight ranks: two meshes, and data parallel with error feedback between them."""
     feedback = {"dp": {"codec": "blockint", "bits": 8, "error_feedback": True}, **EIGHT}

@@ -210,7 +210,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, ["masters"]))
 def test_damage_on_one_rank_is_an_error_on_all(pool: RankPool, tmp_path: Path, name: str) -> None:
     optimizer, zero, pattern = CASES[name]
     zero = parameters_on(str(tmp_path)) if zero is None else zero

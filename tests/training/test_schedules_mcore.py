@@ -32,7 +32,7 @@ def outcomes(ranks: int, jobs: list[Job]) -> list[list[Outcome]]:
 def test_two_levels(distributed: bool) -> None:
     """4 ranks as 2 nodes: replicas are equal, and the loss follows the native one."""
     block = {"dp": DP, "min_bytes": 0, "hierarchy": 2}
-    job = Job(steps=12, distributed_optimizer=distributed, overlap=distributed)
+    job = Job(steps=8, distributed_optimizer=distributed, overlap=distributed)
     native, levels = outcomes(4, [job, replace(job, block=block)])
     assert all(rank.parameters == levels[0].parameters for rank in levels)
     ends = [sum(sum(rank.losses[-3:]) for rank in side) for side in (native, levels)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import train_gpt
 from gpt import layouts, token_slices
 
-from tests.ranks import run_ranks
+from tests.ranks import Trained, run_ranks
+from tests.selection import by_day
 from tests.training.in_turn import first
 from tests.training.slice_trainer import LENGTH, Job, run
 
@@ -21,7 +23,7 @@ EIGHT: dict[str, Any] = {"pp": {"codec": "blockint", "bits": 8}, **QUIET}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """Return each job's results on two ranks, by name."""
     folder = str(tmp_path_factory.mktemp("slices") / "checkpoint")
     jobs = {
@@ -37,37 +39,53 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "eight": Job(block=EIGHT),
         "zero 3": Job(stage=3),
     }
-    found = run_ranks(2, run, list(jobs.values()), timeout=300.0)
-    return {name: [rank[index] for rank in found] for index, name in enumerate(jobs)}
+    with Trained(2, run, jobs) as trained:
+        yield trained
 
 
-def test_trains_as_unsliced_and_as_the_whole_model(outcomes: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize(
+    "name", by_day(["unsliced", "sliced", "every token", "auto"], ["sliced", "auto"])
+)
+def test_trains_as_the_whole_model(outcomes: Trained, name: str) -> None:
     """Every step clips, so the norm covers all stages."""
-    whole = first(outcomes, "whole")
+    whole, found = first(outcomes, "whole"), first(outcomes, name)
     assert whole.losses[-1] < whole.losses[0]
-    for name in ("unsliced", "sliced", "every token", "auto"):
-        found = first(outcomes, name)
-        assert found.losses == pytest.approx(whole.losses, rel=1e-6), name
-        assert found.valid == pytest.approx(whole.valid, rel=1e-6), name
-    assert first(outcomes, "bf16").losses == pytest.approx(whole.losses, rel=1e-2)
-    assert first(outcomes, "resumed").losses == first(outcomes, "sliced").losses[2:]
+    assert found.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert found.valid == pytest.approx(whole.valid, rel=1e-6)
 
 
-def test_stages_and_slices_are_those_asked_for(outcomes: dict[str, list[Any]]) -> None:
+def test_resumed_is_the_unbroken_one(outcomes: Trained) -> None:
+    whole = first(outcomes, "sliced").losses  # which saves
+    assert first(outcomes, "resumed").losses == whole[2:]
+
+
+@pytest.mark.nightly
+def test_bf16_is_close(outcomes: Trained) -> None:
+    whole = first(outcomes, "whole").losses
+    assert first(outcomes, "bf16").losses == pytest.approx(whole, rel=1e-2)
+
+
+def test_stages_and_slices_are_those_asked_for(outcomes: Trained) -> None:
     one, two = outcomes["sliced"]
     assert one.layers == ["Embedding", "Block"]
     assert two.layers == ["Block", "Block", "FinalNorm", "Output"]
     assert one.slices == (7, 9, 5, 3) and one.told["stages"] == 2
-    assert len(outcomes["every token"][0].slices) == LENGTH
     chosen = outcomes["auto"][0].slices
     assert sum(chosen) == LENGTH and chosen == outcomes["auto"][1].slices
 
 
-def test_lossless_is_native_and_every_slice_is_counted(outcomes: dict[str, list[Any]]) -> None:
-    native = first(outcomes, "sliced").losses
-    for name in ("none", "lossless"):
-        assert first(outcomes, name).losses == native, name
-    eight = first(outcomes, "eight").losses
+@pytest.mark.nightly
+def test_a_slice_may_be_a_token(outcomes: Trained) -> None:
+    assert len(outcomes["every token"][0].slices) == LENGTH
+
+
+@pytest.mark.parametrize("name", by_day(["none", "lossless"], ["lossless"]))
+def test_lossless_is_native(outcomes: Trained, name: str) -> None:
+    assert first(outcomes, name).losses == first(outcomes, "sliced").losses
+
+
+def test_every_slice_is_counted(outcomes: Trained) -> None:
+    eight, native = first(outcomes, "eight").losses, first(outcomes, "sliced").losses
     assert eight != native and eight == pytest.approx(native, rel=5e-3)
     passes = 2 * 4 * 4  # micro-batches, slices, steps; and two validations forward
     for rank, (way, other) in enumerate((("forward", "backward"), ("backward", "forward"))):
@@ -78,7 +96,7 @@ def test_lossless_is_native_and_every_slice_is_counted(outcomes: dict[str, list[
         assert encoded[other] == (0, 0, 0)
 
 
-def test_weights_that_are_cut_are_refused(outcomes: dict[str, list[Any]]) -> None:
+def test_weights_that_are_cut_are_refused(outcomes: Trained) -> None:
     assert "cut over ranks (ZeRO 3" in outcomes["zero 3"][0]
 
 

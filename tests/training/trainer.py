@@ -18,6 +18,8 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
+from tests.training.in_turn import start_deepspeed
+
 WIDTH, HIDDEN = 24, 53
 #: smaller than the largest parameter, which gives several buckets, one with a single parameter
 BUCKET = 2000
@@ -115,13 +117,10 @@ def make_engine(
 ) -> Any:
     """Return an engine on this rank, patched if the job has a block; ``groups`` of parameters."""
     import deepspeed
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
 
     import hybridcomp
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    start_deepspeed()
     if job.block is None:
         hybridcomp.uninstall()
     else:
@@ -194,6 +193,22 @@ def parameters(engine: Any) -> dict[str, Tensor]:
         with zero.GatheredParameters([parameter], enabled=partitioned):  # see WAITS_FOR_ALL
             found[name] = parameter.detach().clone()
     return found
+
+
+def write_into(engine: Any, how: str) -> None:
+    """Write into the weights or read them, on one rank or on all."""
+    import hybridcomp
+    from hybridcomp.channels import channels_of
+
+    with torch.no_grad():
+        if how == "one rank" and dist.get_rank() == 1:
+            engine.module.middle.weight[0, 0] += 1
+        elif how == "load_state_dict":
+            state = parameters(engine)
+            engine.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
+            engine.optimizer.refresh_fp32_params()
+    if how == "resync" and channels_of(engine) is not None:
+        hybridcomp.resync(engine)
 
 
 def digests(engine: Any) -> dict[str, str]:

@@ -13,6 +13,7 @@ import hybridcomp
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import process
 from tests.ranks import run_ranks
+from tests.training.in_turn import start_deepspeed
 
 BLOCK = {"dp": "bf16", "min_bytes": 0}
 
@@ -32,9 +33,8 @@ def installed(block: dict[str, Any] | None = None) -> str:
 def make_engine(block: dict[str, Any] | None) -> Any:
     """Build a DeepSpeed engine with the current patches."""
     import deepspeed
-    import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    start_deepspeed()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},

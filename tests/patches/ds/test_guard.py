@@ -22,7 +22,7 @@ from tests.ranks import RankPool
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.training import pipe_trainer
+from tests.training import in_turn, pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, train_step
 
 #: relative error 1.6 on noise: worse than sending zeros, above the default limit
@@ -191,7 +191,7 @@ def pipeline(block: dict[str, Any]) -> tuple[Any, ...]:
 
     import hybridcomp
 
-    pipe_trainer.start_deepspeed()
+    in_turn.start_deepspeed()
     hybridcomp.install()
     torch.manual_seed(0)
     job = pipe_trainer.Job(stages=2, block=block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -18,8 +19,8 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import moe
 from hybridcomp.seams.patching import Patch, apply_all, revert_all
-from tests.ranks import run_ranks
-from tests.selection import by_day, wanted
+from tests.ranks import Trained, run_ranks
+from tests.selection import by_day
 from tests.training.moe_trainer import EXPERTS, TOKENS, WIDTH, Job, exchange_rows, run
 from tests.training.pipe_trainer import Outcome
 
@@ -41,49 +42,50 @@ JOBS = {
 }
 
 
+CASES = {(job, block): replace(JOBS[job], block=BLOCKS[block]) for job in JOBS for block in BLOCKS}
+
+
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[Outcome]]:
-    jobs = {"plain", "checkpoint", "nan", *wanted(request, "job")}
-    keys = [(job, block) for job in JOBS if job in jobs for block in BLOCKS]
-    by_rank = run_ranks(2, run, [replace(JOBS[job], block=BLOCKS[block]) for job, block in keys])
-    return {key: [found[i] for found in by_rank] for i, key in enumerate(keys)}
+def results() -> Iterator[Trained]:
+    with Trained(2, run, CASES) as trained:
+        yield trained
 
 
 def ledger(outcome: Outcome) -> dict[str, tuple[int, int, int]]:
     return {way: (n, raw, wire) for name, way, n, raw, wire in outcome.messages if name == "ep"}
 
 
-@pytest.mark.parametrize("block", ["none", "mpc"])
+EXACT = [key for key in CASES if key[0] != "nan" and key[1] in ("none", "mpc")]
+LOSSY = [key for key in CASES if key[0] != "nan" and key[1] in ("blockint", "forward")]
+
+
 @pytest.mark.parametrize(
-    "job", by_day([name for name in JOBS if name != "nan"], ["plain", "checkpoint"])
+    ("job", "block"), by_day(EXACT, [("plain", "none"), ("plain", "mpc"), ("checkpoint", "none")])
 )
-def test_identical(job: str, block: str, results: dict[tuple[str, str], list[Outcome]]) -> None:
+def test_identical(job: str, block: str, results: Trained) -> None:
     for native, found in zip(results[job, "native"], results[job, block], strict=True):
         assert native.losses == found.losses
         assert native.parameters == found.parameters
         assert ledger(found)
 
 
-@pytest.mark.parametrize("block", ["blockint", "forward"])
 @pytest.mark.parametrize(
-    "job", by_day([name for name in JOBS if name != "nan"], ["plain", "checkpoint"])
+    ("job", "block"), by_day(LOSSY, [("plain", "blockint"), ("plain", "forward")])
 )
-def test_lossy_ends_near(
-    job: str, block: str, results: dict[tuple[str, str], list[Outcome]]
-) -> None:
+def test_lossy_ends_near(job: str, block: str, results: Trained) -> None:
     native, found = results[job, "native"][0].losses, results[job, block][0].losses
     assert native != found
     assert found[-1] == pytest.approx(native[-1], rel=0.02)
     assert found[-1] < found[0]
 
 
-def test_nan_stays_visible(results: dict[tuple[str, str], list[Outcome]]) -> None:
+def test_nan_stays_visible(results: Trained) -> None:
     for native, found in zip(results["nan", "native"], results["nan", "blockint"], strict=True):
         assert [math.isnan(x) for x in native.losses] == [math.isnan(x) for x in found.losses]
         assert any(math.isnan(x) for x in found.losses)
 
 
-def test_ledger_against_closed_form(results: dict[tuple[str, str], list[Outcome]]) -> None:
+def test_ledger_against_closed_form(results: Trained) -> None:
     steps = JOBS["plain"].steps
     capacity = math.ceil(TOKENS / EXPERTS * 1.5)
     half = EXPERTS * capacity * WIDTH // 2  # bytes for the other of two ranks

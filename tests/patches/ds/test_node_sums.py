@@ -85,7 +85,8 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    "name", by_day(JOBS, ["ZeRO 2", "ZeRO 3, bf16 and offload", "ZeRO 3, unmanaged"])
+    "name",
+    by_day(JOBS, ["ZeRO 2, bf16 and overlap", "ZeRO 3, bf16 and offload", "ZeRO 3, unmanaged"]),
 )
 def test_integers_are_summed_as_natively(pool: RankPool, name: str) -> None:
     """For all sets of used parameters: the same bits, and nothing is kept."""
@@ -121,16 +122,16 @@ def test_common_parameters_of_tensor_parallel_ranks(pool: RankPool) -> None:
         assert found.digests == native.digests and found.kept > 0
 
 
-@pytest.mark.parametrize("stage", by_day([2, 3], [3]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
 def test_sums_in_three_levels(stage: int) -> None:
     """Two sites of two nodes of two ranks: each rank keeps its shard of its site's sums."""
     sites, nodes = ({**BLOCK, "hierarchy": one} for one in ([2, 2], 4))
+    jobs = [(Job(stage, block=one), USED["one in the last"]) for one in (None, sites, nodes)]
     with RankPool(8) as ranks:
-        for case in ("all", "one in the last"):
-            jobs = [(Job(stage, block=one), USED[case]) for one in (None, sites, nodes)]
-            for native, deep, flat in ranks.run(all_trained, jobs, timeout=400):
-                assert deep.digests == flat.digests == native.digests
-                assert deep.kept == flat.kept > 0
+        for native, deep, flat in ranks.run(all_trained, jobs, timeout=400):
+            assert deep.digests == flat.digests == native.digests
+            assert deep.kept == flat.kept > 0
 
 
 @pytest.mark.parametrize("stage", by_day([2, 3], [3]))
@@ -153,17 +154,17 @@ def test_an_eighth_crosses(pool: RankPool, stage: int) -> None:
     assert 0 < small[0] < 3 * once[0], "fp32 without loss, once"
 
 
-def test_losses_follow_and_overflows_are_seen(pool: RankPool) -> None:
+@pytest.mark.parametrize("stage", by_day([2, 3], [2]))
+def test_losses_follow_and_overflows_are_seen(pool: RankPool, stage: int) -> None:
     """With 4 bits and error feedback; an infinite gradient in any micro-batch skips the step."""
     dp = {"codec": "blockint", "bits": 4, "error_feedback": True, "accumulate": "node"}
-    for stage in (2, 3):
-        native = Job(stage, "fp16", accumulation=4, steps=10, nan_step=7,
-                     ds_json={"fp16": {"enabled": True, "initial_scale_power": 8}})  # fmt: skip
-        jobs = [native, replace(native, block={**BLOCK, "dp": dp})]
-        for expected, found in pool.run(run, jobs, timeout=400):
-            assert found.skipped == expected.skipped and sum(found.skipped) == 1
-            del expected.losses[7], found.losses[7]
-            assert sum(found.losses) == pytest.approx(sum(expected.losses), rel=0.03)
+    native = Job(stage, "fp16", accumulation=4, steps=10, nan_step=7,
+                 ds_json={"fp16": {"enabled": True, "initial_scale_power": 8}})  # fmt: skip
+    jobs = [native, replace(native, block={**BLOCK, "dp": dp})]
+    for expected, found in pool.run(run, jobs, timeout=400):
+        assert found.skipped == expected.skipped and sum(found.skipped) == 1
+        del expected.losses[7], found.losses[7]
+        assert sum(found.losses) == pytest.approx(sum(expected.losses), rel=0.03)
 
 
 def freed(stage: int, how: str, folder: str) -> tuple[int, int, list[str]]:
@@ -188,9 +189,10 @@ def freed(stage: int, how: str, folder: str) -> tuple[int, int, list[str]]:
     return before, channels.node_sums.nbytes, sorted(channels.node_sums.left)
 
 
-@pytest.mark.parametrize(
-    ("stage", "how"), [(2, "load"), (3, "zero_grad"), (2, "destroy"), (2, "save")]
-)
+WAYS = [(2, "load"), (3, "zero_grad"), (2, "destroy"), (2, "save")]
+
+
+@pytest.mark.parametrize(("stage", "how"), by_day(WAYS, WAYS[:2]))
 def test_who_frees_what_is_kept(pool: RankPool, stage: int, how: str, tmp_path: Any) -> None:
     """A load, ``zero_grad`` at stage 3 and ``destroy`` free it; a checkpoint does not."""
     for before, after, left in pool.run(freed, stage, how, str(tmp_path), timeout=200):

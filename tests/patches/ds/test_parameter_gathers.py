@@ -20,7 +20,7 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from tests.selection import by_day
-from tests.training.trainer import Job, Tiny, digests, make_engine, parameters, train_step
+from tests.training.trainer import Job, Tiny, digests, make_engine, train_step, write_into
 
 DELTA4 = {"codec": "blockint", "bits": 4, "delta": True}
 BLOCK = {"dp": "none", "zero": DELTA4, "min_bytes": 0}
@@ -208,20 +208,10 @@ def test_deltas_start_anew_after_loading_without_references(
 
 def written(job: Job, how: str) -> tuple[dict[str, str], float, float]:
     """Write into the weights, or read them; return the step after it."""
-    import hybridcomp
-
     engine = engine_of(job)
     for step in range(3):
         train_step(engine, job, step)
-    with torch.no_grad():
-        if how == "one rank" and dist.get_rank() == 1:
-            engine.module.middle.weight[0, 0] += 1
-        elif how == "load_state_dict":
-            state = parameters(engine)
-            engine.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
-            engine.optimizer.refresh_fp32_params()
-    if how == "resync":
-        hybridcomp.resync(engine)
+    write_into(engine, how)
     train_step(engine, job, 3)
     return digests(engine), *distance(engine, groups=1)  # the engine that was written into
 

@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.training import pipe_trainer
+from tests.training import in_turn, pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, train_step
 
 STEPS = 8
@@ -63,7 +63,7 @@ def activations() -> tuple[list[float], list[tuple[list[str], list[str]]]]:
 
     import hybridcomp
 
-    pipe_trainer.start_deepspeed()
+    in_turn.start_deepspeed()
     hybridcomp.install()
     torch.manual_seed(0)
     pp = {

@@ -15,6 +15,7 @@ from hybridcomp.channels import channels_of
 from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import digest
 from tests.ranks import RankPool, run_ranks
+from tests.training.in_turn import start_deepspeed
 
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -36,12 +37,10 @@ class Model(nn.Module):
 
 def build(block: dict[str, Any] | None, **settings: Any) -> Any:
     import deepspeed
-    import deepspeed.ops
 
     import hybridcomp
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    start_deepspeed()
     hybridcomp.install()
     torch.manual_seed(0)
     model = Model()

@@ -17,6 +17,7 @@ import torch
 from hybridcomp.tools.commands import validate
 from tests.ranks import run_ranks
 from tests.selection import by_day
+from tests.training.in_turn import start_deepspeed
 from tests.training.test_checkpoint import WIDTH, add, make_engine, sums, train
 
 pytest.importorskip("deepspeed")
@@ -150,14 +151,12 @@ def test_state_is_taken_from_the_checkpoint_that_was_converted(
 def pipeline(folder: str, stages: int, is_loaded: bool) -> tuple[Sums, int, str]:
     """Save two stages on four ranks after three steps; load on other layouts."""
     import deepspeed
-    import deepspeed.ops
     import torch.distributed as dist
     from deepspeed.pipe import PipelineModule
 
     import hybridcomp
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    start_deepspeed()
     hybridcomp.install()
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]

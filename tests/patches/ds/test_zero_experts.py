@@ -36,7 +36,7 @@ def train(stage: int, block: dict[str, Any] | None) -> tuple[dict[str, torch.Ten
 
     import hybridcomp
     from hybridcomp.channels import channels_of
-    from tests.training.pipe_trainer import start_deepspeed
+    from tests.training.in_turn import start_deepspeed
 
     start_deepspeed()
     if block is None:

@@ -23,7 +23,7 @@ from hybridcomp.patches.registry import patches_of
 from hybridcomp.seams import patching
 from hybridcomp.seams.patching import Patch, Seam, apply_all, revert_all
 from tests.patches import recorded
-from tests.ranks import run_ranks
+from tests.ranks import RankPool, run_ranks
 
 PACKAGE = "megatron.core"
 REAL = find_spec("megatron") is not None and find_spec(PACKAGE) is not None
@@ -201,9 +201,11 @@ def layer_wise(native: bool) -> tuple[str, Any]:
 @pytest.mark.skipif(not REAL, reason="megatron-core is not installed")
 def test_a_layer_wise_optimizer_is_refused_or_said_and_counted() -> None:
     pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer")
-    for text, counted in run_ranks(2, layer_wise, False):
+    with RankPool(2) as two:
+        refused, counts = (two.run(layer_wise, native) for native in (False, True))
+    for text, counted in refused:
         assert "use_layer_wise_distributed_optimizer" in text and counted is None
-    for text, ((messages, native, raw, mine), values) in run_ranks(2, layer_wise, True):
+    for text, ((messages, native, raw, mine), values) in counts:
         assert text.startswith("zero native: use_layer_wise_distributed_optimizer")
         assert (messages, native, raw) == (1, 1, mine * 4)
         assert values == [0.0, 0.0]  # upstream gathered both

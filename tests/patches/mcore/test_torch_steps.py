@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import torch_steps
 from hybridcomp.session import process
-from tests.ranks import run_ranks
+from tests.ranks import Trained
+from tests.selection import by_day
 from tests.stand_ins.link_clock import clock
 from tests.training import mcore_trainer
 from tests.training.mcore_trainer import Job
@@ -176,33 +178,35 @@ def trained(name: str) -> tuple[Any, ...]:
         return channels.step, encoded, len(lines), reason
 
 
-def every_job() -> dict[str, tuple[Any, ...]]:
+def run(names: list[str]) -> list[tuple[Any, ...]]:
     mcore_trainer.prepare()
-    return {name: trained(name) for name in JOBS}
+    return [trained(name) for name in names]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, tuple[Any, ...]]]:
-    return run_ranks(2, every_job, timeout=900.0)
+def outcomes() -> Iterator[Trained]:
+    with Trained(2, run) as found:
+        yield found
 
 
-@pytest.mark.parametrize("name", [n for n in JOBS if "nobody" not in n and "islands" not in n])
-def test_steps_of_torchs_optimizers_count_once(name: str, outcomes: list[Any]) -> None:
-    for found in outcomes:
-        steps, encoded, said, _ = found[name]
-        assert (steps, encoded, said) == (STEPS, True, 0)
-
-
-@pytest.mark.parametrize("name", [name for name in JOBS if "nobody" in name])
-def test_steps_that_nobody_hears_of_are_told(name: str, outcomes: list[Any]) -> None:
-    for rank, found in enumerate(outcomes):
-        steps, encoded, said, reason = found[name]
+@pytest.mark.parametrize("name", by_day(["TP, nobody's", "DP, nobody's"], ["DP, nobody's"]))
+def test_steps_that_nobody_hears_of_are_told(name: str, outcomes: Trained) -> None:
+    for rank, (steps, encoded, said, reason) in enumerate(outcomes(name)):
         assert (steps, encoded, said) == (0, False, rank == 0)
         passes = STEPS * (1 if name.startswith("DP") else JOBS[name][0].micro_batches)
         assert reason == f"no optimizer step was counted in the last {passes} passes with gradients"
 
 
-def test_islands_want_megatrons_optimizer(outcomes: list[Any]) -> None:
-    for found in outcomes:
-        (told,) = found["TP, islands"]
+def test_islands_want_megatrons_optimizer(outcomes: Trained) -> None:
+    for (told,) in outcomes("TP, islands"):
         assert "compression.sync: found steps of AdamW" in told and torch_steps.ISLANDS in told
+
+
+TORCHS = [name for name in JOBS if "nobody" not in name and "islands" not in name]
+DAY = ["TP, two optimizers", "PP", "DP", "DP, Megatron's", "TP, in backward"]
+
+
+@pytest.mark.parametrize("name", by_day(TORCHS, DAY))
+def test_steps_of_torchs_optimizers_count_once(name: str, outcomes: Trained) -> None:
+    for steps, encoded, said, _ in outcomes(name):
+        assert (steps, encoded, said) == (STEPS, True, 0)

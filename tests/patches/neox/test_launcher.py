@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.paths import ROOT
+from tests.scripts_on_ranks import run_each
 from tests.selection import by_day
 
 yaml = pytest.importorskip("yaml")
@@ -37,11 +37,9 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python's ``program`` on ``arguments`` with only the repository on the path."""
     environment = {k: v for k, v in os.environ.items() if k != "GPT_NEOX_HOME"}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, *program, *arguments], cwd=cwd, env={**environment, **variables},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    (found,) = run_each([[*program, *arguments]], cwd, environment)
+    return found
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from hybridcomp.patches.registry import patches_of
 from hybridcomp.patches.rules import neox as rules
 from hybridcomp.seams.patching import apply_all, revert_all
 from tests.ranks import run_ranks
+from tests.scripts_on_ranks import run_python
 from tests.stand_ins import gpt_neox
 
 PACKAGES = ("megatron.mpu", "megatron.training")
@@ -92,7 +92,7 @@ assert len(patches.applied("megatron.mpu")) == 7
 
 def test_armed_before_and_after_the_import(tmp_path: Path) -> None:
     gpt_neox.write(tmp_path)
-    subprocess.run([sys.executable, "-c", ARMED, str(tmp_path)], check=True)
+    assert not run_python("-c", ARMED, str(tmp_path), cwd=tmp_path).returncode
 
 
 def test_another_megatron_is_left_alone(clean: Path) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.patches.torch.trainer import Job, Outcome, run_all
-from tests.ranks import run_ranks
-from tests.selection import by_day, wanted
+from tests.ranks import Trained
+from tests.selection import by_day
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-
-Results = dict[str, list[Any]]  # job -> results of every rank
 
 B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
@@ -52,23 +51,17 @@ FOUR: dict[str, Job] = {
     "HSDP reduces each": replace(FSDP, replicas=2, micro_batches=2, sync_last=False),
     "DDP": DDP,
 }
-#: cases run by day: each engine alone, and settings that change the messages
-DAY_TWO = (
-    "FSDP2", "FSDP2 reshards", "FSDP2 accumulates", "FSDP2 bf16, sums fp32", "DDP",
-    "DDP accumulates", "DDP bf16",
-)  # fmt: skip
+#: cases run by day: each engine, and settings that change the messages
+DAY_EXACT = ("FSDP2", "FSDP2 accumulates", "FSDP2 bf16, sums fp32", "DDP", "DDP accumulates")
+DAY = ("FSDP2", "DDP")
 REPLICAS = [name for name, job in FOUR.items() if job.replicas > 1]
 SHARDS = [name for name, job in FOUR.items() if job.replicas == 1 and name != "DDP"]
-DAY_FOUR = ("FSDP2", "HSDP", "HSDP accumulates", "DDP")
 
-
-#: cases held over 10 steps by day, 50 in nightly runs; the rest take the same paths
-LONG: tuple[str, ...] = ("FSDP2", "HSDP", "DDP")
-if NIGHTLY:
-    LONG += (
-        "FSDP2 keeps", "FSDP2 reshards", "FSDP2 accumulates", "FSDP2 bf16", "DDP static",
-        "DDP accumulates", "DDP unused",
-    )  # fmt: skip
+#: cases held over 50 steps in nightly runs; the rest take the same paths
+LONG = () if not NIGHTLY else (
+    "FSDP2", "HSDP", "DDP", "FSDP2 keeps", "FSDP2 reshards", "FSDP2 accumulates", "FSDP2 bf16",
+    "DDP static", "DDP accumulates", "DDP unused",
+)  # fmt: skip
 #: steps of other and lossy cases: graph learning, first and second use of a residual
 SHORT = 6
 
@@ -81,14 +74,12 @@ def block(job: Job, codec: Any, zero: Any = None) -> dict[str, Any]:
     return found
 
 
-def steps_of(name: str, world_size: int) -> int:
-    """By day only what two ranks cannot show runs long on four."""
-    long = name in LONG and (NIGHTLY or world_size == 2 or name == "HSDP")
-    return (50 if NIGHTLY else 10) if long else SHORT
+def steps_of(name: str) -> int:
+    return 50 if name in LONG else SHORT
 
 
 def jobs_of(name: str, job: Job, world_size: int) -> dict[str, Job]:
-    native = replace(job, steps=steps_of(name, world_size))
+    native = replace(job, steps=steps_of(name))
     # sums of four depend on the order: native the algorithm's, ours rank order
     flat = world_size > 2 and job.replicas == 1
     found = {
@@ -105,22 +96,25 @@ def jobs_of(name: str, job: Job, world_size: int) -> dict[str, Job]:
     return found
 
 
-def launch(world_size: int, table: dict[str, Job]) -> Results:
-    jobs: dict[str, Job] = {}
-    for name, job in table.items():
-        jobs |= jobs_of(name, job, world_size)
-    by_rank = run_ranks(world_size, run_all, list(jobs.values()), timeout=600)
-    return {name: [found[place] for found in by_rank] for place, name in enumerate(jobs)}
+def trained(world_size: int, table: dict[str, Job]) -> Trained:
+    every = {
+        key: job
+        for name, given in table.items()
+        for key, job in jobs_of(name, given, world_size).items()
+    }
+    return Trained(world_size, run_all, every)
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest) -> Results:
-    return launch(2, {name: TWO[name] for name in wanted(request, "name")})
+def two() -> Iterator[Trained]:
+    with trained(2, TWO) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest) -> Results:
-    return launch(4, {name: FOUR[name] for name in wanted(request, "name")})
+def four() -> Iterator[Trained]:
+    with trained(4, FOUR) as found:
+        yield found
 
 
 def same(left: list[Outcome], right: list[Outcome]) -> bool:
@@ -137,36 +131,36 @@ def total(results: list[Outcome], dimension: str) -> tuple[float, ...]:
     return tuple(map(sum, zip(*(found.ledger[dimension] for found in results), strict=True)))
 
 
-def check_native(results: Results, name: str, job: Job, world_size: int) -> None:
+def check_native(results: Trained, name: str, job: Job) -> None:
     none = results[f"{name}/none"]
     assert same(results[f"{name}/native"], none)
-    assert none[0].step == steps_of(name, world_size)
+    assert none[0].step == steps_of(name)
     for dimension in ("dp", "zero") if job.engine == "fsdp2" else ("dp",):
         messages, native, raw, wire = total(none, dimension)
         assert messages == native > 0
         assert raw == wire > 0
 
 
-@pytest.mark.parametrize("name", by_day(TWO, DAY_TWO))
-def test_native_is_identical(two: Results, name: str) -> None:
-    check_native(two, name, TWO[name], 2)
+@pytest.mark.parametrize("name", by_day(TWO, DAY))
+def test_native_is_identical(two: Trained, name: str) -> None:
+    check_native(two, name, TWO[name])
 
 
-@pytest.mark.parametrize("name", by_day(FOUR, DAY_FOUR))
-def test_native_is_identical_on_four(four: Results, name: str) -> None:
-    check_native(four, name, FOUR[name], 4)
+@pytest.mark.parametrize("name", by_day(FOUR, ["HSDP"]))
+def test_native_is_identical_on_four(four: Trained, name: str) -> None:
+    check_native(four, name, FOUR[name])
 
 
-@pytest.mark.parametrize("name", by_day(TWO, DAY_TWO))
-def test_lossless_is_identical(two: Results, name: str) -> None:
+@pytest.mark.parametrize("name", by_day(TWO, DAY_EXACT))
+def test_lossless_is_identical(two: Trained, name: str) -> None:
     lossless = two[f"{name}/lossless"]
     assert same(two[f"{name}/native"], lossless)
     for dimension in lossless[0].ledger:
         assert total(lossless, dimension)[1] == 0
 
 
-@pytest.mark.parametrize("name", by_day(REPLICAS, ("HSDP", "HSDP accumulates")))
-def test_lossless_is_identical_with_replicas(four: Results, name: str) -> None:
+@pytest.mark.parametrize("name", by_day(REPLICAS, ["HSDP"]))
+def test_lossless_is_identical_with_replicas(four: Trained, name: str) -> None:
     lossless = four[f"{name}/lossless"]
     assert same(four[f"{name}/native"], lossless)
     messages, native, *_ = total(lossless, "dp")
@@ -174,23 +168,23 @@ def test_lossless_is_identical_with_replicas(four: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", by_day(SHARDS, ("FSDP2",)))
-def test_lossless_is_identical_on_four(four: Results, name: str) -> None:
+def test_lossless_is_identical_on_four(four: Trained, name: str) -> None:
     """Gathers equal native ones; sums equal a native sum in the same order."""
     assert same(four[f"{name}/native"], four[f"{name}/gathers"])
     assert same(four[f"{name}/ordered"], four[f"{name}/lossless"])
 
 
-@pytest.mark.parametrize("name", by_day(TWO, DAY_TWO))
-def test_lossy_is_close(two: Results, name: str) -> None:
+@pytest.mark.parametrize("name", by_day(TWO, DAY))
+def test_lossy_is_close(two: Trained, name: str) -> None:
     check_close(two, name)
 
 
-@pytest.mark.parametrize("name", by_day(FOUR, DAY_FOUR))
-def test_lossy_is_close_on_four(four: Results, name: str) -> None:
+@pytest.mark.parametrize("name", by_day(FOUR, ["HSDP"]))
+def test_lossy_is_close_on_four(four: Trained, name: str) -> None:
     check_close(four, name)
 
 
-def check_close(results: Results, name: str) -> None:
+def check_close(results: Trained, name: str) -> None:
     native, lossy = results[f"{name}/native"], results[f"{name}/lossy"]
     for one, other in zip(native, lossy, strict=True):
         steps = min(len(one.losses), len(other.losses))

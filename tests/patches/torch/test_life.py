@@ -61,7 +61,7 @@ def sweep(job: Job, runs: int, folder: Path) -> tuple[list[bool], list[int], int
 def test_a_sweep_leaves_no_model_behind(name: str, tmp_path: Path) -> None:
     """It frees models, channels and ledgers; totals are written when a model is dropped."""
     world_size, job = JOBS[name]
-    runs = 10 if name != "HSDP" else 2
+    runs = 4 if name != "HSDP" else 2
     for found in run_ranks(world_size, sweep, job, runs, tmp_path, timeout=600.0):
         assert found == ([True] * runs, [0] * runs, 0)
     ledgers = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]

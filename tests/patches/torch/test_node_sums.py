@@ -20,6 +20,7 @@ from hybridcomp.channels.node_sums import IDLE
 from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import digest
 from tests.ranks import RankPool
+from tests.selection import by_day
 from tests.training.integers import USED, Integers
 
 NODE = {"codec": "expcode", "accumulate": "node"}
@@ -88,7 +89,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", by_day([False, True], [True]))
 def test_integers_are_summed_as_natively(pool: RankPool, bf16: bool) -> None:
     """For any used parameters, including entirely unused groups: the same bits."""
     jobs = [(block, used, bf16) for used in USED.values() for block in (None, BLOCK)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from hybridcomp.autotune import recheck
 from hybridcomp.patches.torch import step_detection
 from hybridcomp.patches.torch.attached import Attached
 from tests.patches.torch.trainer import BATCH, LENGTH, VOCABULARY, WIDTH, Job, build, syncing
-from tests.ranks import run_ranks
+from tests.ranks import Trained
+from tests.selection import by_day
 from tests.stand_ins.link_clock import clock
 from tests.sync import torch_job
 
@@ -406,34 +407,51 @@ ENGINES = ("ddp", "fsdp2")
 NAMES = [f"{engine}, {name}" for name, (_, some) in CASES.items() for engine in some or ENGINES]
 
 
-def every_case() -> dict[str, tuple[int, str, list[str]]]:
-    """Run all cases on ranks launched once; return steps, later codecs, messages."""
-    found: dict[str, tuple[int, str, list[str]]] = {}
-    for one in NAMES:
-        engine, _, name = one.partition(", ")
-        torch._dynamo.reset()
-        case = Case(engine, bucket_mb=25 if name.startswith("compiled") else 0.004)
-        said: list[str] = []
-        with pytest.MonkeyPatch.context() as patched:
-            for module in ("attached", "step_detection"):
-                patched.setattr(f"hybridcomp.patches.torch.{module}.say", said.append)
-            CASES[name][0](case)
-        codec = case.attached.channels["dp"].choose(4096, torch.float32, 2, "forward")
-        assert codec is not None
-        found[one] = (case.attached.step, codec.spec, sorted(set(said)))
-        case.attached.detach()
+#: by day each way of training under an engine, both where the engines detect its steps differently
+DAY = [
+    *(f"{engine}, {name}" for engine in ENGINES for name in (
+        "eval", "validation with gradients", "two optimizers", "accumulated", "hidden", "compiled",
+    )),
+    *(f"ddp, {name}" for name in (
+        "modes change", "optimizers by turns", "LBFGS", "SAM", "skipped", "redundant",
+        "gradient penalty", "adversaries", "compiled step",
+    )),
+    *(f"fsdp2, {name}" for name in (
+        "one optimizer each", "in backward, recomputed", "adapters", "compiled, compiled around",
+    )),
+]  # fmt: skip
+
+
+def run(names: list[str]) -> list[tuple[int, str, list[str]]]:
+    """Run cases; return steps, later codecs, messages."""
+    return [counted(*one.split(", ", 1)) for one in names]
+
+
+def counted(engine: str, name: str) -> tuple[int, str, list[str]]:
+    torch._dynamo.reset()
+    case = Case(engine, bucket_mb=25 if name.startswith("compiled") else 0.004)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("attached", "step_detection"):
+            patched.setattr(f"hybridcomp.patches.torch.{module}.say", said.append)
+        CASES[name][0](case)
+    codec = case.attached.channels["dp"].choose(4096, torch.float32, 2, "forward")
+    assert codec is not None
+    found = case.attached.step, codec.spec, sorted(set(said))
+    case.attached.detach()
     return found
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Any]:
-    return run_ranks(2, every_case, timeout=900.0)
+def two() -> Iterator[Trained]:
+    with Trained(2, run) as found:
+        yield found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_step_is_counted_once(name: str, outcomes: list[Any]) -> None:
+@pytest.mark.parametrize("name", by_day(NAMES, DAY))
+def test_every_step_is_counted_once(name: str, two: Trained) -> None:
     told = [step_detection.COUNTED] if "hidden" in name else []
-    assert [found[name] for found in outcomes] == [(STEPS, "blockint(bits=4)", told)] * 2
+    assert two(name) == [(STEPS, "blockint(bits=4)", told)] * 2
 
 
 def acting(engine: str, trains: bool, folder: Path) -> dict[str, Any]:
@@ -483,62 +501,65 @@ def meeting(engine: str, trains: bool) -> tuple[int, int]:
     return found
 
 
-def both_modes(folder: Path) -> dict[str, Any]:
-    return {
-        f"{engine}, {trains}": (acting(engine, trains, folder / f"{engine}{trains}"),
-                                meeting(engine, trains))
-        for engine in ENGINES for trains in (True, False)
-    }  # fmt: skip
+def both_modes(engine: str, folder: Path) -> list[Any]:
+    return [
+        (acting(engine, trains, folder / f"{trains}"), meeting(engine, trains))
+        for trains in (True, False)
+    ]
 
 
-def test_what_follows_from_steps_is_alike_in_both_modes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", by_day(ENGINES, ["fsdp2"]))
+def test_what_follows_from_steps_is_alike_in_both_modes(
+    engine: str, two: Trained, tmp_path: Path
+) -> None:
     """Reports, ramp, start_step, versions, comparison of steps, meetings of islands."""
-    for found in run_ranks(2, both_modes, tmp_path):
-        for engine in ENGINES:
-            trained, evaluated = found[f"{engine}, True"], found[f"{engine}, False"]
-            assert evaluated == trained
-            acts, (steps, meetings) = evaluated
-            assert (acts["step"], steps, meetings) == (MANY, MANY, MANY // 2)
-            assert not any(acts["encoded"][:3]) and any(acts["encoded"])
-            assert {5, 10} <= set(acts["reports"]) and acts["timed"]
-            assert len(acts["files"]) >= MANY
+    for trained, evaluated in two.pool.run(both_modes, engine, tmp_path):
+        assert evaluated == trained
+        acts, (steps, meetings) = evaluated
+        assert (acts["step"], steps, meetings) == (MANY, MANY, MANY // 2)
+        assert not any(acts["encoded"][:3]) and any(acts["encoded"])
+        assert {5, 10} <= set(acts["reports"]) and acts["timed"]
+        assert len(acts["files"]) >= MANY
 
 
-def by_handles(engine: str, folder: Path) -> dict[str, Any]:
-    """Use every handle of a model in eval mode for state, steps, a new generation and versions."""
-    found = {}
-    for how, make in HANDLES.items():
-        torch._dynamo.reset()
-        case = Case(engine, bucket_mb=25)
-        model, case.model = case.model, make(case.model)
-        generation = case.attached.channels.generation
-        publisher = hybridcomp.publish(case.model, folder / how, dtype="bf16")
-        receiver = hybridcomp.WeightReceiver(folder / how)
-        for _ in range(3):
-            case.step()
-            publisher.publish()
-            receiver.update()
-        hybridcomp.resync(case.model)
-        weights = {name: weight.full_tensor() if isinstance(weight, DTensor) else weight
-                   for name, weight in model.named_parameters()}  # fmt: skip
-        expected = {name.removeprefix("module."): weight.detach().to(torch.bfloat16)
-                    for name, weight in weights.items()}  # fmt: skip
-        sent = dict(receiver.tensors())
-        stateful = hybridcomp.stateful(case.model)
-        found[how] = (
-            stateful is hybridcomp.stateful(model) is case.attached, case.attached.step,
-            case.attached.channels.generation - generation,
-            sent.keys() == expected.keys()
-            and all(torch.equal(sent[name].view_as(w), w) for name, w in expected.items()),
-        )  # fmt: skip
-        dist.barrier()
-        publisher.close()
-        hybridcomp.detach(case.model)
+def by_handle(engine: str, how: str, folder: Path) -> tuple[bool, int, int, bool]:
+    """Use a handle of a model in eval mode for state, steps, a new generation and versions."""
+    torch._dynamo.reset()
+    case = Case(engine, bucket_mb=25)
+    model, case.model = case.model, HANDLES[how](case.model)
+    generation = case.attached.channels.generation
+    publisher = hybridcomp.publish(case.model, folder, dtype="bf16")
+    receiver = hybridcomp.WeightReceiver(folder)
+    for _ in range(3):
+        case.step()
+        publisher.publish()
+        receiver.update()
+    hybridcomp.resync(case.model)
+    weights = {name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+               for name, weight in model.named_parameters()}  # fmt: skip
+    expected = {name.removeprefix("module."): weight.detach().to(torch.bfloat16)
+                for name, weight in weights.items()}  # fmt: skip
+    sent = dict(receiver.tensors())
+    found = (
+        hybridcomp.stateful(case.model) is hybridcomp.stateful(model) is case.attached,
+        case.attached.step, case.attached.channels.generation - generation,
+        sent.keys() == expected.keys()
+        and all(torch.equal(sent[name].view_as(w), w) for name, w in expected.items()),
+    )  # fmt: skip
+    dist.barrier()
+    publisher.close()
+    hybridcomp.detach(case.model)
     return found
 
 
-def test_every_handle_of_a_model_stands_for_it(tmp_path: Path) -> None:
+HELD = [(engine, how) for engine in ENGINES for how in HANDLES]
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"), by_day(HELD, [("ddp", "around compiled"), ("fsdp2", "compiled around")])
+)
+def test_every_handle_of_a_model_stands_for_it(
+    engine: str, how: str, two: Trained, tmp_path: Path
+) -> None:
     """torch.compile's wrapper, a user's module around the model, and both."""
-    for engine in ENGINES:
-        for found in run_ranks(2, by_handles, engine, tmp_path / engine, timeout=600.0):
-            assert found == dict.fromkeys(HANDLES, (True, 3, 1, True)), engine
+    assert two.pool.run(by_handle, engine, how, tmp_path) == [(True, 3, 1, True)] * 2

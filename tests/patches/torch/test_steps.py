@@ -16,7 +16,8 @@ from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.patches.torch import step_detection, steps
 from tests.patches.torch.trainer import Job, build, train
-from tests.ranks import run_ranks
+from tests.ranks import Trained
+from tests.selection import by_day
 from tests.stand_ins.link_clock import clock
 
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
@@ -144,64 +145,50 @@ FOREIGN = {
 ENGINES = ("ddp", "fsdp2")
 
 
-def every_case() -> dict[str, Any]:
-    """Run all of the above, on ranks launched once."""
-    found: dict[str, Any] = {
-        f"{engine}, {name}": foreign(engine, *how)
-        for engine in ENGINES
-        for name, how in FOREIGN.items()
-    }
-    found |= {f"{engine}, alone": alone(engine) for engine in ENGINES}
-    return {**found, "late": late(), "skipped": [skipped(feedback) for feedback in (False, True)]}
+def run(cases: list[tuple[Any, ...]]) -> list[Any]:
+    """Call one of the functions above."""
+    return [globals()[name](*given) for name, *given in cases]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    return run_ranks(2, every_case, timeout=600.0)
+def two() -> Iterator[Trained]:
+    with Trained(2, run) as found:
+        yield found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_steps_of_a_foreign_optimizer_are_counted(
-    engine: str, outcomes: list[dict[str, Any]]
-) -> None:
+SEEN = [(engine, how) for engine in ENGINES for how in list(FOREIGN)[:3]]
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"), by_day(SEEN, [("ddp", "in place, forgets"), ("fsdp2", "by data, forgets")])
+)
+def test_steps_of_a_foreign_optimizer_are_counted(engine: str, how: str, two: Trained) -> None:
     """Without reports they count one step late; no pass sees the last one."""
-    for found in outcomes:
-        for name in ("in place", "in place, forgets", "by data, forgets"):
-            for step, encoded, said in found[f"{engine}, {name}"].values():
-                assert (step, encoded, said) == (4, True, [step_detection.COUNTED]), name
+    for found in two(("foreign", engine, *FOREIGN[how])):
+        for step, encoded, said in found.values():
+            assert (step, encoded, said) == (4, True, [step_detection.COUNTED])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_steps_that_nobody_can_see_are_told_or_counted_by_hand(
-    engine: str, outcomes: list[dict[str, Any]]
-) -> None:
-    for found in outcomes:
-        unseen, counted = found[f"{engine}, unseen"], found[f"{engine}, by hand"]
-        assert unseen["1"] == (0, False, [])  # too few passes
-        assert unseen["2"] == (
-            0,
-            False,
-            [step_detection.NOT_COUNTED.format(step_detection.PATIENCE)],
-        )
-        assert counted["1"] == counted["2"] == (5, True, [])
+@pytest.mark.parametrize("engine", by_day(ENGINES, ["fsdp2"]))
+def test_steps_that_nobody_can_see_are_told_or_counted_by_hand(engine: str, two: Trained) -> None:
+    unseen, counted = (two(("foreign", engine, *FOREIGN[how])) for how in ("unseen", "by hand"))
+    told = [step_detection.NOT_COUNTED.format(step_detection.PATIENCE)]
+    assert unseen == [{"1": (0, False, []), "2": (0, False, told)}] * 2  # at first too few passes
+    assert counted == [dict.fromkeys("12", (5, True, []))] * 2
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_steps_without_reduced_gradients_are_told(
-    engine: str, outcomes: list[dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("engine", by_day(ENGINES, ["fsdp2"]))
+def test_steps_without_reduced_gradients_are_told(engine: str, two: Trained) -> None:
     """Ranks may take different numbers of them, so they cannot be counted."""
-    for found in outcomes:
-        steps, said, reason = found[f"{engine}, alone"]
-        assert (steps, said) == (0, [step_detection.LOCAL])
+    for counted, said, reason in two(("alone", engine)):
+        assert (counted, said) == (0, [step_detection.LOCAL])
         assert reason.startswith("no optimizer step was counted in the last ")
 
 
-def test_an_optimizer_that_gets_the_parameters_later_is_followed(
-    outcomes: list[dict[str, Any]],
-) -> None:
-    assert [found["late"] for found in outcomes] == [[3, []]] * 2
+def test_an_optimizer_that_gets_the_parameters_later_is_followed(two: Trained) -> None:
+    assert two(("late",)) == [[3, []]] * 2
 
 
-def test_a_skipped_step_adds_no_time_to_the_next_one(outcomes: list[dict[str, Any]]) -> None:
-    assert [found["skipped"] for found in outcomes] == [[(1.0, 1)] * 2] * 2
+@pytest.mark.parametrize("feedback", by_day([False, True], [True]))
+def test_a_skipped_step_adds_no_time_to_the_next_one(feedback: bool, two: Trained) -> None:
+    assert two(("skipped", feedback)) == [(1.0, 1)] * 2

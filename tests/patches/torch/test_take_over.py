@@ -13,6 +13,7 @@ from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from tests.patches.torch.test_state import HSDP, JOBS, load, save, started
 from tests.patches.torch.trainer import Job, sum_of_residuals, train
 from tests.ranks import RunRanks
+from tests.selection import by_day
 
 
 def saved_by(job: Job, folder: Path) -> dict[str, torch.Tensor]:
@@ -39,26 +40,20 @@ def two_levels(job: Job, hierarchy: Hierarchy) -> Job:
     return replace(job, block={**(job.block or {}), "hierarchy": hierarchy})
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "ranks"),
-    [
-        (JOBS["FSDP2"], two_levels(HSDP, "auto"), 4),
-        (HSDP, JOBS["FSDP2"], 4),
-        (JOBS["FSDP2"], HSDP, 4),
-        (JOBS["DDP"], two_levels(JOBS["DDP"], 2), 4),
-        (two_levels(JOBS["DDP"], 2), JOBS["DDP"], 4),
-        pytest.param(
-            two_levels(JOBS["DDP"], [2, 2]), two_levels(JOBS["DDP"], 4), 8,
-            marks=pytest.mark.nightly,
-        ),
-        (JOBS["FSDP2"], two_levels(JOBS["FSDP2"], [2, 2]), 8),
-    ],
-    ids=["FSDP to HSDP by nodes", "HSDP to FSDP", "FSDP to HSDP", "DDP to nodes", "DDP from nodes",
-         "DDP from sites of nodes", "FSDP to sites of nodes"],
-)  # fmt: skip
-def test_all_of_it_is_sent(
-    before: Job, after: Job, ranks: int, on_ranks: RunRanks, tmp_path: Path
-) -> None:
+CASES = {
+    "FSDP to HSDP by nodes": (JOBS["FSDP2"], two_levels(HSDP, "auto"), 4),
+    "HSDP to FSDP": (HSDP, JOBS["FSDP2"], 4),
+    "FSDP to HSDP": (JOBS["FSDP2"], HSDP, 4),
+    "DDP to nodes": (JOBS["DDP"], two_levels(JOBS["DDP"], 2), 4),
+    "DDP from nodes": (two_levels(JOBS["DDP"], 2), JOBS["DDP"], 4),
+    "DDP from sites of nodes": (two_levels(JOBS["DDP"], [2, 2]), two_levels(JOBS["DDP"], 4), 8),
+    "FSDP to sites of nodes": (JOBS["FSDP2"], two_levels(JOBS["FSDP2"], [2, 2]), 8),
+}
+
+
+@pytest.mark.parametrize("name", by_day(CASES, ["FSDP to HSDP by nodes", "DDP from nodes"]))
+def test_all_of_it_is_sent(name: str, on_ranks: RunRanks, tmp_path: Path) -> None:
+    before, after, ranks = CASES[name]
     missing = on_ranks(ranks, saved_by, before, tmp_path)[0]
     assert any(float(tensor.norm()) > 0 for tensor in missing.values())
     for held, waits in on_ranks(ranks, taken_by, after, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 import hybridcomp
@@ -12,7 +13,8 @@ from hybridcomp import log
 from hybridcomp.patches.common.trained_set import TrainedSet
 from hybridcomp.patches.torch.trained_set import MOVES, NOT_AVERAGED, NOT_HELD
 from tests.patches.torch.trainer import Job, build, tensors, train
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
+from tests.selection import by_day
 
 BLOCK: dict[str, Any] = {"dp": "bf16", "min_bytes": 0, "ledger": {"every": 1_000_000}}
 
@@ -78,16 +80,20 @@ CASES: dict[tuple[str, bool, bool, bool], tuple[bool, str | None]] = {
 }
 
 
-def every_case() -> list[tuple[bool, list[str]]]:
-    return [changed(*case) for case in CASES]
+#: by day what is told, of both engines
+DAY = [("ddp", False, True, True), ("ddp", True, False, True), ("fsdp2", True, False, False)]
 
 
-def test_what_is_frozen_or_unfrozen_behind_the_optimizer_is_named_once() -> None:
-    for rank, found in enumerate(run_ranks(2, every_case, timeout=600.0)):
-        for case, (moved, said), (moves, told) in zip(CASES, found, CASES.values(), strict=True):
-            names = "extra.weight, extra.bias"
-            lines = [] if told is None or rank else ["WARNING: 2 parameters " + told.format(names)]
-            assert (moved, said) == (moves, lines), case
+@pytest.mark.parametrize(("engine", "begins", "keeps", "holds"), by_day(CASES, DAY))
+def test_what_is_frozen_or_unfrozen_behind_the_optimizer_is_named_once(
+    engine: str, begins: bool, keeps: bool, holds: bool, on_ranks: RunRanks
+) -> None:
+    case = engine, begins, keeps, holds
+    moves, told = CASES[case]
+    for rank, (moved, said) in enumerate(on_ranks(2, changed, *case)):
+        names = "extra.weight, extra.bias"
+        lines = [] if told is None or rank else ["WARNING: 2 parameters " + told.format(names)]
+        assert (moved, said) == (moves, lines)
 
 
 def test_a_look_returns_what_has_changed_since_the_last_one() -> None:

@@ -20,6 +20,7 @@ import torch
 
 from tests.collectives.late import late
 from tests.paths import SCRIPTS
+from tests.scripts_on_ranks import run_python
 
 CPU = torch.device("cpu")
 
@@ -66,11 +67,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    found = subprocess.run(
-        [sys.executable, SCRIPTS / "benchmarks/bench_gpu.py", "--check"],
-        capture_output=True,
-        text=True,
-    )
+    found = run_python(str(SCRIPTS / "benchmarks/bench_gpu.py"), "--check")
     assert found.returncode == 2
     assert found.stderr.startswith("no CUDA device: nothing was measured")
     assert not found.stdout

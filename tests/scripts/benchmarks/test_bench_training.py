@@ -40,6 +40,7 @@ from hybridcomp.config import load_config
 from hybridcomp.dimensions import DIMENSIONS
 from tests.paths import SCRIPTS
 from tests.ranks import RankPool
+from tests.scripts_on_ranks import run_python
 
 SIZES = cells.Sizes(layers=2, width=64, length=32, divide_batch=4, warm=2, steps=3)
 
@@ -553,4 +554,4 @@ assert seen.count(torch.bfloat16) >= 8
 
 def test_bf16_products_are_those_of_fp32_rounded_once() -> None:
     """In a separate process, since the override stays installed."""
-    subprocess.run([sys.executable, "-c", PRODUCTS], cwd=SCRIPTS, check=True)
+    assert not run_python("-c", PRODUCTS, cwd=SCRIPTS).returncode
