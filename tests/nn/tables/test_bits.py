@@ -21,7 +21,7 @@ from tests.selection import by_day
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 METHODS = ("sgd", "adagrad", "sparse adagrad", "adam")
-STEPS = 200 if NIGHTLY else 16
+STEPS = 200 if NIGHTLY else 24
 
 
 def trained(
