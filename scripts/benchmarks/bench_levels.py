@@ -165,7 +165,8 @@ class Stack:
         self._load()
         held = {name: leaf[::2] for name, leaf in self.leaves.items()}
         every = []
-        for sample in torch.split(text.repeat(len(ARMS), 1, 1), BATCH, dim=1):
+        for first in range(0, len(text), BATCH):
+            sample = text[first : first + BATCH].repeat(len(ARMS), 1, 1)
             every.append(losses_of(held, self.heads, sample[..., :-1], sample[..., 1:]))
         return [float(each) for each in torch.stack(every).mean(0)]
 
