@@ -38,20 +38,10 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_reduce_scatter_tensor,
 )
 from hybridcomp.patches.common.routes import Layers
-from hybridcomp.tools.measure.clock import (
-    MOST,
-    MOST_INNER,
-    SHORT_S,
-    CallClock,
-    Run,
-    is_long,
-    least_calls,
-    least_timings,
-)
-from hybridcomp.tools.measure.links import Key
+from hybridcomp.tools.measure.clock import CallClock, Run, least_calls
+from hybridcomp.tools.measure.links import Key, in_turns
 from hybridcomp.tools.measure.messages import CODECS, payload_nbytes
 from hybridcomp.tools.measure.team import GroupShape, MeasuredPart, Team
-from hybridcomp.tools.plan.machines.estimates import Estimate, summary
 from hybridcomp.tools.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
 
 Name = Literal["tp", "pp", "ep", "cp"]
@@ -160,37 +150,6 @@ def channels_of(codec: str, settings: Mapping[str, Any]) -> Channels:
 def _values(case: _TimedMessage, dtype: torch.dtype, team: Team) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(case.numel, generator=generator).to(team.device, dtype)
-
-
-def in_turns(
-    team: Team, clock: CallClock, names: list[str], runs: Mapping[str, Run], allowance_s: float
-) -> dict[str, Estimate]:
-    """Time every run in turns, round by round; a collective over the job.
-
-    ``runs``: this rank's, by name; empty if it only waits for others. Returns the slowest rank's
-    seconds per call, by name.
-    """
-    slowest, mean = dict.fromkeys(names, 0.0), 0.0
-    for _ in range(2):
-        once = []
-        for name in names:
-            team.barrier()
-            once.append(clock.seconds(runs[name]) if runs else 0.0)
-        slowest = dict(zip(names, team.most(once), strict=True))
-        mean = sum(slowest.values()) / len(names)
-        if is_long(mean):
-            break
-    inner = {name: min(MOST_INNER, max(1, round(SHORT_S / max(one, 1e-9))))
-             for name, one in slowest.items()}  # fmt: skip
-    whole = max(1e-9, sum(slowest[name] * inner[name] for name in names))
-    count = max(least_timings(mean), min(MOST, int(allowance_s / whole) - 2))
-    seconds: dict[str, list[float]] = {name: [0.0] * count for name in names}
-    for index in range(count):
-        for name in names if index % 2 == 0 else reversed(names):
-            team.barrier()
-            if runs:
-                seconds[name][index] = clock.seconds(runs[name], inner[name])
-    return {name: summary(team.most(own)) for name, own in seconds.items()}
 
 
 def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team: Team) -> Run:

@@ -8,7 +8,7 @@ out, and the planner extrapolates linearly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -163,31 +163,58 @@ def timed(
 
     All ranks begin each timing together, so that no timing includes a wait for a late rank.
     """
-    once = 0.0
-    for _ in range(2):
-        team.barrier()
-        once = team.most([clock.seconds(run) if run is not None else 0.0])[0]
-        if is_long(once):
-            break
-    once = max(once, 1e-9)
-    beside = key.beside == "compute"
-    inner = 1 if beside else min(MOST_INNER, max(1, round(SHORT_S / once)))
-    count = max(least_timings(once), min(MOST, int(allowance_s / (once * inner)) - 2))
+    runs: dict[str, Run] = {} if run is None else {key.operation: run}
+    if key.beside != "compute":
+        return TimedCase(in_turns(team, clock, [key.operation], runs, allowance_s)[key.operation])
+    once = max(_first_calls(team, clock, [key.operation], runs)[key.operation], 1e-9)
+    count = max(least_timings(once), min(MOST, int(allowance_s / once) - 2))
     seconds, lost = [0.0] * count, [0.0] * count
     for index in range(count):
         team.barrier()
-        if run is None:
-            continue
-        if beside:
+        if run is not None:
             seconds[index], left = clock.beside(run, *product, once)
             lost[index] = 1 - left
-        else:
-            seconds[index] = clock.seconds(run, inner)
-    slowest = summary(team.most(seconds))
-    if not beside:
-        return TimedCase(slowest)
-    most = summary(team.most(lost))
+    slowest, most = summary(team.most(seconds)), summary(team.most(lost))
     return TimedCase(slowest, Estimate(1 - most.value, 1 - most.high, 1 - most.low))
+
+
+def in_turns(
+    team: Team, clock: CallClock, names: Sequence[str], runs: Mapping[str, Run], allowance_s: float
+) -> dict[str, Estimate]:
+    """Time every run in turns, round by round; a collective over the job.
+
+    ``runs``: this rank's, by name; empty if it only waits for others. Returns the slowest rank's
+    seconds per call, by name.
+    """
+    slowest = _first_calls(team, clock, names, runs)
+    mean = sum(slowest.values()) / len(names)
+    inner = {name: min(MOST_INNER, max(1, round(SHORT_S / max(once, 1e-9))))
+             for name, once in slowest.items()}  # fmt: skip
+    whole = max(1e-9, sum(slowest[name] * inner[name] for name in names))
+    count = max(least_timings(mean), min(MOST, int(allowance_s / whole) - 2))
+    seconds: dict[str, list[float]] = {name: [0.0] * count for name in names}
+    for index in range(count):
+        for name in names if index % 2 == 0 else reversed(names):
+            team.barrier()
+            if runs:
+                seconds[name][index] = clock.seconds(runs[name], inner[name])
+    return {name: summary(team.most(own)) for name, own in seconds.items()}
+
+
+def _first_calls(
+    team: Team, clock: CallClock, names: Sequence[str], runs: Mapping[str, Run]
+) -> dict[str, float]:
+    """Return the slowest rank's seconds of one call, by name: of a second one unless it is long."""
+    slowest: dict[str, float] = {}
+    for _ in range(2):
+        once = []
+        for name in names:
+            team.barrier()
+            once.append(clock.seconds(runs[name]) if runs else 0.0)
+        slowest = dict(zip(names, team.most(once), strict=True))
+        if is_long(sum(slowest.values()) / len(names)):
+            break
+    return slowest
 
 
 def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Estimate | None:

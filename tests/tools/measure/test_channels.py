@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.tools.measure.channels import MESSAGES, Name, channels_of, in_turns, runner
+from hybridcomp.tools.measure.channels import MESSAGES, Name, channels_of, runner
 from hybridcomp.tools.measure.clock import HostCallClock
-from hybridcomp.tools.measure.links import Key
+from hybridcomp.tools.measure.links import Key, in_turns
 from hybridcomp.tools.measure.team import Team, connected, shapes_of
 from hybridcomp.tools.plan.machines.rows import Operation
 from tests.ranks import RunRanks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.tools.measure import channels
+from hybridcomp.tools.measure import links
 from hybridcomp.tools.measure.clock import LEAST, LEAST_LONG, LONG_S, HostCallClock, least_calls
 from hybridcomp.tools.measure.links import LONG_NBYTES, LONG_SHARE, PATIENCE, Key, _patience, timed
 from hybridcomp.tools.measure.team import GroupShape, Team
@@ -66,6 +66,6 @@ def test_calls_that_take_long_are_few(seconds: float, calls: int) -> None:
         patch.setattr(Team, "world_size", 1)
         found = timed(team, alone, lambda: None, key, 0.0, (lambda: None, 1.0))
         runs = {"one": lambda: None, "two": lambda: None}
-        turns = channels.in_turns(team, in_turns, [*runs], runs, 0.0)
+        turns = links.in_turns(team, in_turns, [*runs], runs, 0.0)
     assert alone.calls == calls and found.seconds.value == seconds
     assert in_turns.calls == calls * len(runs) and turns["two"].value == seconds
