@@ -177,11 +177,10 @@ def attach_torch(engine: str, path: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_a_model_of_torchs_engines_is_held_to_the_number_of_ranks(
-    engine: str, tmp_path: Path
+@pytest.mark.parametrize(("engine", "stage"), [("ddp", 1), ("fsdp2", 3)])
+def test_a_model_of_torchs_engines_is_held_to_its_plan(
+    engine: str, stage: int, tmp_path: Path
 ) -> None:
-    """They know only their ranks, not how a model is sharded."""
-    assert run_ranks(2, attach_torch, engine, plan(tmp_path)) == ["", ""]
-    for said in run_ranks(2, attach_torch, engine, plan(tmp_path, data=4)):
+    assert run_ranks(2, attach_torch, engine, plan(tmp_path, zero_stage=stage)) == ["", ""]
+    for said in run_ranks(2, attach_torch, engine, plan(tmp_path, data=4, zero_stage=stage)):
         assert "ranks 2 instead of 4" in said
