@@ -58,6 +58,7 @@ OWN_WORDS = {
     "channels/accounting/memory.py": "which buffers gradients and parameters of ZeRO take",
     "config/other_names.py": "what other tools call a dimension",
     "config/presets.py": "what the paper calls model parallel",
+    "tools/commands/pays.py": "which messages are steps of a node's copy",
     "tools/commands/validate.py": "what a file cannot show of a job",
     "tools/measure/channels.py": "what is timed, and how",
     "tools/measure/trainings.py": "what is timed, and how",
