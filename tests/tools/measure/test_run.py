@@ -166,7 +166,7 @@ def test_a_drive_that_takes_no_files_is_named(tmp_path: Path) -> None:
     """By all ranks, of which the others wait for the figures of the one that fails."""
     for _, said in run_ranks(2, of_drives, tmp_path, 1):
         assert said.startswith("measure: rank 1: --drive: ") and "\n" not in said
-        assert "(No such file or directory); name another folder" in said
+        assert "can be written there: No such file or directory; name another folder" in said
 
 
 class Worked(HostCallClock):
