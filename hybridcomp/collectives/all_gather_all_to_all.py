@@ -138,16 +138,16 @@ def _gather_round(
 ) -> Steps[None]:
     """Gather the slices of one round into ``places``, by rank (``gather_values``)."""
     (row, plan), me, ranks = each, via.group.rank, list(range(len(places)))
+    here: list[Tensor] = []
     if via.codec.lossless:
         ranks.remove(me)
         if places[me].data_ptr() != shard.data_ptr():
-            for start, stop in row:
-                places[me][start:stop].copy_(shard[start:stop])
+            here = [places[me][start:stop] for start, stop in row]
     out = [places[rank][start:stop] for rank in ranks for start, stop in row]
     if row == [(0, shard.numel())]:
         out = [places[rank] for rank in ranks]
     values = [shard[start:stop] for start, stop in row]
-    return gather_values(plan, values, out, via, row, ranks)
+    return gather_values(plan, values, out, via, row, ranks, here)
 
 
 def gather_payloads(values: Tensor, via: Transfer) -> list[tuple[Range, list[Tensor]]]:

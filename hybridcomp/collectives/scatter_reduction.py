@@ -18,6 +18,7 @@ from hybridcomp.collectives.hierarchical.intra_node import join_columns, keep_su
 from hybridcomp.collectives.owner_plan import direct_plan
 from hybridcomp.collectives.wire import (
     POOL,
+    Levels,
     OwnedRange,
     ReduceScatterHandle,
     Reduction,
@@ -120,8 +121,7 @@ def keep_shards(
 def _keep(shards: Sequence[Tensor], how: Transfer, total: Tensor) -> Steps[Tensor]:
     levels = how.group.levels
     assert levels is not None
-    flat = _joined(shards) if levels.shape else None
-    values, lengths, _ = join_columns(shards, flat, levels)
+    values, lengths, _ = _columns(shards, levels)
     if values.numel():
         yield from keep_sum(values, lengths, how, total)
     return total.new_zeros(_length(shards, how.group.rank))
@@ -156,13 +156,7 @@ def _in_two_levels(
     assert levels is not None
     codec = how.codec.for_presummed(levels.width)
     # 1
-    column: int | list[int]
-    if isinstance(shards, Shards) and shards.shape:
-        values, column = shards.flat, shards.numel
-        lengths = [levels.nodes * column] * levels.width
-    else:
-        joined = _joined(shards) if levels.shape else None
-        values, lengths, column = join_columns(shards, joined, levels)
+    values, lengths, column = _columns(shards, levels)
     if not values.numel():
         return values.to(torch.float32)
     buffer, work = yield from node_sum(values, lengths, codec, how)
@@ -174,6 +168,13 @@ def _in_two_levels(
     result = yield from _flat(mine, between, residuals, cuts)
     POOL.give(buffer)
     return result
+
+
+def _columns(shards: Sequence[Tensor], levels: Levels) -> tuple[Tensor, list[int], int | list[int]]:
+    """Return ``join_columns`` of ``shards``, which may have that order already."""
+    if isinstance(shards, Shards) and shards.shape:
+        return shards.flat, [levels.nodes * shards.numel] * levels.width, shards.numel
+    return join_columns(shards, _joined(shards) if levels.shape else None, levels)
 
 
 def _flat(

@@ -48,8 +48,10 @@ def gathered(dtype: torch.dtype, way: str, nodes: int, edges: tuple[int, ...]) -
     with WAYS[way]():
         for turn in range(3):
             held, now = every[me][turn % 2], every[me][1 - turn % 2]
-            shard = out[me * NUMEL : (me + 1) * NUMEL].copy_(now) if turn else now.clone()
-            via = Transfer(codec.against(held), group, meter, edges)
+            mine = out[me * NUMEL : (me + 1) * NUMEL]
+            shard = mine.copy_(now) if turn else now.clone()
+            # at first the reference is in ``out``, where the shard goes
+            via = Transfer(codec.against(held if turn else mine), group, meter, edges)
             collectives.all_gather(shard, out, via, async_op=turn == 2).wait()
             expected = torch.cat([pair[1 - turn % 2] for pair in every])
             assert torch.equal(out.view(torch.int16), expected.view(torch.int16))

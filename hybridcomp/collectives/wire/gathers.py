@@ -171,15 +171,19 @@ def gather_values(
     via: Transfer,
     places: Sequence[Range] = (),
     ranks: Sequence[int] = (),
+    here: Sequence[Tensor] = (),
 ) -> Steps[None]:
     """1 encode the slices ``values``, 2 all-gather, 3 decode into ``out``, by rank and slice.
 
-    ``places``: as for ``encode_all``. ``ranks``: decode the payloads of these ranks only.
+    ``places``: as for ``encode_all``. ``ranks``: decode the payloads of these ranks only. ``here``:
+    copies of the values, which may replace those that the codec encodes against.
     """
     group, meter = via.group, via.meter
     # 1
     start = meter.clock.begin()
     own = encode_all(plan, values, places)
+    for copy, one in zip(here, values, strict=False):
+        copy.copy_(one)
     meter.clock.end(meter, "codec", start)
     # 2
     payloads, gathered = yield from gather(own, plan, group, meter)

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import collectives
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Levels, Meter, OwnedRange, Shards, chunk_ranges
+from hybridcomp.collectives import Levels, Meter, OwnedRange, Shards, Transfer, chunk_ranges
 from hybridcomp.collectives.hierarchical.units import grid_of
 from hybridcomp.collectives.topology import Nodes, discover
 from hybridcomp.config import CompressionConfig
@@ -147,6 +148,11 @@ def _reduce_scatter(codec: Codec, width: int, lengths: list[int], dtype: torch.d
         assert all(map(torch.equal, by_node, shards))
         again = calls.reduce_scatter(by_node, codec, levels, meter=Meter()).wait()
         assert torch.equal(again, total), "without a copy into this order"
+        via = Transfer(codec, calls.group_of(levels), Meter())
+        both = [torch.zeros(lengths[0] * levels.nodes) for _ in range(2)]
+        for each, sums in zip((shards, by_node), both, strict=True):
+            collectives.keep_shards(each, via, sums).wait()
+        assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
