@@ -2,7 +2,7 @@
 """Run a distributed job over NCCL with all ranks on one GPU.
 
     python scripts/one_gpu.py --ranks 2 -- -m hybridcomp.run scripts/examples/train_gpt.py \\
-        --deepspeed_config configs/ds_zero1.json
+        --deepspeed_config configs/ds_zero1_recommended.json
     python scripts/one_gpu.py --ranks 4 --per-node 2 -- my_job.py
 
 NCCL rejects two ranks of a host on one GPU. Each rank therefore gets a different NCCL_HOSTID, which

@@ -24,9 +24,10 @@ def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> N
     if plan is None:
         return
     words = {**FACTS, **LATER}
+    told = {**plan.layout, "shards": plan.layout.get("shards", 1), **plan.later}
     differ = [
         f"{words[name]} {facts[name]} instead of {wanted}"
-        for name, wanted in (*plan.layout.items(), *plan.later.items())
+        for name, wanted in told.items()
         if facts.get(name) not in (None, wanted)
     ]
     if differ:

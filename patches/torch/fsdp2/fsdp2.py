@@ -81,7 +81,9 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     if block is None:
         return None
     count = len(job.ranks)
-    hold_to_plan(block, {"ranks": count, "data": count, "zero_stage": 3, "shards": job.shards})
+    stage = 3 if count > 1 else None  # a plan for one rank says 0
+    shards = job.shards if job.replicas > 1 else 1  # 1: all ranks, as a plan says it
+    hold_to_plan(block, {"ranks": count, "data": count, "zero_stage": stage, "shards": shards})
     hold_to_machines(block, lambda: machines(device_name(groups[0].device)))
     cut = "layers that DTensor cuts are not gathered" if job.tensor_parallel else ""
     absent = rules.check(block, fsdp2_rules.FSDP2, job, cut)

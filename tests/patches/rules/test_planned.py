@@ -181,6 +181,7 @@ def attach_torch(engine: str, path: str) -> str:
 def test_a_model_of_torchs_engines_is_held_to_its_plan(
     engine: str, stage: int, tmp_path: Path
 ) -> None:
+    """DDP knows only its ranks; ``fully_shard`` is ZeRO 3."""
     assert run_ranks(2, attach_torch, engine, plan(tmp_path, zero_stage=stage)) == ["", ""]
     for said in run_ranks(2, attach_torch, engine, plan(tmp_path, data=4, zero_stage=stage)):
         assert "ranks 2 instead of 4" in said

@@ -24,6 +24,9 @@ BLOCK_FILE = "compression.json"
 BESIDE = ("megatron", "fsdp2")
 #: port of a launcher where no free one is searched for: torch's default
 PORT = "29500"
+#: where nodes meet: without it torchrun makes each of them the first
+FIRST = "${HOST:?start on every node with HOST=, the first}"
+MEETING = f' --rdzv-backend c10d --rdzv-endpoint "{FIRST}:{PORT}"'
 #: placeholder where the user has not named the script to start
 SCRIPT = "SCRIPT"
 #: folder of the drive where the user's own file names none
@@ -59,6 +62,7 @@ def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
     if plan.engine in BESIDE:
         block = shlex.quote(str((folder / BLOCK_FILE).resolve()))
         launcher = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
+        launcher += MEETING if nodes > 1 else ""
         run = f"-m hybridcomp.run {SCRIPT}"
         run += f" $(cat {config})" if plan.engine == "megatron" else ""
         return f'env HYBRIDCOMP_CONFIG={block} {launcher} {run} "$@"'
@@ -98,6 +102,11 @@ def left_to_user(plan: Plan, command: Sequence[str], base: Mapping[str, Any]) ->
         yield (
             f"start.sh has {SCRIPT} in the place of your script: write its name there, or give "
             "plan the command behind --"
+        )
+    if plan.engine in BESIDE and command and "{block}" not in " ".join(command):
+        yield (
+            "the command names no {block}: nothing is compressed unless HYBRIDCOMP_CONFIG does; "
+            "begin it with env HYBRIDCOMP_CONFIG={block}"
         )
     if plan.engine == "fsdp2" and not (command and "{config}" in " ".join(command)):
         yield f"your script has to call what {MODULE} has: {HOW}; fsdp2.json has the batch"

@@ -155,10 +155,26 @@ def _undecided(job: PlannedJob, layout: Layout) -> str | None:
     stage = fixed.get("zero_stage", 0)
     if stage > 1 and job.limits.engine == "megatron":
         return f"Megatron's distributed optimizer is ZeRO 1, and {stage} was decided"
-    if "zero_stage" in fixed and stage != 3 and job.limits.engine == "fsdp2":
-        return f"fully_shard is ZeRO 3, and {stage} was decided"
+    if reason := _no_mesh(job, layout):
+        return reason
     if stage > 1 and layout.stages > 1:
         return f"DeepSpeed's pipelines have ZeRO 0 and 1, and {stage} was decided"
+    return None
+
+
+def _no_mesh(job: PlannedJob, layout: Layout) -> str | None:
+    """Say why the engine cannot have the stage, shards or stays that the user has fixed."""
+    fixed = job.limits.fixed
+    shards, stage = fixed.get("shards", 1), fixed.get("zero_stage", 3)
+    if job.limits.engine != "fsdp2":
+        theirs = shards > 1 or fixed.get("stays")
+        return "shards and stays are fully_shard's: add --engine fsdp2" if theirs else None
+    if stage != 3:
+        return f"fully_shard is ZeRO 3, and {stage} was decided"
+    known = (1, *mesh_sizes(job, layout))
+    if shards not in known:
+        shown = ", ".join(map(str, known))
+        return f"shards can be {shown} (1: no mesh), whole nodes, and {shards} was decided"
     return None
 
 

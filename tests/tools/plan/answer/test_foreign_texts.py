@@ -33,7 +33,7 @@ def launchers(tmp_path: Path) -> dict[str, str]:
     for name in ("deepspeed", "torchrun", "python"):
         (folder / name).write_text(LAUNCHER)
         (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "HOST": "node0"}
 
 
 def names(canary: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.tools.plan import bits_between
 from hybridcomp.tools.plan.answer import files, fully_shard
+from hybridcomp.tools.plan.answer.start_command import left_to_user
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.predict import plan_of, predicted
@@ -139,10 +141,16 @@ def test_fsdp2_has_plans_of_its_own(tmp_path: Path) -> None:
         Layout(data=4, shards=2)
     with pytest.raises(HybridcompError, match="layout: shards"):
         Layout(data=4, zero_stage=3, shards=3)
-    given = SearchLimits(engine="fsdp2", fixed={"zero_stage": 1})
     allowed = AllowedChoices.parse("native")
-    none = search(small(), machines(24, 2, 2), allowed, Batch(8, 128), given)
-    assert "fully_shard is ZeRO 3" in none.reason
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ("fsdp2", {"zero_stage": 1}, "fully_shard is ZeRO 3"),
+        ("fsdp2", {"shards": 3}, "shards can be 1, 2 (1: no mesh), whole nodes, and 3 was decided"),
+        ("deepspeed", {"stays": True}, "add --engine fsdp2"),
+    ]
+    for engine, fixed, words in wrong:
+        given = SearchLimits(engine=engine, fixed=fixed)
+        none = search(small(), machines(24, 2, 2), allowed, Batch(8, 128), given)
+        assert words in none.reason
 
 
 def test_the_files_of_a_plan_start_it(tmp_path: Path) -> None:
@@ -160,11 +168,15 @@ def test_the_files_of_a_plan_start_it(tmp_path: Path) -> None:
     assert block.planned is not None and block.planned.layout["shards"] == 2
     start = (tmp_path / "start.sh").read_text()
     assert f"HYBRIDCOMP_CONFIG={tmp_path}/compression.json torchrun --nnodes 2" in start
+    told = subprocess.run(["sh", tmp_path / "start.sh"], capture_output=True, text=True, env={})
+    assert "HOST: start on every node with HOST=, the first" in told.stderr and told.returncode
     assert Plan.read(tmp_path / "plan.json") == made
+    for words, lacks in ((("train.py", "{config}"), True), (("{block}", "{config}"), False)):
+        assert any("{block}" in note for note in left_to_user(made, words, base)) == lacks
 
 
-def trained(folder: str, other: str) -> tuple[list[float], str]:
-    """Train by the files of a plan; attach with those of another layout."""
+def trained(folder: str, *others: str) -> tuple[list[float], list[str]]:
+    """Train by the files of a plan; attach with those of other layouts."""
     import runpy
 
     import hybridcomp
@@ -173,11 +185,11 @@ def trained(folder: str, other: str) -> tuple[list[float], str]:
     own = runpy.run_path(f"{folder}/sharding.py")
     layers = [torch.nn.Linear(64, 64) for _ in range(3)]
     model: Any = own["shard"](torch.nn.Sequential(*layers), layers, "cpu")
-    refused = ""
-    try:
-        hybridcomp.attach(model, f"{other}/compression.json")
-    except ConfigError as error:
-        refused = str(error)
+    refused = []
+    for other in others:
+        with pytest.raises(ConfigError) as error:
+            hybridcomp.attach(model, f"{other}/compression.json")
+        refused.append(str(error.value))
     hybridcomp.attach(model, f"{folder}/compression.json")
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(3):
@@ -199,7 +211,17 @@ def test_a_script_trains_by_the_files_and_not_by_those_of_another_mesh(tmp_path:
         files.write(made, machines(24, 2, 2), tmp_path / name)
     wrong = plan(layout_of(2, 4), None, 2, 4)
     files.write(wrong, machines(24, 2, 4), tmp_path / "wrong")
-    for losses, refused in run_ranks(4, trained, str(tmp_path / "mesh"), str(tmp_path / "wrong")):
+    folders = [str(tmp_path / name) for name in ("mesh", "wrong", "plain")]
+    for losses, (wider, plain) in run_ranks(4, trained, *folders):
         assert losses[2] < losses[0]
-        assert "this job has ranks 4 instead of 8" in refused
-        assert "ranks that shard a model 2 instead of 4" in refused
+        assert "this job has ranks 4 instead of 8" in wider
+        assert "ranks that shard a model 2 instead of 4" in wider
+        assert "this job has ranks that shard a model 2 instead of 1;" in plain
+
+
+@pytest.mark.nightly
+def test_a_plan_for_one_rank_starts(tmp_path: Path) -> None:
+    layout = Layout(cuts=(6,), accumulation=2)
+    files.write(plan(layout, None, 1, 1), machines(24, 1, 1), tmp_path)
+    ((losses, refused),) = run_ranks(1, trained, str(tmp_path))
+    assert losses[2] < losses[0] and not refused
