@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import collectives
 from hybridcomp.channels import Channels
 from hybridcomp.channels.messages.node_copies import CopyGroups, gather_inside, renew
+from hybridcomp.collectives import Transfer, gather_payloads
 from hybridcomp.collectives.topology import Nodes
+from hybridcomp.collectives.wire import chunking, message_rounds
 from hybridcomp.config import CompressionConfig
 from tests.collectives.hierarchical.in_threads import deep_groups, units_of
+from tests.ranks import RunRanks
 from tests.stand_ins import thread_groups
 
 #: nodes, ranks per node
@@ -86,3 +92,33 @@ def test_a_node_has_all_new_values(grid: tuple[int, int], dtype: torch.dtype) ->
 
 def bits_of(values: Tensor) -> Tensor:
     return values if values.dtype == torch.uint8 else values.view(torch.int16)
+
+
+def in_rounds(dtype: torch.dtype) -> list[int]:
+    """Renew a copy twice in several messages; return their numbers."""
+    me, numbers = dist.get_rank(), list[int]()
+
+    def counted(values: Tensor, via: Transfer) -> Any:
+        found = gather_payloads(values, via)
+        numbers.append(len(found))
+        return found
+
+    old = values_of(dtype, 4)
+    new = moved(old)
+    groups = CopyGroups.of(2, "")
+    channel = Channels(CompressionConfig.parse({"zero": {"secondary": "exact"}}))["zero"]
+    with (
+        mock.patch.multiple(message_rounds, ROUND=600, HALF=300),
+        mock.patch.object(chunking, "SEGMENT_ALIGN", 512),
+        mock.patch.object(collectives, "gather_payloads", counted),
+    ):
+        held: Tensor | None = None
+        for values in (old, new):
+            held = renew(channel, groups, values[me].clone(), held, (NUMEL, torch.bfloat16))
+            assert torch.equal(bits_of(held), bits_of(values[list(groups.shares)]))
+    return numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8], ids=str)
+def test_long_shares_cross_in_rounds(on_ranks: RunRanks, dtype: torch.dtype) -> None:
+    assert on_ranks(4, in_rounds, dtype) == [[5, 2]] * 4
