@@ -46,7 +46,7 @@ PATIENCE = 2.0
 #: collectives of gradients and parameters: up to this size, which no cache holds (a line through
 #: sizes that fit into a cache is too flat), they are left out only if they may take more than this
 #: share of the whole measurement
-LONG: tuple[Operation, ...] = ("all_reduce", "all_gather")
+LONG: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 LONG_NBYTES, LONG_SHARE = 1 << 24, 0.1
 #: seconds after which the receiver surely waits for a message
 WAIT_S = 2e-3

@@ -23,6 +23,7 @@ ALL = GroupShape(4, 4, ((0, 1, 2, 3),))
     [
         ("all_reduce", "alone", LONG_NBYTES, True),
         ("all_gather", "groups", LONG_NBYTES, True),
+        ("reduce_scatter", "groups", LONG_NBYTES, True),
         ("all_reduce", "alone", 4 * LONG_NBYTES, False),
         ("all_reduce", "compute", LONG_NBYTES, False),
         ("all_to_all", "alone", LONG_NBYTES, False),

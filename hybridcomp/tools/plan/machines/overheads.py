@@ -139,7 +139,10 @@ def _more(row: Carried) -> Estimate:
 
 
 def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
-    """Fit ``seconds = host + factor * parts`` to two sizes of each setting; return the medians."""
+    """Fit ``seconds = host + factor * parts`` to two sizes of each setting; return the medians.
+
+    One size alone has factor 1: short messages often pass faster than their share of a long one.
+    """
     hosts: list[Estimate] = []
     factors: list[float] = []
     by_setting: dict[tuple[str, str], list[Row]] = {}
@@ -152,7 +155,7 @@ def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
         factor = rise / (more - known) if more > known and rise > 0 else 1.0
         host = small.seconds.value - factor * known
         if host < 0:  # no constant: all seconds grow with the message
-            host, factor = 0.0, large.seconds.value / more if more else 1.0
+            host, factor = 0.0, large.seconds.value / more if more > known else 1.0
         below, above = (abs(small.seconds.value - end) for end in small.seconds[1:3])
         hosts.append(Estimate(host, max(0.0, host - below), host + above))
         factors.append(factor)

@@ -76,6 +76,19 @@ def test_channels_have_costs_of_their_own() -> None:
     assert CODED.channel_seconds("send", 2, 2, "pp").value == 0
 
 
+def test_one_short_message_says_nothing_about_long_ones() -> None:
+    """It passed a shaped link faster than the link's rate: the wire of a long one stays whole."""
+    rows = [
+        replace(one, seconds=one.seconds.times(0.5)) for one in through("pp", "send", "alone", 0)
+    ]
+    for count, factor in ((2, 1.0), (4, 0.5)):  # encoded and native: of one length, and of two
+        extra = replace(CODED, channels=tuple(rows[:count])).overhead(
+            "send", 2, 2, "blockint(bits=8)", "pp"
+        )
+        assert extra.host.value == pytest.approx(0.0, abs=1e-9)
+        assert extra.factor == pytest.approx(factor)
+
+
 def test_prices_know_whose_message_it_is() -> None:
     """A plan's price of a message is its channel's measured time, native and encoded."""
     cluster = replace(CODED, channels=tuple(through("pp", "send", "groups", 2e-3)))
