@@ -37,23 +37,6 @@ class CastKernels(Protocol):
 KERNELS = KernelSet[CastKernels]("casts")
 
 
-def add_to(total: Tensor, values: Tensor) -> None:
-    """Add ``values`` (bf16, fp16 or fp32) to ``total`` (fp32), both 1-D and contiguous.
-
-    On a CPU torch would first write a copy of 16-bit values in fp32, which takes twice as long.
-    """
-    if total.device.type != "cpu":
-        total.add_(values)
-        return
-    source, to, threads = (
-        DTYPE_CODES[values.dtype],
-        DTYPE_CODES[total.dtype],
-        torch.get_num_threads(),
-    )
-    addresses = values.data_ptr(), total.data_ptr()
-    KERNELS.on(total.device).cast(source, to, *addresses, total.numel(), True, threads)
-
-
 class Cast(Codec):
     """Cast to another dtype; exact for values of that dtype."""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridcomp.codecs import Bf16, Codec, Fp16, make_codec
-from hybridcomp.codecs.casts import add_to
+from hybridcomp.collectives.wire import add_values
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays
 
@@ -57,7 +57,7 @@ def test_sums_are_torchs(values: Tensor) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         total = torch.linspace(-3, 5, values.numel())
         expected = total.add(values.to(dtype))
-        add_to(total, values.to(dtype))
+        add_values(total, values.to(dtype))
         assert_same(total, expected)
 
 

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.casts import add_to
 from hybridcomp.collectives.first_hop import FirstHop
 from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.wire import (
@@ -44,6 +43,7 @@ from hybridcomp.collectives.wire import (
     Steps,
     SummedPart,
     Transfer,
+    add_values,
     chunk_ranges,
     plan_sum,
     sent_dtype,
@@ -129,7 +129,7 @@ def _sum_stretch(
         own, *others = received.view(values.dtype).view(group.size, mine)
         total.copy_(own)
         for row in others:
-            add_to(total, row)
+            add_values(total, row)
     POOL.give(wire)
     return buffer, total
 

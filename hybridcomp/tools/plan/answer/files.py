@@ -21,6 +21,7 @@ from hybridcomp import foreign
 from hybridcomp.config import BLOCK
 from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.patches.rules.ds_offload import STATES_AND_GRADIENT
 from hybridcomp.patches.rules.neox import EXTRA
 from hybridcomp.tools.plan.answer import fully_shard
 from hybridcomp.tools.plan.answer.base import Base
@@ -45,10 +46,9 @@ from hybridcomp.tools.plan.engines import (
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import Plan
 
-#: pinned buffers of a sub-group's length: three Adam states and a gradient, each of the sub-group
-#: that steps, of the one being read and of the one being written. DeepSpeed's default, 4, does not
-#: suffice for reading and writing beside the step: its first step fails an assertion
-BUFFERS = 12
+#: pinned buffers of a sub-group's length, for reading and writing beside the step; DeepSpeed's
+#: default suffices for neither
+BUFFERS = 3 * STATES_AND_GRADIENT
 #: keys of ZeRO 3 in the order of ``Layout.knobs``
 KNOBS = (
     "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
