@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -83,6 +84,9 @@ def forget_inherited() -> None:
 
 def _end_with_parent() -> None:
     """Have this process killed when its parent ends: stopped, it does not see its pipe close."""
+    alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    if alive is not None:
+        os.close(alive)  # the server ends when nobody holds this
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
