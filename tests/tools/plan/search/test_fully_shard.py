@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import count_bytes
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.tools.plan import bits_between
@@ -25,7 +24,7 @@ from hybridcomp.tools.plan.plan import Plan, Prediction
 from hybridcomp.tools.plan.request import Batch, Found, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 from hybridcomp.tools.plan.search.search import search
-from tests.paths import ROOT
+from tests.docs.pages import counted_bytes
 from tests.ranks import run_ranks
 from tests.tools.plan.clusters import small
 from tests.tools.plan.search.test_copies import llama, machines
@@ -56,8 +55,7 @@ def step_of(layout: Layout, nodes: int, ranks: int, block: Any = None) -> Predic
 def test_bytes_are_those_counted_at_interfaces(name: str) -> None:
     """Natively and encoded: FSDP2 over two nodes, and an HSDP mesh of two nodes of two ranks."""
     nodes, ranks = COUNTED[name]
-    rows = count_bytes.read(ROOT / "docs/results/bytes.csv")
-    counted = {row["arm"]: row for row in rows if row["job"] == name}
+    counted = {row["arm"]: row for row in counted_bytes() if row["job"] == name}
     for arm, block in (("none", None), ("recommended", CODECS)):
         told = step_of(layout_of(nodes, ranks), nodes, ranks, block)
         values = EXAMPLE.parameters
