@@ -136,7 +136,7 @@ def test_a_run_begins_where_the_islands_of_another_have_ended() -> None:
 
 
 def counted(address: str) -> None:
-    """The ledger counts the bytes of messages to the rendezvous."""
+    """Check that the ledger counts the bytes of messages to the rendezvous."""
     job = Job(block(address, at_start=1, **FED_BACK)).build().train(1)
     sent, send = [], job.job_meetings.membership.transfer.send
 
