@@ -109,17 +109,6 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not unwanted & set(item.keywords)]
 
 
-def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
-    """List the values of ``argument`` that the module's selected tests request, each once.
-
-    A fixture that trains for every case of a sweep thus trains only for selected ones.
-    """
-    items: list[Any] = request.session.items
-    asking = [i for i in items if request.fixturename in getattr(i, "fixturenames", ())]
-    cases = [i.callspec.params for i in asking if i.path == request.path and hasattr(i, "callspec")]
-    return list(dict.fromkeys(case[argument] for case in cases if argument in case))
-
-
 def by_day(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
     """Return a test's parameters: the ``chosen`` of ``values`` run by day, the others nightly.
 

@@ -37,8 +37,8 @@ from benchmarks.waits_bench.traces import TraceError
 EVERY = list(gpu_cells.MEASURED)
 #: recording settings and results of a layout, for --read
 NOTE = "recorded.json"
-#: With turns of 1 + 3 steps, those recorded from the 17th or 27th on avoid steps that sample errors
-#: or time the device (one of ten each).
+#: steps before the recorded ones: with turns of 1 + 3 steps, recording from the 17th or 27th on
+#: avoids steps that sample errors or time the device (one of ten each)
 WARM, SETTLING = 11, 21
 
 

@@ -203,7 +203,7 @@ def train(asked: argparse.Namespace, context: Any, pair: Sequence[Case]) -> None
 
 
 def _patience(asked: argparse.Namespace) -> float:
-    """Return the seconds that a rank may say nothing."""
+    """Return the seconds for which a rank may stay silent."""
     left: float = min(asked.timeout, asked.deadline - time.monotonic())
     return max(1.0, left)
 

@@ -34,9 +34,9 @@ from benchmarks.gpu_proof.steps import loss_data
 from benchmarks.shared import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
-#: packages beyond torch, CuPy, pytest and its plugins, which a GPU machine has
+#: packages to prepare; a GPU machine has torch, CuPy, pytest and its plugins
 WHEELS = ("deepspeed==0.19.*", "hjson", "megatron-core==0.16.*", "pydantic")
-#: those that bring their dependencies
+#: packages whose dependencies are prepared, too
 WITH_DEPENDENCIES = ("pydantic",)
 
 

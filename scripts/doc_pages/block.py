@@ -13,24 +13,24 @@ Schema = Mapping[str, Any]
 HEAD = f"""\
 # The block, key by key
 
-`hybridcomp schema` prints the JSON schema from which this page is made, for editors too.
-The block stands in the DeepSpeed file under `"{BLOCK}"`, for
-jobs without one in [a file of its own](engines/megatron.md). A setting that cannot act is an
+This page is made from the JSON schema that `hybridcomp schema` prints, which editors can use.
+Write the block into the DeepSpeed file under `"{BLOCK}"`, or, for jobs without such a
+file, into [a separate file](engines/megatron.md). A setting without effect is an
 [error](errors.md) that names the key.
 
 A dimension is an object, or the bare name of a codec: `"zero": "mpc"` is short for
 `"zero": {{"codec": "mpc"}}`. Beside a `preset`, a dimension with a codec (or an `error_bound`)
-replaces the preset's; one without changes only the settings that it names. The same holds for
+replaces the preset's; without them it changes only the settings that it names. The same holds for
 `forward` and `backward` inside a dimension.
 """
 #: sections after the block's top-level keys: title, schema model, text above the table
 PARTS = (
-    ("ledger", "LedgerConfig", 'What is written down: `"ledger": {"jsonl": "ledger.jsonl"}`.'),
+    ("ledger", "LedgerConfig", 'Reports and their file: `"ledger": {"jsonl": "ledger.jsonl"}`.'),
     ("pipeline", "AsyncPipelineConfig",
      'DeepSpeed\'s pipeline without a flush: `"pipeline": {"versions": 2}` '
      "([asynchronous pipelines](async_pipelines.md))."),
     ("memory", "MemoryPolicy",
-     'What ZeRO 3 keeps: `"memory": {"policy": "planned", "device_gb": 40}` '
+     'Which parameters ZeRO 3 keeps gathered: `"memory": {"policy": "planned", "device_gb": 40}` '
      "([planned memory](offload.md#planned-memory))."),
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "runs/weights"}` '
@@ -39,7 +39,7 @@ PARTS = (
      'All weights on every rank for a roll-out: `"gathered": "stepcode"` '
      "([gathered weights](gathered.md))."),
     ("generate", "GenerateConfig",
-     'What `hybridcomp.generate` sends and keeps: `"generate": {"pp": {"codec": "blockint", '
+     'Messages and memory of `hybridcomp.generate`: `"generate": {"pp": {"codec": "blockint", '
      '"bits": 8}}` ([generation](generation.md)).'),
     ("outer", "OuterConfig",
      'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),
@@ -47,9 +47,9 @@ PARTS = (
      'Islands of `sync` that are jobs of their own: `"islands": {"rendezvous": '
      '"tcp://10.0.0.1:29400"}` ([islands](sync.md#islands-that-are-jobs-of-their-own)).'),
     ("guard", "GuardConfig",
-     'When a dimension gives up: `"guard": {"error": 0.5}`; `"none"` for no limits.'),
+     'Limits above which a dimension becomes native: `"guard": {"error": 0.5}`, or `"none"`.'),
     ("ramp", "RampConfig",
-     'A mild beginning: `"ramp": {"from": 8, "steps": 1000}`. Both keys are needed.'),
+     'A start with more bits: `"ramp": {"from": 8, "steps": 1000}`. Both keys are needed.'),
 )  # fmt: skip
 
 
@@ -62,9 +62,9 @@ def page() -> str:
     lines = [HEAD, "## Keys of the block", "", *keys(block), ""]
     lines += [
         "## Codec settings", "",
-        "Every dimension takes these, and so do `forward` and `backward`, of `tp2d` `activations`, "
-        "`weights` and `gradients`. A setting that the codec does not have is an error. "
-        "[Codecs](codecs.md) says what each codec is for.", "", *table(common), "",
+        "Every dimension has these keys, as have `forward` and `backward`, and `activations`, "
+        "`weights` and `gradients` of `tp2d`. A setting that the codec does not have is an error. "
+        "[Codecs](codecs.md) describes each codec.", "", *table(common), "",
     ]  # fmt: skip
     seen: dict[tuple[str, str], str] = {}
     for name in DIMENSIONS:
@@ -110,7 +110,7 @@ def dimension(
     more = [f"`{codec}`" for codec in names if codec not in common["codec"]["enum"]]
     yield f"## {name}"
     yield ""
-    yield entry["description"] + (f" A codec of its own: {', '.join(more)}." if more else "")
+    yield entry["description"] + (f" Further codecs: {', '.join(more)}." if more else "")
     yield ""
     again: dict[str, list[str]] = {}
     for key, part in model.items():

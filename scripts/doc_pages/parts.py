@@ -17,7 +17,7 @@ VERDICTS = {
     "refuse": "Always an error",
     "bypass": "An error, or native",
     "absent": "An error where you wrote it",
-    "note": "Acts, with a line",
+    "note": "Works, with a log line",
 }
 
 

@@ -39,7 +39,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not instal
         self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 16))
 
     def configure_model(self) -> None:
-        """Shard the module under ModelParallelStrategy, which expects it to do so itself."""
+        """Shard the module; ModelParallelStrategy leaves this to the module."""
         if self.fsdp2:
             mesh = self.device_mesh["data_parallel"]
             for layer in self.layers:

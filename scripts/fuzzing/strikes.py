@@ -18,7 +18,7 @@ from typing import Any
 from fuzzing.checkpoints import FILE, flip_record
 from fuzzing.jobs import Job
 
-#: process group timeout in seconds where it ends the job; a launcher then gives a stopped rank 30
+#: process group timeout in seconds of jobs that it ends; a launcher then gives a stopped rank 30
 TIMEOUT = 10
 LAUNCHER_S = 30
 #: seconds for imports and start-up on a busy machine; timeout of all other jobs, which only their

@@ -27,7 +27,7 @@ from lab.namespaces import Traffic
 from lab.team import STOPPED, Team, sigterm_raises
 
 Per = Literal["rank", "node"]
-#: whose output is shown while it runs
+#: ranks whose output is printed while they run
 Echo = Literal["none", "first", "all"]
 
 

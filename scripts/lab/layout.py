@@ -11,9 +11,9 @@ NETWORK = "10.77.0"
 INTERFACE = "eth0"
 PORT = 29500
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-#: seconds by which a burst may run ahead of the rate: what a tc bucket holds. gloo's all-reduce of
-#: 133 kB needs 2.1 ms of a link of 502 Mb/s and 0.4 ms besides; it took 1.7 ms with a bucket of
-#: 1 ms, 2.6 ms with this one. With 0.1 ms the kernel's timer is too late: 34 MB, which need 535 ms,
+#: seconds of traffic in a tc bucket, by which a burst may exceed the rate. gloo's all-reduce of
+#: 133 kB needs 2.1 ms of a link of 502 Mb/s and 0.4 ms of overhead; it took 1.7 ms with a bucket of
+#: 1 ms, 2.6 ms with 0.25 ms. With 0.1 ms the kernel's timer is too late: 34 MB, which need 535 ms,
 #: took 926 ms instead of 578.
 BURST_S = 2.5e-4
 #: seconds of traffic that may queue in front of a link, and the queue's fewest bytes, as a switch

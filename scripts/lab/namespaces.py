@@ -122,12 +122,11 @@ def counters(name: str, interface: str = INTERFACE) -> Traffic:
 def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[], None]:
     """Return the ``preexec_fn`` of a child that runs in namespace ``name`` as machine ``host``.
 
-    The child is pinned to ``cores`` and ends with the lab. ``alone``: every rank has a core. Then
-    the child runs as SCHED_BATCH, under which a thread that wakes waits until the running one
-    sleeps. These links answer before ``send`` has returned, which no real one does: gloo's thread
-    wakes while the sender still holds the connection's lock, and on the sender's core it would spin
-    for a whole time slice, 3 to 4 ms of every other small message. Ranks that share a core would
-    wait for each other's slices instead.
+    The child is pinned to ``cores`` and ends with the lab. ``alone``: every rank has a core; then
+    the child runs as SCHED_BATCH, so that a waking thread does not preempt the running one. Unlike
+    real links, these deliver before ``send`` returns: gloo's thread wakes while the sender holds
+    the connection's lock, and would spin on the sender's core for a time slice, 3 to 4 ms of every
+    other small message. Ranks that share a core would wait for each other's slices instead.
     """
 
     def enter() -> None:

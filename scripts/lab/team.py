@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
-#: seconds in which the others may end after a rank has failed, and killed ones have to
+#: seconds that other ranks get to end after a failure, and killed processes to disappear
 GRACE_S = 5.0
-#: exit statuses: of a rank that ran out of time, as of timeout(1), and of one that was ended after
-#: another had failed
+#: exit statuses of a rank that ran out of time, as timeout(1) returns, and of a rank that was ended
+#: after another failed
 TIMED_OUT, STOPPED = 124, 125
 
 

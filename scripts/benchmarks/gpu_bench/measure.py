@@ -80,7 +80,7 @@ class DeviceStopwatch:
         return statistics.median(self._once(run, count) for _ in range(self._repeats))
 
     def _once(self, run: Callable[[], object], count: int) -> float:
-        """Return device seconds of ``run`` behind ``count`` flushes."""
+        """Return device seconds of ``run`` after ``count`` flushes of the cache."""
         for _ in range(count):
             self._flush.zero_()
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)

@@ -63,13 +63,13 @@ class Step:
     """One command; ``shows``: the figures it yields; ``minutes``: its estimated duration.
 
     Attributes:
-        budget: its option for the seconds after which it stops, where it goes on in another call;
-            it gets ``minutes`` of a call whose time is limited.
-        short: more options where a call's time is limited.
-        least: seconds that are worth a start, where it stops in time.
-        beside: steps of the same name run at the same time.
+        budget: option that limits its seconds, if it can resume in another call; a call with
+            limited time passes at most ``minutes``.
+        short: more options for a call with limited time.
+        least: fewest seconds worth a start, with ``budget``.
+        beside: steps with the same name run at the same time.
         env: variables of its environment.
-        makes: the file that it writes last, beside which it need not run again.
+        makes: the file that it writes last; if it exists, the step is done.
     """
 
     name: str

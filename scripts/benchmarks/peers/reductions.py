@@ -56,6 +56,6 @@ def qgz(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
 def sdp4bit(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
     """Return SDP4Bit's TLq-HS (arXiv 2410.15526, section 3.2).
 
-    8 bits inside a node, 4 bits between nodes behind a Hadamard rotation, no error feedback.
+    8 bits inside a node, 4 bits after a Hadamard rotation between nodes, no error feedback.
     """
     return TwoLevel(wire, nodes, Blocks(8, group), Blocks(4, group, rotate=True))

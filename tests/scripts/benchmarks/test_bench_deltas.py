@@ -32,11 +32,6 @@ def test_a_step_across_zero_counts_both_sides() -> None:
     assert [int(one) for one in bits.steps(*both)[1]] == [-2]
 
 
-def test_one_symbol_takes_no_entropy() -> None:
-    zeros = np.zeros(100, np.int64)
-    assert bits.entropy_bits(zeros, zeros) == 0.0
-
-
 def test_gaps_are_bytes_where_they_fit() -> None:
     reference = torch.zeros(1000, dtype=torch.bfloat16)
     values = reference.clone()
@@ -44,11 +39,6 @@ def test_gaps_are_bytes_where_they_fit() -> None:
     one = np.array([0x3F80], np.uint16).tobytes()
     gaps = bytes([0, 254, 255]) + np.array([544], np.uint32).tobytes()
     assert bits.gaps_and_values(reference, values) == gaps + 3 * one
-
-
-def test_zlib_stands_in_where_zstandard_is_missing() -> None:
-    with mock.patch.object(bits, "find_spec", return_value=None):
-        assert list(bits.compressors()) == ["zlib-1", "zlib-6"]
 
 
 def test_a_run_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
