@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.collectives import Group, Meter
-from hybridcomp.collectives.wire import transfer, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.steps import transfer
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation import GeneratingStage, Sampling, answer

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hybridcomp.collectives.wire import Meter, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.handle import Meter
 from tests.paths import ROOT
 
 #: torch.distributed functions that send

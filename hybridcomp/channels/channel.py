@@ -4,11 +4,10 @@ A patch describes what upstream is about to send as a ``Message`` and hands it o
 send it natively: ``channel.run(message, native=..., encoded=...)``. The channel chooses the codec.
 Without one it counts the message and calls ``native``, upstream's original, so that ``none`` is
 bit-identical. Otherwise the message encodes its tensors, calls the collective and is recorded in
-the ledger. Its classes: sums in ``sums`` and ``scatter_sums``, messages that only move values in
-``p2p_and_gather``, broadcasts and reductions to one rank in ``broadcast_reduce``.
+the ledger. The classes are in ``messages``.
 
-The choice depends only on what is equal on all ranks of a group: the block, the message's size and
-dtype, the step, and decisions the ranks agreed on, such as a measured link or a tripped guard.
+The choice depends on values that are equal on all ranks of a group: the block, the message's size
+and dtype, the step, and decisions of all ranks, such as a measured link or a tripped guard.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
-from hybridcomp.collectives.wire import HOST, profiler_ranges
+from hybridcomp.collectives.wire import profiler_ranges
+from hybridcomp.collectives.wire.handle import HOST
 from hybridcomp.config.policy import Policy, Traffic
 from hybridcomp.dimensions import MEASURED_EARLY, ROWS, Dimension, Direction
 from hybridcomp.errors import ConfigError
@@ -258,7 +258,7 @@ class Channel:
         if guard.trips and guard.native(self.dimension, step):
             return guard.flush(self.dimension, step) if self.error_feedback else None
         if too_fast:
-            return guard.lossless if self.error_feedback and flushes else None
+            return LOSSLESS if self.error_feedback and flushes else None
         return codec
 
     def _by_policy(self, key: _Key, step: int) -> Codec | None:

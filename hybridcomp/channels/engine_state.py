@@ -20,8 +20,8 @@ from hybridcomp.channels.residuals.error_feedback import Residuals
 from hybridcomp.channels.residuals.low_rank import Factors
 from hybridcomp.channels.residuals.node_sums import NodeSums
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
+from hybridcomp.collectives.wire.handle import HOST, Clock
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.policy import Policy
 from hybridcomp.dimensions import MEASURED_EARLY, Dimension, Direction

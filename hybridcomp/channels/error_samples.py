@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual, squares
-from hybridcomp.collectives.wire import stretches
+from hybridcomp.collectives.wire.chunking import stretches
 from hybridcomp.dimensions import Dimension, Direction
 
 #: number of a message's first elements that are sampled

@@ -44,6 +44,6 @@ def _exists(group: ProcessGroup | None) -> bool:
     """Return whether ``group`` exists; keeping a destroyed one would keep its threads alive."""
     try:
         dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one
+    except (KeyError, ValueError, RuntimeError):  # torch's errors for a destroyed group
         return False
     return True

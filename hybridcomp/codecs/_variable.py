@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, PieceKernel
+from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode, check_size
-from hybridcomp.codecs.varying_pieces import varying_pieces
+from hybridcomp.codecs.varying_pieces import PieceKernel, varying_pieces
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, KernelSet, VariableKernels, stores_sizes
 

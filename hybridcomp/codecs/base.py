@@ -7,7 +7,7 @@ collective owns the wire buffers, so that one buffer holds the payloads for all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,17 @@ from hybridcomp.codecs.checks import VALUE_DTYPES, check_add, check_decode, chec
 from hybridcomp.codecs.launches import (
     CollectiveKernel,
     MultiTensorKernel,
-    PieceKernel,
     PlannedKernel,
 )
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
+if TYPE_CHECKING:
+    from hybridcomp.codecs.varying_pieces import PieceKernel
+
 __all__ = [
     "Codec", "CollectiveKernel", "DTYPE_CODES", "FixedCodec", "FixedKernels",
-    "MultiTensorKernel", "PAYLOAD_ALIGN", "PieceKernel", "PlannedKernel", "VALUE_DTYPES", "align",
+    "MultiTensorKernel", "PAYLOAD_ALIGN", "PlannedKernel", "VALUE_DTYPES", "align",
     "check_add", "check_decode", "check_encode",
 ]  # fmt: skip
 
@@ -119,9 +121,7 @@ class Codec(Capabilities, ABC):
         return None
 
     def pieces(self, device: torch.device) -> PieceKernel | None:
-        """Return kernels that process many variable-size payloads at once, if ``device`` has
-        them.
-        """
+        """Return kernels for many payloads of variable size at once, if ``device`` has them."""
         return None
 
     def kernels_on(self, device: torch.device) -> tuple[int, FixedKernels] | None:

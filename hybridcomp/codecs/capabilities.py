@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Shortfall(NamedTuple):
-    """A bound that no setting keeps, and what the user can do."""
+    """Bound that no setting keeps, with advice for the user."""
 
     error_bound: float
     todo: str
@@ -92,7 +92,7 @@ class Capabilities:
         return 0
 
     def unreachable_bound(self, *, summed: bool) -> Shortfall | None:
-        """Return why the bound cannot be kept even in fp32; None if it can or there is none.
+        """Return why the bound cannot be kept even in fp32; None if it can be, or without a bound.
 
         ``summed``: messages are sums, so that a value may be quantized twice.
         """

@@ -9,7 +9,7 @@ from hybridcomp.errors import CodecError
 
 __all__ = [
     "VALUE_DTYPES", "check_add", "check_count", "check_decode", "check_dtype", "check_encode",
-    "check_payload", "check_size",
+    "check_flat", "check_payload", "check_size",
 ]  # fmt: skip
 
 #: dtypes that a codec accepts as values; tensors of other dtypes are sent natively
@@ -22,13 +22,15 @@ def check_count(spec: str, numel: int) -> None:
         raise CodecError(f"{spec}: the format holds fewer than 2^32 values, found {numel}")
 
 
-def check_dtype(spec: str, dtype: torch.dtype) -> None:
-    """Raise CodecError unless codecs accept ``dtype`` as values."""
-    if dtype not in VALUE_DTYPES:
-        raise CodecError(f"{spec}: dtype {dtype} cannot be encoded; expected one of {VALUE_DTYPES}")
+def check_dtype(
+    spec: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...] = VALUE_DTYPES
+) -> None:
+    """Raise CodecError unless ``dtype`` is one of ``allowed``."""
+    if dtype not in allowed:
+        raise CodecError(f"{spec}: dtype {dtype} cannot be encoded; expected one of {allowed}")
 
 
-def _check_flat(spec: str, what: str, tensor: Tensor) -> None:
+def check_flat(spec: str, what: str, tensor: Tensor) -> None:
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise CodecError(
             f"{spec}: {what} must be 1-D and contiguous, "
@@ -39,14 +41,14 @@ def _check_flat(spec: str, what: str, tensor: Tensor) -> None:
 def check_encode(spec: str, values: Tensor, out: Tensor, wire_nbytes: int) -> None:
     """Raise CodecError unless ``values`` can be encoded into ``out``."""
     check_dtype(spec, values.dtype)
-    _check_flat(spec, "values", values)
+    check_flat(spec, "values", values)
     check_payload(spec, out, wire_nbytes, values.device, "out")
 
 
 def check_decode(spec: str, payload: Tensor, out: Tensor, wire_nbytes: int) -> None:
     """Raise CodecError unless ``payload`` is long enough to decode into ``out``."""
     check_dtype(spec, out.dtype)
-    _check_flat(spec, "out", out)
+    check_flat(spec, "out", out)
     check_payload(spec, payload, wire_nbytes, out.device, "payload")
 
 
@@ -63,7 +65,7 @@ def check_payload(
     """Raise CodecError unless ``payload`` holds ``wire_nbytes`` bytes on ``device``."""
     if payload.dtype != torch.uint8:
         raise CodecError(f"{spec}: {what} must be uint8, found {payload.dtype}")
-    _check_flat(spec, what, payload)
+    check_flat(spec, what, payload)
     if payload.device != device:
         raise CodecError(f"{spec}: {what} is on {payload.device}, the values are on {device}")
     if payload.numel() < wire_nbytes:

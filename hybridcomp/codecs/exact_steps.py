@@ -12,10 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import PieceKernel
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.stepcode import STEP_DTYPES, StepCode
-from hybridcomp.codecs.varying_pieces import varying_pieces
+from hybridcomp.codecs.varying_pieces import PieceKernel, varying_pieces
 
 #: integers as wide as the values
 _INTEGERS = torch.int16

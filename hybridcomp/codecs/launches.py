@@ -1,19 +1,22 @@
-"""Interfaces of kernels that process several tensors in one launch, where a back end has them."""
+"""Interfaces of kernels that process several tensors in one launch, where a back end has them.
+
+With a ``residual`` (as long as ``values``), ``encode`` sends ``values + residual``, and the
+residual becomes the error of the encoding, 0 where that is not finite.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from hybridcomp.kernels.kept import Kept
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable, read_lengths
 
 __all__ = [
-    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "PieceKernel", "PlannedKernel",
-    "PlannedStretch", "StretchTable", "read_lengths",
+    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "PlannedKernel", "PlannedStretch",
+    "StretchTable", "read_lengths",
 ]  # fmt: skip
 
 #: value of ``skip`` if no chunk is left out
@@ -38,11 +41,7 @@ class CollectiveKernel(Protocol):
         out: Tensor,
         residual: Kept | None = None,
     ) -> None:
-        """Encode every chunk but ``skip`` into ``out``.
-
-        With a ``residual`` (as long as ``values``) ``values + residual`` is sent, and outside
-        of ``skip`` the residual becomes the error of the encoding, 0 where that is not finite.
-        """
+        """Encode every chunk but ``skip``, whose residual stays, into ``out``."""
 
     def reduce(
         self,
@@ -94,66 +93,12 @@ class MultiTensorKernel(Protocol):
         out: Sequence[Tensor],
         residuals: Sequence[Kept] | None = None,
     ) -> None:
-        """Encode each of ``values`` into its ``out``.
-
-        With ``residuals`` ``values + residual`` is sent, and the residual becomes the error
-        of the encoding, 0 where that is not finite.
-        """
+        """Encode each of ``values`` into its ``out``."""
 
     def decode(
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
     ) -> None:
         """Decode each of ``payloads`` into its ``out``; ``add``: add to ``out``, in fp32."""
-
-
-class PieceKernel(Protocol):
-    """Kernels of a variable-size codec that process any number of tensors of one dtype.
-
-    The number of launches does not depend on the number of tensors. Payloads are the codec's.
-    Arguments must satisfy its ``encode_into``, ``decode`` and ``decode_add``; they are not checked
-    again.
-    """
-
-    def encode(
-        self,
-        values: Sequence[Tensor],
-        out: Sequence[Tensor],
-        sizes: Tensor,
-        places: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        """Encode each of ``values`` into its ``out`` and store the bytes used in ``sizes`` (int64).
-
-        ``places``: start and end of each tensor in the message, for a codec ``against`` earlier
-        values.
-        """
-
-    def decode(self, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Decode each of ``payloads`` into its ``out``."""
-
-    def decode_fp32(
-        self, payloads: Sequence[Tensor], out: Sequence[Tensor], dtype: torch.dtype
-    ) -> None:
-        """Decode values of ``dtype`` into fp32 ``out``; a lossless -0.0 may become 0."""
-
-    def begin(self, out: Sequence[Tensor], exact: Sequence[bool], dtype: torch.dtype) -> None:
-        """Fill fp32 ``out`` with the start value of sums, so that adding a first value copies it.
-
-        ``exact``: whether its first values come from a tensor and not from a payload.
-        """
-
-    def accumulate(self, totals: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Add each of ``values``, all of one dtype, to its total (fp32)."""
-
-    def settle(self, residuals: Sequence[Tensor], delivered: Sequence[Tensor]) -> None:
-        """Subtract fp32 tensors from fp32 residuals, which become 0 where that is not finite."""
-
-    def add(
-        self, payloads: Sequence[Sequence[Tensor]], out: Sequence[Tensor], dtype: torch.dtype
-    ) -> None:
-        """Decode equally long rows of ``payloads`` and add them, in order, to ``out`` (fp32).
-
-        ``dtype``: the encoded dtype.
-        """
 
 
 class PlannedKernel(Protocol):
@@ -175,10 +120,8 @@ class PlannedKernel(Protocol):
     ) -> None:
         """Encode every stretch of ``values`` into its place in ``payloads``.
 
-        With a ``residual`` (as long as ``values``) ``values + residual`` is sent, and the residual
-        becomes the error of the encoding, 0 where that is not finite. A residual of fewer than 32
-        bits needs slices that begin at multiples of 32. With ``values`` None, the fp32 residual
-        already holds that sum.
+        A residual of fewer than 32 bits needs slices that begin at multiples of 32. With ``values``
+        None, the fp32 residual already holds the sum.
         """
 
     def decode(

@@ -173,7 +173,8 @@ class QuantizedResidual:
             most = torch.finfo(torch.bfloat16).max
             levels.view(torch.bfloat16).mul_(factor).clamp_(-most, most)
             return
-        scaled = (_floats_of(steps).double() * factor).float().view(torch.int32)
+        floats = ((steps.int() & 0xFFFF) << _DROPPED).view(torch.float32)
+        scaled = (floats.double() * factor).float().view(torch.int32)
         codes = (scaled + (1 << (_DROPPED - 1))) >> _DROPPED
         steps.copy_(codes.clamp(max=_TOP[self.bits][1]).to(torch.int16))
 
@@ -281,8 +282,3 @@ def is_state(value: Any) -> bool:
 
 def _levels_nbytes(bits: int, numel: int) -> int:
     return -(-numel // BLOCK) * BLOCK * bits // 8
-
-
-def _floats_of(steps: Tensor) -> Tensor:
-    """Return steps (int16) as fp32."""
-    return ((steps.int() & 0xFFFF) << _DROPPED).view(torch.float32)

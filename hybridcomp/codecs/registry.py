@@ -8,8 +8,8 @@ codec's name:
     mine = "my_package:Mine"
 
 Entry points are looked up when a block names a codec that is not ours, or when all names are
-needed. An unusable one is kept with the reason, for the error of a block that names it; it does not
-affect other codecs.
+needed. If one cannot be used, the registry keeps the reason for the error of a block that names it;
+other codecs are not affected.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class ResidualRun:
         ``longest``: most values of the run with it; a part inside its last block may exceed that.
         """
         first, end, start = self.parts[0], self.parts[-1].stop, part.start
-        if not first.shares(part) or start not in (end, _next_block(end)):
+        if not first.shares(part) or start not in (end, -(-end // BLOCK) * BLOCK):
             return False
         return bool(start % BLOCK) or part.stop - first.start <= longest
 
@@ -92,7 +92,3 @@ def joined(parts: Sequence[Residual]) -> QuantizedResidual | None:
     if len(found) != 1 or len(found[0].parts) < len(filled):
         return None
     return None if any(part.start % BLOCK for part in found[0].parts) else found[0].whole
-
-
-def _next_block(place: int) -> int:
-    return -(-place // BLOCK) * BLOCK

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import align
-from hybridcomp.codecs.checks import check_count, check_decode, check_encode, check_size
+from hybridcomp.codecs.checks import (
+    check_count,
+    check_decode,
+    check_dtype,
+    check_encode,
+    check_flat,
+    check_size,
+)
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, KernelSet, stores_sizes
@@ -26,8 +33,8 @@ HEADER = 32
 MODEL, LEAST_TILE = 4912, 8192
 #: first bytes of the header: magic, version
 _START = b"hcst\x01"
-#: mode of a payload without a reference
-_NO_REFERENCE = 2
+#: mode of a payload without a reference, and the codec of its values
+_NO_REFERENCE, _PLAIN = 2, ExpCode()
 
 
 def cpu_instructions() -> str:
@@ -89,12 +96,12 @@ class StepCode:
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the most bytes that ``numel`` values of ``dtype`` take, a multiple of 16."""
-        self._check_dtype(dtype)
+        check_dtype(self.spec, dtype, STEP_DTYPES)
         check_count(self.spec, numel)
         if numel == 0:
             return 0
         steps = align(HEADER + MODEL + 12 * -(-numel // LEAST_TILE) + 2 * numel)
-        return max(steps, HEADER + self._plain.wire_nbytes(numel, dtype))
+        return max(steps, HEADER + _PLAIN.wire_nbytes(numel, dtype))
 
     def encode(self, values: Tensor, reference: Tensor | None, out: Tensor) -> int:
         """Encode ``values`` into ``out``; returns the bytes used, a multiple of 16.
@@ -142,11 +149,12 @@ class StepCode:
                 ``reference`` is None, or the other way round. On a GPU, errors of a payload with a
                 reference are raised by ``codecs.check_payloads``.
         """
-        self._check_dtype(out.dtype)
+        check_dtype(self.spec, out.dtype, STEP_DTYPES)
         check_decode(self.spec, payload, out, HEADER if out.numel() else 0)
         if reference is not None:
             self._check_reference(reference, out, "out")
-            if reference.data_ptr() != out.data_ptr() and _overlap(reference, out):
+            apart = abs(reference.data_ptr() - out.data_ptr())
+            if 0 < apart < out.nbytes:
                 raise CodecError(f"{self.spec}: out overlaps the reference without being it")
         if out.numel() == 0:
             return
@@ -186,14 +194,10 @@ class StepCode:
         except ValueError as error:
             raise self._refused(out, str(error)) from error
 
-    @property
-    def _plain(self) -> ExpCode:
-        return ExpCode()
-
     def _encode_plain(self, values: Tensor, out: Tensor) -> int:
         if values.numel() == 0:
             return 0
-        used = self._plain.encode(values, out[HEADER:])
+        used = _PLAIN.encode(values, out[HEADER:])
         head = bytearray(HEADER)
         head[:8] = _START + bytes((DTYPE_CODES[values.dtype], _NO_REFERENCE, 0))
         head[8:16] = values.numel().to_bytes(8, "little")
@@ -214,16 +218,10 @@ class StepCode:
             raise self._refused(out, "payload holds another dtype")
         if int.from_bytes(start[8:16], "little") != out.numel():
             raise self._refused(out, "payload holds another number of values")
-        self._plain.decode(payload[HEADER:], out)
+        _PLAIN.decode(payload[HEADER:], out)
 
     def _refused(self, out: Tensor, reason: str) -> CodecError:
         return CodecError(f"{self.spec}: cannot decode {out.numel()} {out.dtype}: {reason}")
-
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        if dtype not in STEP_DTYPES:
-            raise CodecError(
-                f"{self.spec}: dtype {dtype} cannot be encoded; expected one of {STEP_DTYPES}"
-            )
 
     def _check_reference(self, reference: Tensor, other: Tensor, name: str) -> None:
         found = (reference.dtype, reference.device, reference.numel())
@@ -232,13 +230,4 @@ class StepCode:
                 f"{self.spec}: the reference must be like {name}: expected {other.numel()} "
                 f"{other.dtype} on {other.device}, found {found[2]} {found[0]} on {found[1]}"
             )
-        if reference.dim() != 1 or not reference.is_contiguous():
-            raise CodecError(
-                f"{self.spec}: the reference must be 1-D and contiguous, found shape "
-                f"{tuple(reference.shape)} with strides {reference.stride()}"
-            )
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    nbytes = one.numel() * one.itemsize
-    return abs(one.data_ptr() - other.data_ptr()) < nbytes
+        check_flat(self.spec, "the reference", reference)

@@ -20,8 +20,12 @@ WORDS_NBYTES = 8 * SLAB
 MINUS_ZERO = 1 << 31
 
 
-class VaryingPieces:
-    """``launches.PieceKernel`` of one codec with its settings, on one device.
+class PieceKernel:
+    """Kernels of a codec of variable size for any number of tensors of one dtype, on one device.
+
+    The number of launches does not depend on the number of tensors. Payloads are the codec's.
+    Arguments must satisfy its ``encode_into``, ``decode`` and ``decode_add``; they are not checked
+    again.
 
     Args:
         functions: its kernels.
@@ -41,7 +45,11 @@ class VaryingPieces:
         self, values: Sequence[Tensor], out: Sequence[Tensor], sizes: Tensor,
         places: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """See ``launches.PieceKernel``."""
+        """Encode each of ``values`` into its ``out`` and store the bytes used in ``sizes`` (int64).
+
+        ``places``: start and end of each tensor in the message, for a codec ``against`` earlier
+        values.
+        """
         if not values:
             return
         if not all(value.numel() for value in values):
@@ -59,14 +67,14 @@ class VaryingPieces:
         self._functions.encode_pieces(*self._settings, DTYPE_CODES[values[0].dtype], pieces=pieces)
 
     def decode(self, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """See ``launches.PieceKernel``."""
+        """Decode each of ``payloads`` into its ``out``."""
         if out:
             self._decode(payloads, out, 1, out[0].dtype, add=False)
 
     def decode_fp32(
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        """See ``launches.PieceKernel``."""
+        """Decode values of ``dtype`` into fp32 ``out``; a lossless -0.0 may become 0."""
         if self._lossless and dtype != torch.float32:
             self.begin(out, [False] * len(out), dtype)
             self.add([[payload] for payload in payloads], out, dtype)
@@ -74,7 +82,10 @@ class VaryingPieces:
             self.decode(payloads, out)
 
     def begin(self, out: Sequence[Tensor], exact: Sequence[bool], dtype: torch.dtype) -> None:
-        """See ``launches.PieceKernel``."""
+        """Fill fp32 ``out`` with the start value of sums, so that adding a first value copies it.
+
+        ``exact``: whether its first values come from a tensor and not from a payload.
+        """
         narrow = self._lossless and dtype != torch.float32
         zeros = [0 if narrow and not one else MINUS_ZERO for one in exact]
         rows = zip(out, zeros, strict=True)
@@ -82,18 +93,21 @@ class VaryingPieces:
         self._functions.on_values("fill", pieces)
 
     def accumulate(self, totals: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """See ``launches.PieceKernel``."""
+        """Add each of ``values``, all of one dtype, to its total (fp32)."""
         if values:
             self._functions.on_values(f"add_{DTYPE_NAMES[values[0].dtype]}", _pairs(totals, values))
 
     def settle(self, residuals: Sequence[Tensor], delivered: Sequence[Tensor]) -> None:
-        """See ``launches.PieceKernel``."""
+        """Subtract fp32 tensors from fp32 residuals, which become 0 where that is not finite."""
         self._functions.on_values("settle", _pairs(residuals, delivered))
 
     def add(
         self, payloads: Sequence[Sequence[Tensor]], out: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        """See ``launches.PieceKernel``."""
+        """Decode equally long rows of ``payloads`` and add them, in order, to ``out`` (fp32).
+
+        ``dtype``: the encoded dtype.
+        """
         if out and payloads[0]:
             flat = [payload for row in payloads for payload in row]
             told = dtype if self._lossless else torch.float32
@@ -122,10 +136,10 @@ def _pairs(out: Sequence[Tensor], values: Sequence[Tensor]) -> list[PayloadPiece
 def varying_pieces(
     functions: Any, device: torch.device, settings: tuple[float, ...], lossless: bool,
     held: Tensor | None = None,
-) -> VaryingPieces | None:  # fmt: skip
-    """Return ``VaryingPieces`` of ``functions``, the kernels of ``device``; None if sizes do not
+) -> PieceKernel | None:  # fmt: skip
+    """Return ``PieceKernel`` of ``functions``, the kernels of ``device``; None if sizes do not
     stay there, as on a CPU.
     """
     if not stores_sizes(device):
         return None
-    return VaryingPieces(cast(PieceFunctions, functions), settings, lossless, held)
+    return PieceKernel(cast(PieceFunctions, functions), settings, lossless, held)

@@ -28,21 +28,11 @@ from hybridcomp.collectives.broadcast_reduce import (
 from hybridcomp.collectives.owner_reduction import keep_to_owners, owner_hops, reduce_to_owners
 from hybridcomp.collectives.scatter_reduction import Shards, keep_shards, reduce_scatter
 from hybridcomp.collectives.send_recv import finish_sends, recv, send
-from hybridcomp.collectives.wire import (
-    Group,
-    Handle,
-    Levels,
-    Meter,
-    OwnedRange,
-    Probe,
-    ReduceScatterHandle,
-    Reduction,
-    Splits,
-    Transfer,
-    check_headers,
-    chunk_ranges,
-    poll_headers,
-)
+from hybridcomp.collectives.wire.chunking import OwnedRange, chunk_ranges
+from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
+from hybridcomp.collectives.wire.handle import Handle, Meter, ReduceScatterHandle
+from hybridcomp.collectives.wire.headers import check_headers, poll_headers
+from hybridcomp.collectives.wire.splits import Splits
 
 __all__ = [
     "Group",

@@ -17,29 +17,22 @@ from hybridcomp.collectives.move_plans import (
     plan_all_gather,
     plan_all_to_all,
 )
-from hybridcomp.collectives.wire import (
-    POOL,
-    EncodeRequest,
-    ExchangePlan,
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.chunking import Range
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, check_values
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan
+from hybridcomp.collectives.wire.exchanges import exchange
+from hybridcomp.collectives.wire.gathers import (
     GatherPlan,
-    Group,
-    Handle,
-    Meter,
-    Range,
-    Splits,
-    Steps,
-    Transfer,
-    check_values,
     decode_all,
     encode_all,
-    exchange,
     gather,
     gather_values,
-    given,
-    overlapped,
-    transfer,
-    transport,
 )
+from hybridcomp.collectives.wire.group import Group, Transfer
+from hybridcomp.collectives.wire.handle import Handle, Meter, Steps, overlapped
+from hybridcomp.collectives.wire.splits import Splits
+from hybridcomp.collectives.wire.steps import given, transfer
 from hybridcomp.errors import CodecError
 
 
@@ -108,7 +101,7 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
         out.copy_(shard)
         return given(None)
     plan = _planned(shard, via)
-    via.meter.used[plan.spec] = None
+    via.meter.used[plan.codec.spec] = None
     only = Transfer(plan.codec, group, via.meter, via.cuts)
     if plan.fused is not None:
         return fused_all_gather(shard, out, plan.fused, only)
@@ -150,25 +143,32 @@ def _gather_round(
     return gather_values(plan, values, out, via, row, ranks, here)
 
 
-def gather_payloads(values: Tensor, via: Transfer) -> list[tuple[Range, list[Tensor]]]:
-    """Encode ``values`` and gather the payloads of all ranks on one level; blocking.
+def gather_payloads(
+    values: Tensor, via: Transfer
+) -> tuple[list[tuple[Range, list[Tensor]]], list[Tensor]]:
+    """Encode ``values`` without cuts and gather the payloads of all ranks on one level; blocking.
 
-    Returns for each round the stretch of ``values`` that it carries, and the payloads of that
-    stretch, 1-D uint8, by group rank. ``values`` as ``shard`` of ``all_gather``.
+    ``values`` as ``shard`` of ``all_gather``. Returns for each round the stretch of ``values`` that
+    it carries, and the payloads of that stretch, 1-D uint8, by group rank; and the buffers of the
+    payloads, which the caller gives back to ``POOL``.
     """
     check_values("values", values)
     plan = plan_all_gather(values, via)
-    via.meter.used[plan.spec] = None
+    via.meter.used[plan.codec.spec] = None
     found: list[tuple[Range, list[Tensor]]] = []
+    buffers: list[Tensor] = []
 
     def steps(row: Sequence[Range], each: GatherPlan) -> Steps[None]:
+        (stretch,) = row
         with via.meter.coding():
-            own = encode_all(each, [values[slice(*row[0])]], row)
-        payloads, _ = yield from gather(own, each, via.group, via.meter)
-        found.append((row[0], [one for (one,) in payloads]))
+            own = encode_all(each, [values[slice(*stretch)]], row)
+        payloads, buffer = yield from gather(own, each, via.group, via.meter)
+        POOL.give(own.buffer)
+        buffers.append(buffer)
+        found.append((stretch, [one for (one,) in payloads]))
 
     Handle(overlapped([steps(*each) for each in plan.rounds]), via.meter, async_op=False)
-    return found
+    return found, buffers
 
 
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
@@ -246,7 +246,7 @@ def _all_to_all(
         plan = plan_all_to_all(takes, gives, dtype, device, via)
         group.keep(key, plan, 1 if plan.fused is not None else group.size)
     only = Transfer(plan.codec, group, via.meter)
-    via.meter.used[plan.spec] = None
+    via.meter.used[plan.codec.spec] = None
     if plan.fused is not None:
         return fused_all_to_all(out, values, plan.fused, only)
     if plan.parts is not None:

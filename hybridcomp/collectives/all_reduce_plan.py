@@ -19,19 +19,12 @@ from hybridcomp.collectives.first_hop import FirstHop, plan_first_hop
 from hybridcomp.collectives.fused import fits, places_of
 from hybridcomp.collectives.fused_parts import gather_by_table
 from hybridcomp.collectives.owner_plan import direct_plan, even_ranges
-from hybridcomp.collectives.wire import (
-    OwnedRange,
-    Range,
-    Reduction,
-    Steps,
-    Transfer,
-    chunk_ranges,
-    gather_slices,
-    plan_gather,
-    rounds,
-    sent_dtype,
-    stretches,
-)
+from hybridcomp.collectives.wire.chunking import OwnedRange, Range, chunk_ranges, stretches
+from hybridcomp.collectives.wire.exchange_plan import sent_dtype
+from hybridcomp.collectives.wire.gathers import gather_slices, plan_gather
+from hybridcomp.collectives.wire.group import Reduction, Transfer
+from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.collectives.wire.message_rounds import rounds
 
 
 @dataclass(frozen=True, eq=False)

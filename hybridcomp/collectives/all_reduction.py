@@ -15,21 +15,12 @@ from hybridcomp.collectives.all_reduce_plan import (
 from hybridcomp.collectives.first_hop import FirstHop
 from hybridcomp.collectives.fused import fits, fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
-from hybridcomp.collectives.wire import (
-    POOL,
-    Handle,
-    Reduction,
-    Steps,
-    accumulator,
-    add_alone,
-    check_residual,
-    check_values,
-    chunk_ranges,
-    given,
-    overlapped,
-    settle,
-    show_overflow,
-)
+from hybridcomp.collectives.wire.chunking import chunk_ranges
+from hybridcomp.collectives.wire.encoding import POOL, check_residual, check_values, settle
+from hybridcomp.collectives.wire.exchanges import accumulator, show_overflow
+from hybridcomp.collectives.wire.group import Reduction
+from hybridcomp.collectives.wire.handle import Handle, Steps, overlapped
+from hybridcomp.collectives.wire.steps import add_alone, given
 
 
 def all_reduce(tensor: Tensor, how: Reduction, async_op: bool = False) -> Handle:

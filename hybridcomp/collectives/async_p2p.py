@@ -13,21 +13,13 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import (
-    HEADER_NBYTES,
-    POOL,
-    Group,
-    Header,
-    Meter,
-    Pending,
-    check_match,
-    gather,
-    payload_sizes,
-    plan_gather,
-    spec_digest,
-    transfer,
-    transport,
-)
+from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.gathers import gather, plan_gather
+from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.handle import Meter, Pending
+from hybridcomp.collectives.wire.headers import HEADER_NBYTES, Header, check_match, spec_digest
+from hybridcomp.collectives.wire.steps import transfer
 
 
 @dataclass(frozen=True)

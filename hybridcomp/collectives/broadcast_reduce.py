@@ -18,24 +18,14 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.first_hop import FirstHop, plan_first_hop
 from hybridcomp.collectives.owner_plan import direct_plan
-from hybridcomp.collectives.wire import (
-    POOL,
-    EncodeRequest,
-    ExchangePlan,
-    Group,
-    Handle,
-    Meter,
-    OwnedRange,
-    Range,
-    Steps,
-    Transfer,
-    check_values,
-    exchange,
-    overlapped,
-    plan_exchange,
-    rounds,
-    transport,
-)
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.chunking import OwnedRange, Range
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, check_values
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, plan_exchange
+from hybridcomp.collectives.wire.exchanges import exchange
+from hybridcomp.collectives.wire.group import Group, Transfer
+from hybridcomp.collectives.wire.handle import Handle, Meter, Steps, overlapped
+from hybridcomp.collectives.wire.message_rounds import rounds
 from hybridcomp.errors import CodecError
 
 
@@ -82,8 +72,8 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
         (codec,) = via.codec.split_error_budget(1, 1, result=out.dtype)
         cut = rounds([[(0, numel)]], (codec,), out.device, group)
         each = [_plan_broadcast(row, codec, out, root, group) for (row,) in cut if row]
-        plan = group.keep(key, _BroadcastPlan(via.codec, codec.spec, each), group.size * len(each))
-    via.meter.used[plan.spec] = None
+        plan = group.keep(key, _BroadcastPlan(via.codec, codec, each), group.size * len(each))
+    via.meter.used[plan.codec.spec] = None
     yield from overlapped([_broadcast_round(each, values, out, root, via) for each in plan.rounds])
 
 
@@ -101,7 +91,7 @@ class _BroadcastPlan:
     """The rounds of equal messages; ``held`` is their codec, kept alive for the key."""
 
     held: Codec
-    spec: str  # spec of the codec that encodes
+    codec: Codec  # codec that encodes
     rounds: list[_BroadcastRound]
 
 

@@ -19,17 +19,12 @@ from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.owner_exchange import direct_exchange, sum_at_owners
 from hybridcomp.collectives.owner_layout import SendingRank
 from hybridcomp.collectives.owner_plan import OwnerPlan, range_rounds
-from hybridcomp.collectives.wire import (
-    OwnedRange,
-    Steps,
-    SummedPart,
-    Transfer,
-    overlapped,
-    plan_sum,
-    round_count,
-    sent_dtype,
-    sum_parts,
-)
+from hybridcomp.collectives.wire.chunking import OwnedRange
+from hybridcomp.collectives.wire.exchange_plan import SummedPart, plan_sum, sent_dtype
+from hybridcomp.collectives.wire.exchanges import sum_parts
+from hybridcomp.collectives.wire.group import Transfer
+from hybridcomp.collectives.wire.handle import Steps, overlapped
+from hybridcomp.collectives.wire.message_rounds import round_count
 
 
 class Summing(Protocol):

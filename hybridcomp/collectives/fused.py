@@ -18,16 +18,12 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.codecs.launches import NO_CHUNK
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
-from hybridcomp.collectives.wire import (
-    POOL,
-    Reduction,
-    Splits,
-    Steps,
-    Transfer,
-    chained_gather,
-    chunk_ranges,
-    transport,
-)
+from hybridcomp.collectives.wire import chained_gather, transport
+from hybridcomp.collectives.wire.chunking import chunk_ranges
+from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.group import Reduction, Transfer
+from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.collectives.wire.splits import Splits
 
 #: alignment in bytes of buffers that share an allocation, since a warp loads this many at once
 PLACE = 512

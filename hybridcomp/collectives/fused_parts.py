@@ -15,15 +15,12 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, PlannedKernel
 from hybridcomp.codecs.launches import StretchTable
 from hybridcomp.collectives.fused import places_of, room_of
-from hybridcomp.collectives.wire import (
-    POOL,
-    Splits,
-    Steps,
-    Transfer,
-    chained_gather,
-    stretches,
-    transport,
-)
+from hybridcomp.collectives.wire import chained_gather, transport
+from hybridcomp.collectives.wire.chunking import stretches
+from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.group import Transfer
+from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.collectives.wire.splits import Splits
 
 #: maximum remembered exchanges of unequal parts; each has a row for every rank
 MOST_KNOWN = 64

@@ -26,14 +26,10 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import squares
-from hybridcomp.collectives.wire import (
-    Reduction,
-    Steps,
-    check_residual,
-    check_values,
-    settle,
-    transport,
-)
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.encoding import check_residual, check_values, settle
+from hybridcomp.collectives.wire.group import Reduction
+from hybridcomp.collectives.wire.handle import Steps
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Factoring:
 def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[Tensor]:
     """Sum ``values`` over a group: matrices by low-rank factors, everything else exactly.
 
-    1 add the values to the residual, which then holds what is to be summed
+    1 add the values to the residual, which then holds the values to sum
     2 all-reduce the left factors and, behind them, the values outside of matrices
     3 all-reduce the right factors; subtract this rank's part of the product from the residual
     4 multiply the factors of matrices that are needed; keep the right factors for the next step

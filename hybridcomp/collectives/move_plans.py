@@ -11,36 +11,34 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
-from hybridcomp.collectives.wire import (
-    ExchangePlan,
-    GatherPlan,
-    Group,
-    Range,
-    Splits,
-    Transfer,
-    plan_exchange,
-    plan_gather,
-    rounds,
-    stretches,
-)
+from hybridcomp.collectives.wire.chunking import Range, stretches
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, plan_exchange
+from hybridcomp.collectives.wire.gathers import GatherPlan, plan_gather
+from hybridcomp.collectives.wire.group import Group, Transfer
+from hybridcomp.collectives.wire.message_rounds import rounds
+from hybridcomp.collectives.wire.splits import Splits
 
 
 @dataclass(frozen=True, eq=False)
-class AllGatherPlan:
-    """Cached plan of a single-level gather; one of ``fused``, ``parts``, ``rounds`` is used.
+class MovePlan:
+    """Cached plan of a single-level gather or exchange, which goes one of three ways.
 
     Attributes:
-        held: the codec of the gather, kept alive for the key.
-        codec, spec: codec of the quantization, and its spec.
-        fused: kernels for two launches; ``parts``: kernels for shards with cuts.
-        rounds: each round with its slices of a shard.
+        held: the codec of the message, and of an exchange the lengths, kept alive for the key.
+        codec: codec of the quantization.
+        fused: kernels for two launches; ``parts``: kernels for shards with cuts or unequal parts.
     """
 
-    held: Codec
+    held: tuple[object, ...]
     codec: Codec
-    spec: str
     fused: CollectiveKernel | None
     parts: PlannedKernel | None
+
+
+@dataclass(frozen=True, eq=False)
+class AllGatherPlan(MovePlan):
+    """Plan of a gather; ``rounds``: without kernels each round, with its slices of a shard."""
+
     rounds: list[tuple[list[Range], GatherPlan]]
 
 
@@ -56,25 +54,13 @@ def plan_all_gather(shard: Tensor, via: Transfer) -> AllGatherPlan:
             numels = [[stop - start for start, stop in row]] * group.size
             if row:
                 each.append((row, plan_gather(numels, codec, dtype, device, group)))
-    return AllGatherPlan(via.codec, codec, codec.spec, fused, parts, each)
+    return AllGatherPlan((via.codec,), codec, fused, parts, each)
 
 
 @dataclass(frozen=True, eq=False)
-class AllToAllPlan:
-    """Plan of an exchange of parts of equal lengths in a group, in one of three ways.
+class AllToAllPlan(MovePlan):
+    """Plan of an exchange of parts; ``exchange``: its payloads, if there are no kernels."""
 
-    Attributes:
-        held: the codec and the lengths, kept alive for the key.
-        codec, spec: codec of the quantization, and its spec.
-        fused: kernels for two launches; ``parts``: kernels for unequal parts.
-        exchange: plan of the exchange if there are no such kernels.
-    """
-
-    held: tuple[Codec, Splits, Splits]
-    codec: Codec
-    spec: str
-    fused: CollectiveKernel | None
-    parts: PlannedKernel | None
     exchange: ExchangePlan | None
 
 
@@ -89,7 +75,7 @@ def plan_all_to_all(
     each = None
     if fused is None and parts is None:
         each = _plan_parts(takes, gives, codec, dtype, device, group)
-    return AllToAllPlan((via.codec, takes, gives), codec, codec.spec, fused, parts, each)
+    return AllToAllPlan((via.codec, takes, gives), codec, fused, parts, each)
 
 
 def _plan_parts(

@@ -17,17 +17,13 @@ from hybridcomp.codecs.launches import PlannedStretch, StretchTable
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 from hybridcomp.collectives.fused import places_of, room_of
 from hybridcomp.collectives.owner_layout import CopiedPayloads, Part, SendingRank, lay_out
-from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks
-from hybridcomp.collectives.wire import (
-    POOL,
-    OwnedRange,
-    Range,
-    Splits,
-    Steps,
-    Transfer,
-    stretches,
-    transport,
-)
+from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks, cut_ranges
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.chunking import Range
+from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.group import Transfer
+from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.collectives.wire.splits import Splits
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,17 +63,9 @@ class OwnerExchange:
         return buffer, cut[-1], cut[0], cut[1]
 
 
-def _cut(ranges: Sequence[OwnedRange], cuts: Sequence[int]) -> list[OwnedRange]:
-    return [
-        OwnedRange(low, high, owned.ranks)
-        for owned in ranges
-        for low, high in stretches(owned.start, owned.stop, cuts)
-    ]
-
-
 def direct_exchange(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
     """Plan the exchange in which each rank sends the values of all runs to their owners."""
-    mine, rows = plan.sums_of(of.me), _cut(plan.runs, of.cuts)
+    mine, rows = plan.sums_of(of.me), cut_ranges(plan.runs, of.cuts)
     outgoing = [owned for owned in rows if owned.ranks != (of.me,)]
     gives, sent, copies = lay_out(
         [_part(owned.ranks, owned.start, owned.stop - owned.start, of) for owned in outgoing], of
@@ -113,7 +101,7 @@ def balanced_exchange(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -
     """Plan the exchange in which each rank sends the sums of its chunk to their owners."""
     assert plan.even is not None, "a balanced plan"
     mine, start = plan.sums_of(of.me), plan.even.ranges[of.me].start
-    parts = cut_at_chunks(_cut(plan.runs, of.cuts), of.ranks)
+    parts = cut_at_chunks(cut_ranges(plan.runs, of.cuts), of.ranks)
     outgoing = [part for part in parts if part.source == of.me and not part.stays]
     gives, sent, copies = lay_out(
         [_part(part.ranks, part.start - start, part.numel, of) for part in outgoing], of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.launches import PlannedStretch
-from hybridcomp.collectives.wire import Splits
+from hybridcomp.collectives.wire.splits import Splits
 
 #: bytes of a word in which payloads are copied; payload sizes are multiples of it
 WORD = 8

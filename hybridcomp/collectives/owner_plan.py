@@ -7,14 +7,21 @@ Groups recognize a tuple of ranges by its identity: hashing 4,096 ranges takes 3
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from hybridcomp.collectives.wire import OwnedRange, Range, chunk_ranges, cut_rows, stretches
+from hybridcomp.collectives.wire.chunking import (
+    OwnedRange,
+    Range,
+    chunk_ranges,
+    cut_rows,
+    stretches,
+)
 from hybridcomp.errors import CodecError
 
 PlanKind = Literal["direct", "balanced"]
@@ -209,21 +216,25 @@ def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
     return runs
 
 
+def cut_ranges(ranges: Iterable[OwnedRange], cuts: Sequence[int]) -> list[OwnedRange]:
+    """Cut the ranges at ``cuts``."""
+    return [
+        OwnedRange(low, high, owned.ranks)
+        for owned in ranges
+        for low, high in stretches(owned.start, owned.stop, cuts)
+    ]
+
+
 def range_rounds(
     ranges: Sequence[OwnedRange], cuts: Sequence[int], count: int
 ) -> list[list[OwnedRange]]:
     """Cut ``ranges`` at ``cuts`` and into rounds, each with a share of every set of owners."""
     rows: dict[tuple[int, ...], list[Range]] = {}
-    for owned in ranges:
-        rows.setdefault(owned.ranks, []).extend(stretches(owned.start, owned.stop, cuts))
+    for owned in cut_ranges(ranges, cuts):
+        rows.setdefault(owned.ranks, []).append((owned.start, owned.stop))
     return [
-        sorted(
-            (OwnedRange(*edges, ranks) for ranks, row in zip(rows, shares, strict=True)
-             for edges in row),
-            key=lambda owned: owned.start,
-        )
-        for shares in cut_rows(list(rows.values()), count)
-    ]  # fmt: skip
+        [OwnedRange(*edges, ranks) for edges, ranks in shares] for shares in _dealt(rows, count)
+    ]
 
 
 def part_rounds(
@@ -231,19 +242,18 @@ def part_rounds(
 ) -> list[list[OwnedPart]]:
     """Cut ``ranges`` at ``cuts`` and chunks, and into rounds, each with a share of every path from
     a source to its owners."""
-    rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
-    cut = [
-        OwnedRange(low, high, owned.ranks)
-        for owned in ranges
-        for low, high in stretches(owned.start, owned.stop, cuts)
-    ]
-    for part in cut_at_chunks(cut, world_size):
-        rows.setdefault((part.source, part.ranks), []).append((part.start, part.stop))
+    rows: dict[tuple[tuple[int, ...], int], list[Range]] = {}
+    for part in cut_at_chunks(cut_ranges(ranges, cuts), world_size):
+        rows.setdefault((part.ranks, part.source), []).append((part.start, part.stop))
+    return [[OwnedPart(*edges, *path) for edges, path in shares] for shares in _dealt(rows, count)]
+
+
+def _dealt(rows: dict[Key, list[Range]], count: int) -> list[list[tuple[Range, Key]]]:
+    """Deal every row to ``count`` rounds; return the ranges of each round, ascending."""
     return [
         sorted(
-            (OwnedPart(*edges, ranks, source)
-             for (source, ranks), row in zip(rows, shares, strict=True) for edges in row),
-            key=lambda part: part.start,
+            ((edges, key) for key, row in zip(rows, shares, strict=True) for edges in row),
+            key=itemgetter(0),
         )
         for shares in cut_rows(list(rows.values()), count)
-    ]  # fmt: skip
+    ]

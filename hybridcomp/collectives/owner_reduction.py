@@ -20,26 +20,12 @@ from hybridcomp.collectives.hierarchical.intra_node import (
 from hybridcomp.collectives.owner_exchange import send_sums
 from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.owner_rounds import BucketPlan, ScatterRound, plan_bucket
-from hybridcomp.collectives.wire import (
-    POOL,
-    EncodeRequest,
-    Group,
-    Meter,
-    OwnedRange,
-    Pending,
-    Reduction,
-    Steps,
-    Transfer,
-    accumulator,
-    add_alone,
-    check_residual,
-    check_values,
-    chunk_ranges,
-    decode_fp32_all,
-    exchange,
-    given,
-    overlapped,
-)
+from hybridcomp.collectives.wire.chunking import OwnedRange, chunk_ranges
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, check_residual, check_values
+from hybridcomp.collectives.wire.exchanges import accumulator, decode_fp32_all, exchange
+from hybridcomp.collectives.wire.group import Group, Reduction, Transfer
+from hybridcomp.collectives.wire.handle import Meter, Pending, Steps, overlapped
+from hybridcomp.collectives.wire.steps import add_alone, given
 
 
 def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> list[Tensor]:

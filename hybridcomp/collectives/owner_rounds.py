@@ -24,17 +24,10 @@ from hybridcomp.collectives.owner_plan import (
     part_rounds,
     plan_of,
 )
-from hybridcomp.collectives.wire import (
-    ExchangePlan,
-    Group,
-    OwnedRange,
-    Range,
-    Reduction,
-    Transfer,
-    plan_exchange,
-    round_count,
-    sent_dtype,
-)
+from hybridcomp.collectives.wire.chunking import OwnedRange, Range
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, plan_exchange, sent_dtype
+from hybridcomp.collectives.wire.group import Group, Reduction, Transfer
+from hybridcomp.collectives.wire.message_rounds import round_count
 from hybridcomp.errors import CodecError
 
 

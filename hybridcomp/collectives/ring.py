@@ -20,20 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import (
-    HEADER_NBYTES,
-    POOL,
-    Group,
-    Header,
-    Meter,
-    Pending,
-    Steps,
-    add_values,
-    check_match,
-    payload_sizes,
-    spec_digest,
-    transport,
-)
+from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.encoding import POOL, add_values
+from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.handle import Meter, Pending, Steps
+from hybridcomp.collectives.wire.headers import HEADER_NBYTES, Header, check_match, spec_digest
 from hybridcomp.errors import CodecError
 
 #: spec in the header of unencoded values
@@ -186,7 +177,7 @@ class Ring:
         return sizes
 
     def _room(self, expected: Contents, told: list[int] | None) -> PackedMessage:
-        """Allocate a message to receive into, of sizes ``told`` or else as large as possible."""
+        """Allocate a receive buffer for payloads of ``told`` bytes; None: of the largest ones."""
         head, nbytes = self._head(expected), self._most(expected) if told is None else told
         buffer, message = POOL.take_bytes(head + sum(nbytes), self.device)
         return PackedMessage(expected, message, nbytes, head, buffer)

@@ -23,7 +23,10 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.row_ids import decode_ids, encode_ids
 from hybridcomp.collectives.all_gather_all_to_all import all_to_all, gather_words
-from hybridcomp.collectives.wire import Group, Meter, Transfer, transfer, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.group import Group, Transfer
+from hybridcomp.collectives.wire.handle import Meter
+from hybridcomp.collectives.wire.steps import transfer
 
 Form = Literal["gather", "owner"]
 FORMS: tuple[Form, ...] = ("gather", "owner")

@@ -16,19 +16,11 @@ from hybridcomp.collectives.first_hop import FirstHop, plan_first_hop
 from hybridcomp.collectives.fused import adjacent
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, keep_sum, node_sum
 from hybridcomp.collectives.owner_plan import direct_plan
-from hybridcomp.collectives.wire import (
-    POOL,
-    Levels,
-    OwnedRange,
-    ReduceScatterHandle,
-    Reduction,
-    Steps,
-    Transfer,
-    add_alone,
-    check_residual,
-    check_values,
-    given,
-)
+from hybridcomp.collectives.wire.chunking import OwnedRange
+from hybridcomp.collectives.wire.encoding import POOL, check_residual, check_values
+from hybridcomp.collectives.wire.group import Levels, Reduction, Transfer
+from hybridcomp.collectives.wire.handle import ReduceScatterHandle, Steps
+from hybridcomp.collectives.wire.steps import add_alone, given
 from hybridcomp.errors import CodecError
 
 
@@ -185,7 +177,10 @@ def _flat(
     if isinstance(residuals, Shards) and isinstance(shards, Shards) and residuals.ranks == ranks:
         check_residual("residuals", residuals.flat, shards.flat.numel())
     elif residuals is not None:
-        _check_residuals(shards, residuals)
+        if len(residuals) != len(shards):
+            raise CodecError(f"residuals: expected {len(shards)} tensors, found {len(residuals)}")
+        for rank, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
+            check_residual(f"residuals[{rank}]", residual, shard.numel())
     if how.probe is not None and ranks > 1:
         is_one = isinstance(shards, Shards)
         longest = 0 if is_one else max(range(len(shards)), key=lambda rank: shards[rank].numel())
@@ -288,10 +283,3 @@ def _fits(plan: FirstHop, left: Residual | None, shards: Sequence[Tensor]) -> bo
     """Return whether the kernels of ``plan`` can process the residual ``left`` of all shards."""
     gaps = isinstance(left, QuantizedResidual) and bool(_length(shards, 0) % BLOCK)
     return plan.by != "table" or not gaps
-
-
-def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Residual]) -> None:
-    if len(residuals) != len(shards):
-        raise CodecError(f"residuals: expected {len(shards)} tensors, found {len(residuals)}")
-    for rank, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
-        check_residual(f"residuals[{rank}]", residual, shard.numel())

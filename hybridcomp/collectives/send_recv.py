@@ -21,22 +21,16 @@ from torch import Tensor
 from torch.distributed import Work
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import (
+from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, check_values, encode_sum
+from hybridcomp.collectives.wire.group import Transfer
+from hybridcomp.collectives.wire.handle import Pending, Steps
+from hybridcomp.collectives.wire.headers import (
     HEADER_NBYTES,
-    POOL,
     UNREAD,
-    EncodeRequest,
-    Group,
     Header,
-    Pending,
-    Steps,
-    Transfer,
     check_match,
-    check_values,
-    encode_sum,
-    payload_sizes,
     spec_digest,
-    transport,
 )
 from hybridcomp.errors import CodecError
 
@@ -95,7 +89,8 @@ def send(tensor: Tensor, dst: int, via: Transfer) -> None:
 
 def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     group, meter, works = via.group, via.meter, list[Work]()
-    leaves = _leaves(tensor, group)
+    # whether a stream waits for the message, so that the host need not
+    leaves = tensor.is_cuda and group.backends.get("cuda") != "gloo"
     if leaves:
         yield from LEAVING.finish()
     (codec,) = via.codec.split_error_budget(1, 1, result=tensor.dtype)
@@ -124,11 +119,6 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
         return
     yield from works
     POOL.give(payload)
-
-
-def _leaves(tensor: Tensor, group: Group) -> bool:
-    """Return whether a stream waits for the message, so that the host need not."""
-    return tensor.is_cuda and group.backends.get("cuda") != "gloo"
 
 
 def recv(tensor: Tensor, src: int, via: Transfer) -> None:

@@ -28,7 +28,8 @@ from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.stepcode import STEP_DTYPES
 from hybridcomp.collectives import Group, Meter, Transfer, native_nbytes
 from hybridcomp.collectives.topology import discover
-from hybridcomp.collectives.wire import transfer, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.steps import transfer
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.config.gathered import GatheredConfig

@@ -18,10 +18,8 @@ from hybridcomp.channels import (
     ReduceScatterHandle,
     ReduceToOwners,
 )
-from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
-from hybridcomp.dimensions import Direction
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,72 +33,44 @@ class _Taken(AllReduce):
         return self.takes
 
 
+def _of(values: Tensor, group: Any) -> dict[str, Any]:
+    return {"numel": values.numel(), "dtype": values.dtype, "group": group}
+
+
 def all_reduce(
-    channel: Channel,
-    values: Tensor,
-    codec: Codec,
-    group: Any,
-    *,
-    pieces: Sequence[Piece] | None = None,
+    channel: Channel, values: Tensor, codec: Codec, group: Any, *, pieces: Any = None,
     taken: Mapping[str, Tensor] | None = None,
-) -> Handle:
+) -> Handle:  # fmt: skip
     """Sum ``values`` in place."""
-    message = _Taken(
-        numel=values.numel(), dtype=values.dtype, group=group, values=values, parameters=pieces,
-        takes=taken,
-    )  # fmt: skip
+    message = _Taken(**_of(values, group), values=values, parameters=pieces, takes=taken)
     return message.send(channel, codec)
 
 
 def reduce_scatter(
-    channel: Channel,
-    shards: Sequence[Tensor],
-    codec: Codec,
-    group: Any,
-    *,
-    pieces: Sequence[Sequence[Piece]] | None = None,
-    direction: Direction = "forward",
-    async_op: bool = False,
-) -> ReduceScatterHandle:
+    channel: Channel, shards: Sequence[Tensor], codec: Codec, group: Any, *, pieces: Any = None,
+    **more: Any,
+) -> ReduceScatterHandle:  # fmt: skip
     """Sum this rank's shard."""
-    message = ReduceScatter(
-        numel=sum(shard.numel() for shard in shards), dtype=shards[0].dtype, group=group,
-        direction=direction, shards=shards, parameters=pieces, async_op=async_op,
-    )  # fmt: skip
-    return message.send(channel, codec)
+    fields = {**_of(shards[0], group), "numel": sum(shard.numel() for shard in shards), **more}
+    return ReduceScatter(**fields, shards=shards, parameters=pieces).send(channel, codec)
 
 
 def reduce_to_owners(
-    channel: Channel,
-    values: Tensor,
-    ranges: Sequence[OwnedRange],
-    codec: Codec,
-    group: Any,
-    *,
-    pieces: Sequence[Piece] | None = None,
-) -> list[Tensor]:
+    channel: Channel, values: Tensor, ranges: Sequence[OwnedRange], codec: Codec, group: Any, *,
+    pieces: Any = None,
+) -> list[Tensor]:  # fmt: skip
     """Reduce ``values`` to the owners of ``ranges``."""
-    message = ReduceToOwners(
-        numel=values.numel(), dtype=values.dtype, group=group, values=values, ranges=ranges,
-        parameters=pieces,
-    )  # fmt: skip
-    return message.send(channel, codec)
+    fields = {**_of(values, group), "values": values, "ranges": ranges}
+    return ReduceToOwners(**fields, parameters=pieces).send(channel, codec)
 
 
 def all_gather(
-    channel: Channel, shard: Tensor, out: Tensor, codec: Codec, group: Any, async_op: bool = False
+    channel: Channel, shard: Tensor, out: Tensor, codec: Codec, group: Any, **more: Any
 ) -> Handle:
     """Gather ``shard`` into ``out``."""
-    message = AllGather(
-        numel=shard.numel(), dtype=shard.dtype, group=group, shard=shard, out=out,
-        async_op=async_op,
-    )  # fmt: skip
-    return message.send(channel, codec)
+    return AllGather(**_of(shard, group), shard=shard, out=out, **more).send(channel, codec)
 
 
 def all_to_all(channel: Channel, out: Tensor, values: Tensor, codec: Codec, group: Any) -> Handle:
     """Exchange equal chunks of ``values`` into ``out``."""
-    message = AllToAll(
-        numel=values.numel(), dtype=values.dtype, group=group, values=values, out=out
-    )
-    return message.send(channel, codec)
+    return AllToAll(**_of(values, group), values=values, out=out).send(channel, codec)

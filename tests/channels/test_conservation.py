@@ -20,13 +20,16 @@ from hybridcomp.channels import Channels
 from hybridcomp.channels.checkpoint import resharing
 from hybridcomp.channels.residuals.pieces import Piece, cut
 from hybridcomp.channels.residuals.saved_residuals import held_in
-from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
+from hybridcomp.codecs import LOSSLESS
+from hybridcomp.collectives import OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
 from hybridcomp.job import small_messages
 from tests.channels import sent
+from tests.collectives.calls import group_of
+from tests.collectives.hierarchical.in_threads import deep_groups, units_of
 from tests.selection import by_day
 from tests.stand_ins import thread_groups
-from tests.stand_ins.thread_groups import Board, Member
+from tests.stand_ins.thread_groups import Member
 
 #: DDP, ZeRO 0 and Megatron; FSDP2, ZeRO 3 and Megatron's distributed optimizer; ZeRO 1 and 2
 KINDS = ("all_reduce", "reduce_scatter", "owners")
@@ -125,23 +128,15 @@ class Drawn:
 
     def reduce(self, gradients: Tensor, unused: frozenset[str]) -> Tensor:
         """Reduce over the ranks as the engine does."""
-        inner, outer = [Board(2) for _ in range(2)], [Board(2) for _ in range(2)]
+        _, levels_of, boards = deep_groups(units_of([2], 4)) if self.deep else (None, None, [])
         ranges = chunk_ranges(self.whole, self.size)
         lossless = self.draw.random() < 0.2
 
         def one(member: Member, rank: int) -> Tensor:
             channel = self.every[rank]["dp"]
-            group: Any = Group(member, rank, self.size)  # type: ignore[arg-type]
-            if self.deep:
-                node, local = divmod(rank, 2)
-                levels = Levels(
-                    ((0, 1), (2, 3)), node, local,
-                    Group(Member(inner[node], local), local, 2),  # type: ignore[arg-type]
-                    Group(Member(outer[local], node), node, 2),  # type: ignore[arg-type]
-                )  # fmt: skip
-                group = Group(levels.inner.process_group, rank, 4, levels=levels)
+            group = group_of(levels_of(rank) if levels_of else member)
             channel.groups[GROUP, channel.state.nodes] = group
-            codec = channel.state.guard.lossless
+            codec = LOSSLESS
             if not lossless:
                 chosen = channel.state.policy.codecs["dp", "forward"]
                 assert chosen is not None
@@ -163,7 +158,7 @@ class Drawn:
             sums = sent.reduce_to_owners(channel, values, owned, codec, GROUP, pieces=self.pieces)
             return torch.cat(sums) if sums else values[:0]
 
-        found = thread_groups.run(self.size, one)
+        found = thread_groups.run(self.size, one, boards)
         return found[0] if self.kind == "all_reduce" else torch.cat(found)
 
     def save_and_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,18 +204,17 @@ class Drawn:
 @pytest.mark.parametrize("share", by_day(range(SHARES), (0,)))
 def test_applied_and_held_are_what_was_given(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = 0
-    with thread_groups.in_process():
-        for seed in range(share, JOBS, SHARES):
-            job = Drawn(seed)
-            for _ in range(2):
-                for _ in range(job.draw.randint(1, 2)):
-                    job.step()
-                before = job.size
-                job.save_and_load(monkeypatch)
-                changed += job.size != before
-                off = float((job.held() - job.owed).abs().max())
-                assert off <= job.rounding * job.scale, (seed, job.kind, job.size, job.deep, off)
-            job.step()
+    for seed in range(share, JOBS, SHARES):
+        job = Drawn(seed)
+        for _ in range(2):
+            for _ in range(job.draw.randint(1, 2)):
+                job.step()
+            before = job.size
+            job.save_and_load(monkeypatch)
+            changed += job.size != before
             off = float((job.held() - job.owed).abs().max())
             assert off <= job.rounding * job.scale, (seed, job.kind, job.size, job.deep, off)
+        job.step()
+        off = float((job.held() - job.owed).abs().max())
+        assert off <= job.rounding * job.scale, (seed, job.kind, job.size, job.deep, off)
     assert changed > JOBS // SHARES // 2

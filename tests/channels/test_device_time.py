@@ -10,8 +10,8 @@ import torch
 from hybridcomp.channels import Channels
 from hybridcomp.channels.accounting.ledger import Key, Ledger, entries_of
 from hybridcomp.collectives import Meter
-from hybridcomp.collectives.wire import HOST
 from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock
+from hybridcomp.collectives.wire.handle import HOST
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session.reporter import events_of, line

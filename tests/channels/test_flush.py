@@ -14,29 +14,19 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.channels.residuals.pieces import Piece, cut
-from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
+from hybridcomp.codecs import LOSSLESS
+from hybridcomp.collectives import OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
 from tests.channels import sent
+from tests.collectives.calls import group_of
+from tests.collectives.hierarchical.in_threads import deep_groups, units_of
 from tests.stand_ins import thread_groups
-from tests.stand_ins.thread_groups import Board, Member
+from tests.stand_ins.thread_groups import Member
 
 NUMEL = 999
 PIECE = Piece("p", 0, NUMEL)
 GROUP: Any = "the group of the test"
 BLOCK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
-
-
-def members(member: Member, rank: int, size: int, boards: list[Board] | None) -> Group:
-    """Return the group of ``rank``: one level, or with ``boards`` two nodes of two ranks."""
-    if boards is None:
-        return Group(member, rank, size)  # type: ignore[arg-type]
-    node, local = divmod(rank, 2)
-    levels = Levels(
-        ((0, 1), (2, 3)), node, local,
-        Group(Member(boards[node], local), local, 2),  # type: ignore[arg-type]
-        Group(Member(boards[2 + local], node), node, 2),  # type: ignore[arg-type]
-    )  # fmt: skip
-    return Group(levels.inner.process_group, rank, 4, levels=levels)
 
 
 def encoded(kind: str, rank: int, shares: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -52,15 +42,16 @@ def flushed(kind: str, size: int, deep: bool) -> tuple[Tensor, Tensor, float]:
     gradients = torch.randint(-64, 64, (size, NUMEL)).bfloat16()
     residuals = torch.randint(-1023, 1024, (size, NUMEL)) / 1024
     every = [Channels(CompressionConfig.parse(BLOCK)) for _ in range(size)]
-    boards = [Board(2) for _ in range(4)] if deep else None
+    _, levels_of, boards = deep_groups(units_of([2], size)) if deep else (None, None, [])
     shares = chunk_ranges(NUMEL, size)
     held = torch.zeros(NUMEL)
 
     def one(member: Member, rank: int) -> Tensor:
         channels = every[rank]
         channels.step = 1  # no sample
-        channel, codec = channels["dp"], channels.guard.lossless
-        channel.groups[GROUP, channel.state.nodes] = members(member, rank, size, boards)
+        channel, codec = channels["dp"], LOSSLESS
+        group = group_of(levels_of(rank) if levels_of else member)
+        channel.groups[GROUP, channel.state.nodes] = group
         values = gradients[rank].clone()
         if kind == "all_reduce":
             sent.all_reduce(channel, values, codec, GROUP, pieces=[PIECE]).wait()
@@ -79,8 +70,7 @@ def flushed(kind: str, size: int, deep: bool) -> tuple[Tensor, Tensor, float]:
         for low, high in encoded(kind, rank, shares) if deep else [(0, NUMEL)]:
             held[low:high] += residuals[rank, low:high]
             channels.residuals.add("p", (low, residuals[rank, low:high].clone()))
-    with thread_groups.in_process():
-        found = thread_groups.run(size, one)
+    found = thread_groups.run(size, one, boards)
     applied = found[0] if kind == "all_reduce" else torch.cat(found)
     return gradients.float().sum(0) + held, applied, max(c.residuals.norm() for c in every)
 

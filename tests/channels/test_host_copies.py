@@ -13,19 +13,13 @@ from hybridcomp.channels.offload import pinned_receive_buffers
 from hybridcomp.codecs import BlockInt, ExpCode
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config import CompressionConfig
+from tests.codecs import arrays
 
 CPU = torch.device("cpu")
 
 
 def channels() -> Channels:
     return Channels(CompressionConfig.model_validate({"offload": "blockint", "min_bytes": 0}))
-
-
-def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    payload = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
-    out = torch.empty(values.numel())
-    codec.decode(payload[: codec.encode(values, payload)], out)
-    return out
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
@@ -46,7 +40,7 @@ def test_packed_sums_are_sums_of_what_was_sent(
         moves.unpack(packed, on=CPU, then=partial(done.append, 1))
         expected = torch.zeros_like(out)
         for values in gradients:
-            expected += decoded(codec, values)
+            expected += arrays.decoded(codec, values)
         assert torch.equal(out, expected) and done == [1] and not packed.waiting
         assert packed.square is not None
         assert float(packed.square) == pytest.approx(float(out.double().square().sum()), rel=1e-6)
@@ -79,7 +73,7 @@ def test_parameters_arrive_as_they_would_have(codec: Codec, dtype: torch.dtype) 
     torch.manual_seed(0)
     masters, out = torch.randn(70_000), torch.empty(70_000, dtype=dtype)
     channels().host.to_device(masters, out, codec, raw_nbytes=0)
-    expected = masters if codec.lossless else decoded(codec, masters)
+    expected = masters if codec.lossless else arrays.decoded(codec, masters)
     assert torch.equal(out, expected.to(dtype))
 
 

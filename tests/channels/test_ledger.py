@@ -153,15 +153,3 @@ def test_a_full_disk_costs_records_and_not_the_run(
     assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [0, 4]
     lines.close()
     assert capsys.readouterr().err.endswith("ledger.jsonl: 3 records are missing\n")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
-def test_the_systems_own_full_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ledger.jsonl"
-    path.symlink_to("/dev/full")
-    lines = JsonLines(path)
-    lines.write({"step": 1})
-    lines.write({"step": 2})
-    lines.close()
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and os.strerror(errno.ENOSPC) in said[0]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
+
+from hybridcomp.codecs import Codec
+from tests.selection import VARIABLE
 
 Floats = NDArray[np.float32]
 Generator = np.random.Generator
@@ -78,8 +83,11 @@ KINDS: dict[str, Callable[[Generator, int], Floats]] = {
     "all nan": lambda rng, n: np.full(n, np.nan, np.float32),
     "bits": _bits,
 }
-FINITE_KINDS = tuple(kind for kind in KINDS if kind not in ("nonfinite", "all nan", "bits"))
 
+#: kinds that differ most for codecs
+DAY = ("normal", "minus zeros", "outliers", "nonfinite")
+#: hypothesis and other sweeps run four times as many cases at night
+NIGHTLY = os.environ.get(VARIABLE) == "1"
 LENGTHS = (0, 1, 2, 3, 4, 5, 31, 32, 33, 64, 255, 257, 1000, 1023, 1024, 1025, 2048, 4097, 5000)
 
 
@@ -92,9 +100,27 @@ def make(kind: str, n: int, seed: int, dtype: torch.dtype = torch.float32) -> Te
     return torch.from_numpy(KINDS[kind](rng, n).copy()).to(dtype)
 
 
+def encoded(codec: Codec, values: Tensor) -> Tensor:
+    """Return the payload, encoded into a dirty buffer."""
+    room = torch.full((codec.wire_nbytes(values.numel(), values.dtype),), 0xA5, dtype=torch.uint8)
+    return room[: codec.encode(values, room)]
+
+
+def decoded(codec: Codec, values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``values`` encoded and decoded to ``dtype``."""
+    out = torch.empty(values.numel(), dtype=dtype)
+    codec.decode(encoded(codec, values), out)
+    return out
+
+
 def bits_of(values: Tensor) -> Tensor:
     """Return the bit patterns, which compare equal even for NaN."""
     return values.view(torch.int32 if values.itemsize == 4 else torch.int16)
+
+
+def often(examples: int) -> settings:
+    """Return the settings of a test of so many examples by day."""
+    return settings(max_examples=examples * (4 if NIGHTLY else 1))
 
 
 def tensors(

@@ -12,14 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.contributing.walk import steps
 from tests.paths import ROOT
 
-PAGE = ROOT / "docs" / "contributing" / "codec.md"
 NEW = (
     "hybridcomp/kernels/formats/trim.h",
     "hybridcomp/kernels/cpu/bind_trim.cpp",
@@ -66,17 +65,6 @@ print(json.dumps({
 """
 
 
-def files_of_page() -> dict[str, str]:
-    """Return the page's files by path."""
-    text, found = PAGE.read_text(), {}
-    for name in NEW:
-        after = text[text.index(f"**`{name.removeprefix('hybridcomp/')}`**") :]
-        fence = re.search(r"^    ```\w+\n(.*?)^    ```", after, re.DOTALL | re.MULTILINE)
-        assert fence is not None, name
-        found[name] = textwrap.dedent(fence[1])
-    return found
-
-
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the package with the new codec and without unneeded C++."""
@@ -88,9 +76,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "hybridcomp", folder / "hybridcomp", ignore=others)
     left = {path.name for path in (folder / "hybridcomp/kernels/cpu").iterdir()}
     assert left == set(SHARED), "the shared files name no codec, so theirs can be left out"
-    for name, text in files_of_page().items():
+    texts = {f"hybridcomp/{step.file}": step.text for step in steps("codec.md")}
+    for name in NEW:
         assert not (folder / name).exists()
-        (folder / name).write_text(text)
+        (folder / name).write_text(texts[name])
     return folder
 
 

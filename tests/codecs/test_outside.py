@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contributing.walk import steps
 from tests.paths import ROOT
 from tests.scripts_on_ranks import run_script
 
-PAGE = ROOT / "docs" / "contributing" / "codec.md"
 SETTINGS = {"codec": "toy", "keep": 3}
 
 #: parses the blocks of a file, runs commands, and prints each result
@@ -76,18 +75,6 @@ if rank == 0:
 """
 
 
-def blocks_of_page() -> dict[str, str]:
-    """Return the page's files by name."""
-    text = PAGE.read_text()
-    found = {}
-    for name in ("toy_codec.py", "pyproject.toml", "test_toy.py"):
-        after = text[text.index(f"**`{name}`**") :]
-        fence = re.search(r"^    ```\w+\n(.*?)^    ```", after, re.DOTALL | re.MULTILINE)
-        assert fence is not None, name
-        found[name] = textwrap.dedent(fence[1])
-    return found
-
-
 def distribution(folder: Path, name: str, points: str, version: str = "1.0") -> None:
     """Write what ``pip install`` leaves of a package: metadata and entry points."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -99,8 +86,8 @@ def distribution(folder: Path, name: str, points: str, version: str = "1.0") -> 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """Create a folder for ``sys.path`` with the page's package."""
-    for name, text in blocks_of_page().items():
-        (tmp_path / name).write_text(text)
+    for step in steps("codec.md")[:3]:  # the package's; the others are for a codec with kernels
+        (tmp_path / (step.file or "toy_codec.py")).write_text(step.text)
     (point,) = re.findall(
         r'^\[project.entry-points."hybridcomp.codecs"\]\n(.*)$',
         (tmp_path / "pyproject.toml").read_text(), re.MULTILINE,

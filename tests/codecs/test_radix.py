@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, Radix
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, radix_reference
+from tests.selection import by_day
 
-#: HYBRIDCOMP_NIGHTLY=1 tests millions of blocks instead of thousands
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 BOUNDS = (0.9, 0.3, 3e-2, 1e-2, 1e-3, 1e-4, 3e-6, 1e-7, 1e-12)
 SEGMENTS = (64, 256, 1040, 4096)
 NARROW = (torch.bfloat16, torch.float16)
@@ -32,17 +29,6 @@ codecs = st.one_of(
 )
 
 
-def encoded(codec: Radix, values: Tensor) -> Tensor:
-    payload = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
-    return payload[: codec.encode(values, payload)]
-
-
-def decoded(codec: Radix, values: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(values.numel(), dtype=dtype)
-    codec.decode(encoded(codec, values), out)
-    return out
-
-
 def outside(codec: Radix, values: Tensor) -> Tensor:
     """Return indices of finite elements whose error exceeds the bound, compared exactly in fp64."""
     exact = values.double()
@@ -55,7 +41,7 @@ def outside(codec: Radix, values: Tensor) -> Tensor:
     limits = torch.ones_like(rows) * limit
     wrong = torch.zeros(len(exact), dtype=torch.bool)
     for dtype in {torch.float32, values.dtype}:
-        found = decoded(codec, values, dtype).double()
+        found = arrays.decoded(codec, values, dtype).double()
         wrong |= exact.isfinite() & ~((found - exact).abs() <= limits.view(-1)[: len(exact)])
         wrong |= ~exact.isfinite() & found.isfinite()
     return wrong.nonzero()
@@ -66,29 +52,28 @@ def assert_bound(codec: Radix, values: Tensor) -> None:
     assert not len(wrong), f"{codec}: {len(wrong)} outside, the first is element {int(wrong[0])}"
 
 
-@given(values=arrays.tensors(), codec=codecs)
-@settings(max_examples=80, deadline=None)
-def test_bytes_and_values_are_those_of_the_reference(values: Tensor, codec: Radix) -> None:
+def check_against_reference(values: Tensor, codec: Radix) -> None:
     chosen = radix_reference.Settings(codec.error_bound, codec.segment, codec.mode == "rel")
     payload = radix_reference.encode(values, chosen)
-    assert encoded(codec, values).numpy().tobytes() == payload
-    found = decoded(codec, values, torch.float32)
+    assert arrays.encoded(codec, values).numpy().tobytes() == payload
+    found = arrays.decoded(codec, values)
     np.testing.assert_array_equal(found.numpy(), radix_reference.decode(payload))
+
+
+@given(values=arrays.tensors(), codec=codecs)
+@arrays.often(30)
+def test_bytes_and_values_are_those_of_the_reference(values: Tensor, codec: Radix) -> None:
+    check_against_reference(values, codec)
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
-@pytest.mark.parametrize("kind", arrays.KINDS)
+@pytest.mark.parametrize("kind", by_day(arrays.KINDS, arrays.DAY))
 def test_whole_segments_of_every_kind(kind: str, dtype: torch.dtype) -> None:
-    values = arrays.make(kind, 4096 + 300, 1, dtype)
-    payload = radix_reference.encode(values, radix_reference.Settings(float(np.float32(0.0078125))))
-    codec = Radix(0.0078125)
-    assert encoded(codec, values).numpy().tobytes() == payload
-    found = decoded(codec, values, torch.float32)
-    np.testing.assert_array_equal(found.numpy(), radix_reference.decode(payload))
+    check_against_reference(arrays.make(kind, 4096 + 300, 1, dtype), Radix(0.0078125))
 
 
 @given(values=arrays.tensors(), codec=codecs)
-@settings(max_examples=2000 if NIGHTLY else 300, deadline=None)
+@arrays.often(150)
 def test_no_element_is_outside_its_bound(values: Tensor, codec: Radix) -> None:
     assert_bound(codec, values)
 
@@ -96,7 +81,7 @@ def test_no_element_is_outside_its_bound(values: Tensor, codec: Radix) -> None:
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_no_element_of_many_blocks_is_outside(bound: float, dtype: torch.dtype) -> None:
-    blocks, rounds = 2048, 60 if NIGHTLY else 1
+    blocks, rounds = 2048, 60 if arrays.NIGHTLY else 1
     for seed in range(rounds):
         for kind in ("normal", "outliers", "wide", "bits", "subnormal", "near max"):
             values = arrays.make(kind, 16 * blocks, seed, dtype)
@@ -130,80 +115,25 @@ def test_rounding_to_16_bits_is_part_of_the_bound(dtype: torch.dtype) -> None:
     """Every bound between a quarter and eight spacings of the largest value's octave."""
     spacing = torch.finfo(dtype).eps
     values = arrays.make("normal", 8192, 0, dtype)
-    for eighths in range(2, 64, 3 if not NIGHTLY else 1):
+    for eighths in range(2, 64, 3 if not arrays.NIGHTLY else 1):
         bound = spacing * eighths / 8
         assert_bound(Radix(bound, 256), values)
         # few blocks are raw: the size is close to that of fp32 values with this bound
-        wide = encoded(Radix(bound, 4096), values.float()).numel()
-        assert encoded(Radix(bound, 4096), values).numel() < 1.25 * wide
-
-
-@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
-def test_nan_and_inf_come_back_and_their_neighbours_keep_the_bound(dtype: torch.dtype) -> None:
-    values = torch.randn(8192, generator=torch.Generator().manual_seed(0)).to(dtype)
-    values[40], values[5000], values[8191] = float("nan"), float("inf"), -float("inf")
-    found = decoded(Radix(1e-2), values, dtype)
-    assert found[40].isnan() and found[5000] == float("inf") and found[8191] == -float("inf")
-    assert int((~found.isfinite()).sum()) == 3
-    assert_bound(Radix(1e-2), values)
-
-
-def test_segments_do_not_see_each_other() -> None:
-    codec = Radix(1e-2, 256)
-    values = torch.randn(1024, generator=torch.Generator().manual_seed(0))
-    values[256:512] *= 1e6
-    found = decoded(codec, values, torch.float32)
-    assert float((found - values)[512:].abs().max()) <= 1e-2 * float(values[512:].abs().max())
+        wide = arrays.encoded(Radix(bound, 4096), values.float()).numel()
+        assert arrays.encoded(Radix(bound, 4096), values).numel() < 1.25 * wide
 
 
 def test_bits_of_a_gaussian() -> None:
     """The docstring's figures hold."""
     values = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
-    sizes = {bound: encoded(Radix(bound), values).numel() * 8 / 2**18 for bound in (1e-1, 1e-2)}
-    assert sizes[1e-2] < 6.15 and sizes[1e-1] < 3.1
-
-
-def test_rows_of_zeros_cost_a_sixteenth_bit() -> None:
-    values = torch.zeros(2**18)
-    assert encoded(Radix(), values).numel() == 32 + 4 * 64 + 16
-    values[::4096] = 1.0
-    assert encoded(Radix(), values).numel() * 8 < 0.12 * 2**18
-
-
-def test_absolute_bounds_do_not_scale() -> None:
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 100
-    for bound in (0.5, 10.0):
-        error = (decoded(Radix(bound, mode="abs"), values, torch.float32) - values).abs().max()
-        assert 0.8 * bound < float(error) <= bound
-        assert Radix(bound, mode="abs").element_bound(1e9, torch.float32) == bound
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"error_bound": 0.0}, "error_bound"),
-        ({"error_bound": -1e-3}, "error_bound"),
-        ({"error_bound": 1.0}, "error_bound"),
-        ({"error_bound": float("nan")}, "error_bound"),
-        ({"error_bound": float("inf"), "mode": "abs"}, "error_bound"),
-        ({"error_bound": True}, "error_bound"),
-        ({"error_bound": "1e-2"}, "error_bound"),
-        ({"error_bound": 1e-2, "segment": 48}, "segment"),
-        ({"error_bound": 1e-2, "segment": 8192}, "segment"),
-        ({"error_bound": 1e-2, "segment": 100}, "segment"),
-        ({"error_bound": 1e-2, "segment": 64.0}, "segment"),
-        ({"error_bound": 1e-2, "mode": "relative"}, "mode"),
-    ],
-)
-def test_impossible_settings_are_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(CodecError, match=message):
-        Radix(**arguments)  # type: ignore[arg-type]
+    wide, narrow = (arrays.encoded(Radix(bound), values).numel() for bound in (1e-1, 1e-2))
+    assert wide * 8 < 3.1 * 2**18 and narrow * 8 < 6.15 * 2**18
 
 
 def test_damaged_payloads_are_refused() -> None:
     values = arrays.make("sparse", 5000, 0)
     codec = Radix(1e-2, 1024)
-    payload, out = encoded(codec, values), torch.empty(5000)
+    payload, out = arrays.encoded(codec, values), torch.empty(5000)
     for place, message in ((0, "not one of"), (4, "version"), (5, "dtype"), (6, "other settings"),
                            (8, "number of values"), (16, "other settings"), (20, "other settings"),
                            (25, "too short|damaged"), (36, "damaged"), (52 + 4, "damaged"),

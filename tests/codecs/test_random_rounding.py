@@ -15,16 +15,8 @@ NUMEL = 100_000
 BITS = (2, 3, 4, 5, 8)
 
 
-def decoded_of(codec: BlockInt, values: Tensor) -> Tensor:
-    payload = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
-    codec.encode(values, payload)
-    decoded = torch.empty(values.numel())
-    codec.decode(payload, decoded)
-    return decoded
-
-
 def errors_of(codec: BlockInt, values: Tensor) -> Tensor:
-    return decoded_of(codec, values).double() - values.double()
+    return arrays.decoded(codec, values).double() - values.double()
 
 
 def normal(seed: int, numel: int = NUMEL) -> Tensor:
@@ -75,8 +67,8 @@ def test_to_nearest_the_same_values_have_another_mean() -> None:
         assert abs(z_score((errors * values[name].double())[errors != 0])) > 40, name
     small = values["small"].clone()
     small[::32] = 0
-    assert not decoded_of(BlockInt(4), values["small"])[small != 0].any()
-    arrived = decoded_of(BlockInt(4, rounding="random"), values["small"])[small != 0]
+    assert not arrays.decoded(BlockInt(4), values["small"])[small != 0].any()
+    arrived = arrays.decoded(BlockInt(4, rounding="random"), values["small"])[small != 0]
     assert 0.03 < float((arrived != 0).float().mean()) < 0.08  # 0.8 % of 7 steps
 
 
@@ -88,7 +80,7 @@ def test_it_is_as_likely_to_round_up_as_the_value_is_far(bits: int) -> None:
         values = torch.full((NUMEL,), tenth / 10 / top)
         values += normal(tenth) * 1e-4 / top
         values[::32] = 1.0
-        up = decoded_of(BlockInt(bits, rounding="random"), values) > 0
+        up = arrays.decoded(BlockInt(bits, rounding="random"), values) > 0
         share = float(up[values < 1].float().mean())
         assert abs(share - tenth / 10) < 4 * 0.5 / math.sqrt(NUMEL)
 
@@ -117,29 +109,12 @@ def test_blocks_of_one_message_have_nothing_in_common() -> None:
     assert abs(z_score(errors)) < 4
 
 
-@pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("kind", arrays.KINDS)
-def test_the_same_message_has_the_same_bytes(kind: str, rotate: bool) -> None:
-    values, threads = arrays.make(kind, 5000, 3), torch.get_num_threads()
-    codec = BlockInt(4, rotate, rounding="random")
-    payloads = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            room = torch.full((codec.wire_nbytes(5000, torch.float32),), count, dtype=torch.uint8)
-            codec.encode(values, room)
-            payloads.append(room)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(payload, payloads[0]) for payload in payloads)
-
-
 def test_levels_stay_in_range_next_to_the_top() -> None:
     """A value at or just below its block's top never rounds to a level beyond."""
     for bits in BITS:
         top = torch.tensor([1.0, 1.0 - 2.0**-24, 1.0625 - 2.0**-20]).repeat(8000)
         for values in (top, -top, top * 2.0**-100, top * 3e38):
-            decoded = decoded_of(BlockInt(bits, rounding="random"), values)
+            decoded = arrays.decoded(BlockInt(bits, rounding="random"), values)
             assert not (decoded.sign() * values.sign() < 0).any()
             assert float(decoded.abs().max()) <= 1.0626 * float(values.abs().max())
 
@@ -150,4 +125,4 @@ def test_values_on_a_level_and_zeros_stay_there() -> None:
     levels[1::30] = 7.0
     for block in torch.split(levels, 32):
         block[0] = 7.0  # T is 7, so the step is 1
-    assert torch.equal(decoded_of(BlockInt(4, rounding="random"), levels), levels)
+    assert torch.equal(arrays.decoded(BlockInt(4, rounding="random"), levels), levels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, KernelSet
 from tests.codecs import arrays, guarded, stepcode_reference
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 DTYPES = (torch.bfloat16, torch.float16)
 CHANGES = tuple(stepcode_reference.CHANGES)
 CODEC = StepCode()
@@ -87,7 +85,7 @@ def test_what_the_loops_may_use_is_one_of_three() -> None:
 
 
 @given(pair=pairs)
-@settings(max_examples=300 if NIGHTLY else 150, deadline=None)
+@arrays.often(80)
 def test_every_pair_is_exact_and_the_format_is_what_is_written(
     pair: tuple[Tensor, Tensor],
 ) -> None:
@@ -273,7 +271,7 @@ def test_random_bytes_never_read_or_write_beyond(change: str) -> None:
         values, reference = (guarded.copy(one) for one in pair)
         room = guarded.empty(CODEC.wire_nbytes(numel, torch.bfloat16))
         payload = room[: CODEC.encode(values, reference, room)]
-        for turn in range(2000 if NIGHTLY else 100):
+        for turn in range(2000 if arrays.NIGHTLY else 100):
             broken = guarded.copy(payload)
             first = (0, 32, min(200, broken.numel() - 1))[turn % 3]
             where = torch.randint(first, broken.numel(), (1 + turn % 4,), generator=generator)

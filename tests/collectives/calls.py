@@ -1,11 +1,10 @@
-"""Collectives with all arguments explicit, for any kind of group: shorter in tests."""
+"""Collectives of (tensors, codec, group of any kind), with a new meter unless a test passes one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridcomp import collectives
@@ -21,12 +20,10 @@ from hybridcomp.collectives import (
     ReduceScatterHandle,
     Reduction,
     Transfer,
-    chunk_ranges,
 )
 from hybridcomp.collectives import low_rank as factored
 from hybridcomp.collectives.low_rank import Factoring, Matrix
-from hybridcomp.collectives.wire import Steps
-from tests.collectives.common import values_of
+from hybridcomp.collectives.wire.handle import Steps
 
 
 def group_of(group: Any) -> Group:
@@ -41,96 +38,60 @@ def group_of(group: Any) -> Group:
     return Group.of(group)
 
 
-def all_reduce(
-    tensor: Tensor, codec: Codec, group: Any, *, meter: Meter, async_op: bool = False, **more: Any
-) -> Handle:
-    how = Reduction(codec, group_of(group), meter, **more)
-    return collectives.all_reduce(tensor, how, async_op)
+def how_of(codec: Codec, group: Any, meter: Meter | None = None, **more: Any) -> Reduction:
+    return Reduction(codec, group_of(group), meter or Meter(), **more)
+
+
+def via_of(
+    codec: Codec, group: Any, meter: Meter | None = None, cuts: Sequence[int] = ()
+) -> Transfer:
+    return Transfer(codec, group_of(group), meter or Meter(), cuts)
+
+
+def all_reduce(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> Handle:
+    return collectives.all_reduce(tensor, how_of(*how, **more), async_op)
 
 
 def reduce_scatter(
     shards: Sequence[Tensor],
-    codec: Codec,
-    group: Any,
-    *,
-    meter: Meter,
+    *how: Any,
+    meter: Meter | None = None,
     residuals: Sequence[Residual] | None = None,
     cuts: Sequence[Sequence[int]] | None = None,
     async_op: bool = False,
 ) -> ReduceScatterHandle:
-    how = Reduction(codec, group_of(group), meter)
-    return collectives.reduce_scatter(shards, how, residuals, cuts, async_op)
+    return collectives.reduce_scatter(shards, how_of(*how, meter), residuals, cuts, async_op)
 
 
 def reduce_to_owners(
-    tensor: Tensor,
-    ranges: Sequence[OwnedRange],
-    codec: Codec,
-    group: Any,
-    *,
-    meter: Meter,
-    **more: Any,
+    tensor: Tensor, ranges: Sequence[OwnedRange], *how: Any, **more: Any
 ) -> list[Tensor]:
-    how = Reduction(codec, group_of(group), meter, **more)
-    return collectives.reduce_to_owners(tensor, ranges, how)
+    return collectives.reduce_to_owners(tensor, ranges, how_of(*how, **more))
 
 
 def all_gather(
-    shard: Tensor,
-    out: Tensor,
-    codec: Codec,
-    group: Any,
-    *,
-    meter: Meter,
-    cuts: Sequence[int] = (),
-    async_op: bool = False,
+    shard: Tensor, out: Tensor, *via: Any, async_op: bool = False, **more: Any
 ) -> Handle:
-    via = Transfer(codec, group_of(group), meter, cuts)
-    return collectives.all_gather(shard, out, via, async_op)
+    return collectives.all_gather(shard, out, via_of(*via, **more), async_op)
 
 
 def all_to_all(
-    out: Tensor, values: Tensor, codec: Codec, group: Any, *, meter: Meter, **more: Any
+    out: Tensor, values: Tensor, *via: Any, meter: Meter | None = None, **more: Any
 ) -> Handle:
-    return collectives.all_to_all(out, values, Transfer(codec, group_of(group), meter), **more)
+    return collectives.all_to_all(out, values, via_of(*via, meter), **more)
 
 
-def send(tensor: Tensor, dst: int, codec: Codec, group: Any, *, meter: Meter) -> None:
-    collectives.send(tensor, dst, Transfer(codec, group_of(group), meter))
+def send(tensor: Tensor, dst: int, *via: Any, meter: Meter | None = None) -> None:
+    collectives.send(tensor, dst, via_of(*via, meter))
 
 
-def recv(tensor: Tensor, src: int, codec: Codec, group: Any, *, meter: Meter) -> None:
-    collectives.recv(tensor, src, Transfer(codec, group_of(group), meter))
+def recv(tensor: Tensor, src: int, *via: Any, meter: Meter | None = None) -> None:
+    collectives.recv(tensor, src, via_of(*via, meter))
 
 
 def low_rank_sum(
-    values: Tensor,
-    matrices: Sequence[Matrix],
-    rank: int,
-    group: Any,
-    *,
-    meter: Meter,
-    residual: Tensor,
-    warm: dict[str, Tensor],
-) -> Steps[Tensor]:
-    how = Reduction(PowerSgd(rank), group_of(group), meter, residual=residual)
+    values: Tensor, matrices: Sequence[Matrix], rank: int, group: Any, *,
+    residual: Tensor, warm: dict[str, Tensor], meter: Meter | None = None,
+) -> Steps[Tensor]:  # fmt: skip
+    how = how_of(PowerSgd(rank), group, meter, residual=residual)
     return factored.low_rank_sum(values, Factoring(matrices, rank, warm), how)
-
-
-def fed_back(codec: Codec, levels: Levels, me: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the given, delivered and residual values of rank ``me`` over three all_reduces."""
-    numel = 1000
-    start, stop = chunk_ranges(numel, levels.width)[levels.local]
-    low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]
-    residual, owner = torch.zeros(stop - start), torch.zeros(high - low)
-    given, delivered = torch.zeros(numel).double(), torch.zeros(numel).double()
-    for step in range(3):
-        tensor = values_of(me, numel, seed=step)
-        given += tensor
-        all_reduce(tensor, codec, levels, meter=Meter(), residual=residual, owner_residual=owner)
-        if me == 0:
-            delivered += tensor
-    held = torch.zeros(numel).double()
-    held[start:stop] += residual
-    held[start + low : start + high] += owner
-    return given, delivered, held

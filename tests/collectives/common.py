@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +28,10 @@ LOSSY: tuple[Codec, ...] = (
     make_codec("radix", error_bound=1e-3, segment=256, mode="abs"),
 )
 CODECS = LOSSLESS + LOSSY
+#: by day: payloads of fixed size, with and without kernels that plans look up, and of variable size
+DAY = [codec for codec in CODECS if codec.spec in (
+    "identity()", "expcode()", "int8()", "blockint(bits=4)", make_codec("radix").spec,
+)]  # fmt: skip
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -54,6 +60,31 @@ def bound(codec: Codec, tensors: list[Tensor], hops: int) -> float:
         error += codec.element_bound(sum(peaks) + error, torch.float32)
     result = sum(peaks) + error
     return error + result * torch.finfo(dtype).eps + result * 2.0**-20
+
+
+def nested_sum(values: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """Return the fp32 sum of a unit's ranks, level by level, in the order of summation."""
+    for width in widths:
+        values = [rank_order_sum(list(values[i : i + width])) for i in range(0, len(values), width)]
+    (total,) = values
+    return total
+
+
+def check_levels(
+    result: Tensor, codec: Codec, inputs: Sequence[Tensor], widths: Sequence[int], hops: int
+) -> None:
+    """Check the result: nested sums bit by bit if lossless, else the bound of the quantizations."""
+    dtype, width = inputs[0].dtype, math.prod(widths)
+    sums = [nested_sum(inputs[i : i + width], widths) for i in range(0, len(inputs), width)]
+    if codec.lossless:
+        exact = rank_order_sum([total.to(dtype) for total in sums])
+        assert torch.equal(result.to(dtype), exact.to(dtype))
+        return
+    exact = rank_order_sum(sums)
+    rounding = float(exact.abs().max()) * torch.finfo(dtype).eps if exact.numel() else 0.0
+    error = float((result.float() - exact).abs().max()) if exact.numel() else 0.0
+    assert error <= bound(codec, sums, hops) + rounding
+    assert bound(codec, sums, hops) <= bound(codec, list(inputs), hops) * 1.001
 
 
 def digest(*tensors: Tensor) -> str:

@@ -31,17 +31,6 @@ class Promise:
     floor: float = 0.0
 
 
-@dataclass
-class Tally:
-    """Counts of checked values."""
-
-    elements: int = 0
-    blocks: int = 0  # blocks of 16 values on one rank
-
-
-TALLY = Tally()
-
-
 def double(tensor: Tensor) -> Array:
     """Convert to float64."""
     found: Array = tensor.detach().double().numpy()
@@ -90,8 +79,6 @@ def check(
     if blocks_may_vanish:
         kept |= ~whole & ~np.isfinite(found)
     assert kept.all(), _worst(kept, error, allowed, given[:, part])
-    TALLY.elements += int((finite & ~np.isinf(allowed)).sum())
-    TALLY.blocks += ranks * -(-result.numel() // 16)
 
 
 def limit(total: Array, ranks: int, dtype: torch.dtype, promise: Promise) -> Array:

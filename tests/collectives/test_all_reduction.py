@@ -12,6 +12,7 @@ from hybridcomp.errors import CodecError
 from tests.collectives.calls import all_reduce, reduce_scatter
 from tests.collectives.common import (
     CODECS,
+    DAY,
     DTYPES,
     LOSSY,
     all_reduce_wire,
@@ -21,6 +22,7 @@ from tests.collectives.common import (
     values_of,
 )
 from tests.ranks import RunRanks
+from tests.selection import by_day
 
 #: fewer elements than ranks, fewer than a block, empty last chunks, no multiple of 32, even
 NUMELS = (0, 1, 3, 33, 100, 1000, 4096)
@@ -47,8 +49,8 @@ def _all_reduce(codec: Codec) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_all_reduce(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
     results = on_ranks(ranks, _all_reduce, codec)
     assert len(results[0]) == len(DTYPES) * len(NUMELS)
@@ -92,36 +94,11 @@ def _reduce_scatter(codec: Codec, lengths: list[int], dtype: torch.dtype) -> Non
         assert meter.wire_nbytes == sum(sent)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
 @pytest.mark.parametrize("lengths", [[64, 64], [100, 0, 7], [0, 0, 0], [5, 0, 333, 64, 1]], ids=str)
 def test_reduce_scatter(on_ranks: RunRanks, lengths: list[int], codec: Codec) -> None:
     for dtype in DTYPES:
         on_ranks(len(lengths), _reduce_scatter, codec, lengths, dtype)
-
-
-def _non_finite(codec: Codec) -> None:
-    me, ranks = dist.get_rank(), dist.get_world_size()
-    for place in (0, 999):  # in the chunk of the first rank and in that of the last
-        for bad in (float("nan"), float("inf"), -float("inf")):
-            for source in range(ranks):
-                tensor = values_of(me, 1000)
-                if me == source:
-                    tensor[place] = bad
-                shards = [tensor[a:b].clone() for a, b in chunk_ranges(1000, ranks)]
-                all_reduce(tensor, codec, None, meter=Meter())
-                assert not torch.isfinite(tensor[place])
-                assert torch.isfinite(tensor[100:900]).all(), "only its block may be lost"
-                total = reduce_scatter(shards, codec, None, meter=Meter()).wait()
-                owner = 0 if place == 0 else ranks - 1
-                if me == owner:
-                    assert not torch.isfinite(total[0 if place == 0 else -1])
-                else:
-                    assert torch.isfinite(total).all()
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_non_finite_values_stay_visible(on_ranks: RunRanks, codec: Codec) -> None:
-    on_ranks(3, _non_finite, codec)
 
 
 def _subgroup(codec: Codec) -> str | None:
@@ -131,17 +108,17 @@ def _subgroup(codec: Codec) -> str | None:
         return None
     inputs = [values_of(rank, 500) for rank in (1, 2)]
     tensor = inputs[me - 1].clone()
-    all_reduce(tensor, codec, group, meter=Meter())
+    all_reduce(tensor, codec, group)
     error = float((tensor - rank_order_sum(inputs)).abs().max())
     assert error <= bound(codec, inputs, hops=2)
     shards = list(torch.split(inputs[me - 1], [400, 100]))
-    total = reduce_scatter(shards, codec, group, meter=Meter()).wait()
+    total = reduce_scatter(shards, codec, group).wait()
     assert total.numel() == [400, 100][me - 1]
     return digest(tensor)
 
 
 def test_subgroup(on_ranks: RunRanks) -> None:
-    for codec in CODECS:
+    for codec in DAY:
         outside, first, second = on_ranks(3, _subgroup, codec)
         assert outside is None and first == second is not None
 
@@ -151,17 +128,17 @@ def _wrong_tensors() -> None:
     flat = torch.zeros(64)
     for tensor in (flat.view(8, 8), flat[::2], flat.double(), flat.int()):
         with pytest.raises(CodecError, match="1-D contiguous"):
-            all_reduce(tensor, codec, None, meter=Meter())
+            all_reduce(tensor, codec, None)
     with pytest.raises(CodecError, match=r"residual: expected 64 .* found 32"):
-        all_reduce(flat, codec, None, meter=Meter(), residual=flat[:32])
+        all_reduce(flat, codec, None, residual=flat[:32])
     with pytest.raises(CodecError, match="owner_residual: expected 32"):
-        all_reduce(flat, codec, None, meter=Meter(), owner_residual=flat)
+        all_reduce(flat, codec, None, owner_residual=flat)
     with pytest.raises(CodecError, match=f"expected {ranks} shards of one dtype"):
-        reduce_scatter([flat, flat.half()], codec, None, meter=Meter())
+        reduce_scatter([flat, flat.half()], codec, None)
     with pytest.raises(CodecError, match=f"expected {ranks} shards of one dtype"):
-        reduce_scatter([flat], codec, None, meter=Meter())
+        reduce_scatter([flat], codec, None)
     with pytest.raises(CodecError, match="residuals: expected 2 tensors, found 1"):
-        reduce_scatter([flat, flat], codec, None, meter=Meter(), residuals=[flat])
+        reduce_scatter([flat, flat], codec, None, residuals=[flat])
 
 
 def test_wrong_tensors_are_refused(on_ranks: RunRanks) -> None:

@@ -18,8 +18,9 @@ from hybridcomp.collectives import (
     reduce_native,
 )
 from hybridcomp.errors import CodecError
-from tests.collectives.common import CODECS, DTYPES, bound, digest, rank_order_sum, values_of
+from tests.collectives.common import CODECS, DAY, DTYPES, bound, digest, rank_order_sum, values_of
 from tests.ranks import RunRanks
+from tests.selection import by_day
 from tests.stand_ins.plain_codecs import Int8
 
 NUMELS = (0, 1, 33, 4096 + 7)
@@ -49,7 +50,7 @@ def _broadcasts(codec: Codec) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_broadcast(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
     results = on_ranks(ranks, _broadcasts, codec)
@@ -81,7 +82,7 @@ def _reductions(codec: Codec) -> None:
                     assert float((out - expected).abs().max()) <= most
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_reduce(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
     on_ranks(ranks, _reductions, codec)

@@ -7,7 +7,7 @@ import torch
 from hybridcomp import collectives
 from hybridcomp.codecs import LOSSLESS, Codec, make_codec
 from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, Transfer
-from hybridcomp.collectives.wire import POOL
+from hybridcomp.collectives.wire.encoding import POOL
 from tests.ranks import run_ranks
 
 NUMEL = 5001

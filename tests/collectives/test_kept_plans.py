@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any, cast
 from unittest import mock
 
@@ -23,13 +22,6 @@ from hybridcomp.errors import CodecError
 from tests.collectives.calls import all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import values_of
 from tests.stand_ins import thread_groups
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with thread_groups.in_process():
-        yield
-
 
 RANGES = (OwnedRange(0, 40, (1,)), OwnedRange(40, 40, (0,)), OwnedRange(40, 100, (2, 1)))
 
@@ -51,28 +43,6 @@ def test_shards_are_those_of_a_split() -> None:
         shards[3]
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["plain", "feedback"])
-@pytest.mark.parametrize("last", [40, 7])
-def test_shards_of_one_tensor_have_the_sums_of_single_ones(held: bool, last: int) -> None:
-    numel = 3 * 40 + last
-
-    def both(group: Any, me: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(me)
-        flat, found = torch.randn(numel, generator=generator, requires_grad=True), []
-        for cut in (lambda x: Shards(x, 40), lambda x: list(torch.split(x, 40))):
-            left = torch.linspace(-1, 1, numel)
-            meter, kept = Meter(), cut(left) if held else None
-            codec = make_codec("blockint", bits=4)
-            found.append(
-                reduce_scatter(cut(flat), codec, group, meter=meter, residuals=kept).wait()
-            )
-            found += [left, torch.tensor(meter.wire_nbytes)]
-        return found
-
-    for found in thread_groups.run(4, both):
-        assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
-
-
 def test_wrong_shards_are_refused() -> None:
     def refused(group: Any, me: int) -> list[str]:
         codec, said = make_codec("bf16"), []
@@ -81,7 +51,7 @@ def test_wrong_shards_are_refused() -> None:
             (torch.zeros(8), Shards(torch.zeros(6), 3)),
         ):  # fmt: skip
             with pytest.raises(CodecError) as error:
-                reduce_scatter(Shards(flat, 4), codec, group, meter=Meter(), residuals=left)
+                reduce_scatter(Shards(flat, 4), codec, group, residuals=left)
             said.append(str(error.value))
         return said
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,20 +14,14 @@ from torch import Tensor
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, all_reduce_codecs, chunk_ranges
-from hybridcomp.collectives.wire import message_rounds
 from hybridcomp.collectives.wire.chunking import SEGMENT_ALIGN as ALIGN
 from tests.collectives.calls import all_reduce
-from tests.collectives.common import CODECS, LOSSY, bound, rank_order_sum, values_of
+from tests.collectives.common import CODECS, DAY, LOSSY, bound, rank_order_sum, values_of
+from tests.selection import by_day
 from tests.stand_ins import thread_groups
 
 CPU = torch.device("cpu")
 NUMEL = 3 * ALIGN + 777
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _in_process() -> Iterator[None]:
-    with thread_groups.in_process():
-        yield
 
 
 def summed(
@@ -45,7 +39,7 @@ def summed(
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
 def test_each_value_is_quantized_once(codec: Codec, dtype: torch.dtype) -> None:
     (first, second), meter = summed(codec, dtype)
     inputs = [values_of(rank, NUMEL, dtype) for rank in range(2)]
@@ -74,7 +68,7 @@ def in_two_hops(codec: Codec) -> list[Tensor]:
 
     def one(group: Any, rank: int) -> Tensor:
         tensor = values_of(rank, NUMEL) if rank < 2 else torch.zeros(NUMEL)
-        all_reduce(tensor, codec, group, meter=Meter())
+        all_reduce(tensor, codec, group)
         return tensor
 
     return thread_groups.run(4, one)
@@ -96,24 +90,6 @@ def test_what_was_given_is_delivered_or_held(codec: Codec, dtype: torch.dtype) -
     assert float(missing.abs().max()) <= scale
     assert all(bool((owner == 1).all()) for owner in owners), "no sum is quantized"
     assert all(bool(residual.any()) for residual in residuals)
-
-
-@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
-@pytest.mark.parametrize("cuts", [[], [1000, ALIGN + 5, 2 * ALIGN]], ids=str)
-def test_segments_change_nothing(
-    cuts: list[int], feedback: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codec, found = make_codec("blockint", bits=4), []
-    for longest in (ALIGN, 10 * NUMEL):
-        monkeypatch.setattr(message_rounds, "ROUND", longest)
-        monkeypatch.setattr(message_rounds, "HALF", longest)
-        left = [values_of(rank + 7, NUMEL) for rank in range(2)] if feedback else []
-        kept = [{"residual": each} for each in left] or [{}, {}]
-        results, meter = summed(codec, torch.bfloat16, kept, cuts=cuts)
-        found.append((results[0], left, meter))
-    (cut, cut_left, many), (whole, left, one) = found
-    assert torch.equal(cut, whole) and all(map(torch.equal, cut_left, left))
-    assert many.messages > one.messages == 1 and many.wire_nbytes == one.wire_nbytes
 
 
 def test_a_bound_leaves_one_quantization_twice_the_error() -> None:

@@ -37,6 +37,7 @@ from tests.collectives.calls import (
     reduce_to_owners,
     send,
 )
+from tests.selection import by_day
 from tests.stand_ins.gpu.common import (
     NUMEL,
     QUIET,
@@ -66,39 +67,15 @@ VARIABLE = [
 pytestmark = QUIET
 
 
-def test_a_stream_that_does_not_wait_is_a_race(gpu: Gpu) -> None:
+def test_the_stand_in_notices_what_a_gpu_would_not(gpu: Gpu) -> None:
     values, side = values_of(), cuda.Stream()
     with pytest.raises(Race, match="without having waited"), cuda.stream(side):
         values.add_(1)
-
-
-def test_memory_that_another_stream_uses_must_not_be_freed(gpu: Gpu) -> None:
-    side = cuda.Stream()
-    for recorded in (True, False):
-        values = values_of()
-        side.wait_stream(cuda.current_stream())
-        with cuda.stream(side):
-            values.add_(1)
-        if recorded:
-            values.record_stream(side)
-        del values
-        if recorded:
-            gpu.sweep()
-    with pytest.raises(Race, match="was freed"):
-        gpu.sweep()
-
-
-def test_a_message_is_no_answer_before_it_was_waited_for(gpu: Gpu) -> None:
-    values = values_of()
     work = gpu.post([], [values])
     with pytest.raises(Race):
         values.add_(1)
     work.wait()
     values.add_(1)
-
-
-def test_a_host_that_waits_is_noticed(gpu: Gpu) -> None:
-    values = values_of()
     assert not gpu.waits
     values.cpu()
     torch.tensor([1, 2], device=DEVICE)
@@ -159,7 +136,9 @@ def moves(codec: Codec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "dtype, bits", [(torch.bfloat16, 0), (torch.float32, 32)], ids=["plain", "feedback"]
 )
-@pytest.mark.parametrize("codec", [*FIXED, *VARIABLE], ids=str)
+@pytest.mark.parametrize(
+    "codec", by_day([*FIXED, *VARIABLE], [FIXED[0], FIXED[-1], *VARIABLE[1::2]]), ids=str
+)
 def test_collectives(gpu: Gpu, codec: Codec, dtype: torch.dtype, bits: int) -> None:
     """The host waits only for payload sizes, and for the header in the first message of a kind."""
     reductions(codec, dtype, bits, ())
@@ -202,7 +181,7 @@ def test_on_a_side_stream(gpu: Gpu, codec: Codec) -> None:
         values = values_of()
         side.wait_stream(cuda.current_stream())
         with cuda.stream(side):
-            all_reduce(values, codec, group, meter=Meter(), async_op=True).wait()
+            all_reduce(values, codec, group, async_op=True).wait()
         cuda.current_stream().wait_stream(side)
         values.add_(1)
 
@@ -215,8 +194,8 @@ def test_waited_for_on_another_stream(gpu: Gpu, codec: Codec) -> None:
         values, gathered = values_of(), values_of(RANKS * NUMEL)
         side.wait_stream(cuda.current_stream())
         with cuda.stream(side):
-            summed = all_reduce(values, codec, group, meter=Meter(), async_op=True)
-            brought = all_gather(values, gathered, codec, group, meter=Meter(), async_op=True)
+            summed = all_reduce(values, codec, group, async_op=True)
+            brought = all_gather(values, gathered, codec, group, async_op=True)
         cuda.current_stream().wait_stream(side)
         summed.wait()
         brought.wait()
@@ -247,7 +226,7 @@ def test_a_stream_goes_on_while_a_message_leaves(gpu: Gpu, codec: Codec) -> None
     for step in range(3):
         values = values_of().add_(1)
         gpu.did.clear()
-        send(values, 2, codec, group, meter=Meter())
+        send(values, 2, codec, group)
         first = chain(gpu)[0]
         assert first.count("waits for a message") == 2 * (step > 0), "for the one before"
         values.add_(1)
@@ -256,7 +235,7 @@ def test_a_stream_goes_on_while_a_message_leaves(gpu: Gpu, codec: Codec) -> None
     assert len(gpu.unmet) == 2
     collectives.finish_sends()
     assert not gpu.unmet and not leaving.works and not leaving.tensors
-    send(values_of(), 2, codec, group, meter=Meter())
+    send(values_of(), 2, codec, group)
     for message in gpu.unmet:
         message._held = []  # a backend that does not hold what it sends
     gpu.sweep()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives.wire import HEADER_NBYTES, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.headers import HEADER_NBYTES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard

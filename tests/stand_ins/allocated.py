@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridcomp.collectives.wire import POOL
+from hybridcomp.collectives.wire.encoding import POOL
 
 #: untyped in torch
 StorageWeakRef: Any = reductions.StorageWeakRef

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridcomp.collectives import owner_reduction
 from hybridcomp.collectives.async_p2p import Posting
-from hybridcomp.collectives.wire import POOL
+from hybridcomp.collectives.wire.encoding import POOL
 
 
 class Held:

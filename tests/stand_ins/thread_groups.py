@@ -140,7 +140,7 @@ def in_process() -> Iterator[None]:
 
 
 def run(size: int, function: Callable[[Any, int], T], others: Sequence[Board] = ()) -> list[T]:
-    """Run ``function(group, rank)`` on ``size`` ranks; return results by rank. Only ``in_process``.
+    """Run ``function(group, rank)`` on ``size`` ranks, ``in_process``; return results by rank.
 
     ``others``: boards of further groups that the function uses.
     """
@@ -157,10 +157,11 @@ def run(size: int, function: Callable[[Any, int], T], others: Sequence[Board] = 
                 one.barrier.abort()
 
     threads = [threading.Thread(target=call, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with in_process():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if errors:
         first = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
         raise (first or errors)[0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives.wire import HEADER_NBYTES
+from hybridcomp.collectives.wire.headers import HEADER_NBYTES
 from tests.ranks import Trained, run_ranks
 from tests.selection import by_day
 from tests.training.mcore_trainer import LENGTH, MICRO_BATCH, WIDTH, Job, Outcome, run

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives.wire import HEADER_NBYTES
+from hybridcomp.collectives.wire.headers import HEADER_NBYTES
 from tests.collectives.common import all_reduce_wire
 from tests.ranks import run_ranks
 from tests.training.neox_trainer import (

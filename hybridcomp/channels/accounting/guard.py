@@ -85,12 +85,7 @@ class Guard:
 
     def flush(self, dimension: Dimension, step: int) -> Codec | None:
         """Return the lossless codec that sends residuals, in a fallback's first step, or None."""
-        return self.lossless if self.trips[dimension].step == step else None
-
-    @property
-    def lossless(self) -> Codec:
-        """Return the codec that sends values with residuals exactly, in fp32."""
-        return LOSSLESS
+        return LOSSLESS if self.trips[dimension].step == step else None
 
     def flushed(self, dimension: Dimension, step: int) -> bool:
         """Return whether ``dimension`` has sent its residuals and needs none any more."""

@@ -171,7 +171,7 @@ class Ledger:
         entry.wire_nbytes += wire_nbytes
 
     def add_generated(self, other: Ledger) -> None:
-        """Add the counters that ``hybridcomp.generate`` kept in ``other``, as rows of its own."""
+        """Add the counters that ``hybridcomp.generate`` kept in ``other``, as separate rows."""
         for row, name in zip(GENERATED, _SENT, strict=True):
             for key in (one for one in dimensions.KEYS if one[0] == name):
                 self.interval[row].add(other.interval[key])

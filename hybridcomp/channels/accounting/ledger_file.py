@@ -26,14 +26,11 @@ def set_aside(path: Path) -> None:
     figures. ``ledger.jsonl`` becomes ``ledger.1.jsonl``. A link is renamed too, and its target
     stays unchanged: another user may have created it.
     """
-    if _is_link(path) or (path.is_file() and path.stat().st_size):
+    # a link to a device is kept
+    is_link = path.is_symlink() and (path.is_file() or not path.exists())
+    if is_link or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
         path.rename(next(name for name in names if not (name.exists() or name.is_symlink())))
-
-
-def _is_link(path: Path) -> bool:
-    """Return whether ``path`` is a link to a file or to nothing; a link to a device is kept."""
-    return path.is_symlink() and (path.is_file() or not path.exists())
 
 
 def make_together(path: Path | None, key: str, ranks: Sequence[int] | None = None) -> None:
@@ -52,8 +49,9 @@ def make_together(path: Path | None, key: str, ranks: Sequence[int] | None = Non
         try:
             JsonLines(path).close()
         except OSError as error:
-            # the first problem names the path that is in the way
-            problem = unwritable(path) or _reason(error)
+            name = errno.errorcode.get(error.errno or 0, "")
+            reason = f"{name}: {error.strerror}" if name else str(error)
+            problem = unwritable(path) or reason  # the first names the path that is in the way
     told = tell({"path": str(path), "problem": problem}, what="ledger's file", ranks=ranks)[0]
     if told["problem"] is not None:
         why = f"rank 0 cannot write it ({told['problem']}); {_TODO}"
@@ -77,11 +75,6 @@ def unwritable(path: Path) -> str | None:
 
 
 _TODO = "name a file in a folder that can be written, or leave it out"
-
-
-def _reason(error: OSError) -> str:
-    name = errno.errorcode.get(error.errno or 0, "")
-    return f"{name}: {error.strerror}" if name else str(error)
 
 
 class JsonLines:

@@ -132,7 +132,8 @@ def plan(
     for statement in _tell_once({"ends": part.ends()}):
         for name, end in statement["ends"].items():
             whole[name] = max(end, whole.get(name, 0))
-    stated = [statement["sends"] for statement in _tell_once({"sends": _json_of(sends)})]
+    own = None if sends is None else {name: (s.ranges, s.ranks) for name, s in sends.items()}
+    stated = [statement["sends"] for statement in _tell_once({"sends": own})]
     rows = _Rows(nodes)
     segments: list[Segment] = []
     unknown = []
@@ -149,15 +150,6 @@ def plan(
         for (low, high), units in _sweep(senders):
             segments += _stripes(name, (low, min(high, end)), units)
     return ResidualPlan(segments, unknown)
-
-
-def _json_of(sends: Mapping[str, Sends] | None) -> dict[str, list[Any]] | None:
-    if sends is None:
-        return None
-    return {
-        name: [list(map(list, send.ranges)), None if send.ranks is None else list(send.ranks)]
-        for name, send in sends.items()
-    }
 
 
 def _tell_once(statement: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -66,14 +66,9 @@ def save(
     ``references``: whether every rank has also written its delta references there. Returns when all
     files are complete. Raises CheckpointError on every rank if any rank could not write.
     """
-    _, problem = saved.attempt(
-        lambda: _save(folder, channels, _state(channels, loss_scale, groups), references)
-    )
+    state = State(channels.step, loss_scale, dict(groups), channels.frozen())
+    _, problem = saved.attempt(lambda: _save(folder, channels, state, references))
     saved.all_well(problem, WHAT)
-
-
-def _state(channels: Channels, loss_scale: float, groups: Mapping[str, int]) -> State:
-    return State(channels.step, loss_scale, dict(groups), channels.frozen())
 
 
 def _save(folder: Path, channels: Channels, state: State, references: bool) -> None:
@@ -81,13 +76,18 @@ def _save(folder: Path, channels: Channels, state: State, references: bool) -> N
 
     If this rank has nothing to write, it deletes its file of an older save of the same name.
     """
-    if saved_state.has_any(channels):
-        _save_rank(folder, channels, state.loss_scale)
+    rank, has_any = dist.get_rank(), saved_state.has_any(channels)
+    if has_any:
+        own = {
+            "rank": rank, "layout": channels.layout, "loss_scale": state.loss_scale,
+            "encodes": _encodes(channels),
+        }  # fmt: skip
+        saved.write(_path(folder, rank), saved_state.state_of(channels, **own))
     else:
-        saved.remove(_path(folder, dist.get_rank()))
-    if dist.get_rank() == 0:
+        saved.remove(_path(folder, rank))
+    if rank == 0:
         saved.write_json(folder / STATE, asdict(state))
-        kinds = [checkpoint_note.RESIDUALS] if saved_state.has_any(channels) else []
+        kinds = [checkpoint_note.RESIDUALS] if has_any else []
         kinds += [checkpoint_note.PARAMETERS] if references else []
         kinds += [checkpoint_note.STATES] if channels.keeps_files else []
         world_size = dist.get_world_size()
@@ -129,15 +129,6 @@ def state_in(folder: Path) -> dict[str, Any] | None:
     return stored
 
 
-def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Write this rank's file."""
-    own = {
-        "rank": dist.get_rank(), "layout": channels.layout, "loss_scale": loss_scale,
-        "encodes": _encodes(channels),
-    }  # fmt: skip
-    saved.write(_path(folder, dist.get_rank()), saved_state.state_of(channels, **own))
-
-
 @dataclass
 class StoredState:
     """State that ``read`` has read and checked, ready for ``take_over``.
@@ -145,7 +136,7 @@ class StoredState:
     Attributes:
         choices: decisions of guard, link and offload from rank 0's file; None: this run does not
             use them.
-        own: contents of this rank's file, if every rank takes over the file of its own rank number.
+        own: contents of this rank's file, if every rank restores the file with its rank number.
         count: number of ranks that saved; None where there are no residuals.
         lost: names of the state that this run restarts, since no rank's file exists.
         part, plan: residuals that this rank has read from old files, and the plan that assigns them
@@ -318,7 +309,7 @@ def _restore_residuals(found: StoredState, channels: Channels, device: torch.dev
 
 
 def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadResiduals:
-    """Yield the files that this rank reads, in order; put all right factors into ``found``."""
+    """Read this rank's share of the files; put all low-rank right factors into ``found``."""
     part, first = resharing.ReadResiduals(), _read(_path(folder, 0), 0)
     for rank in resharing.share(count):
         stored = _read(_path(folder, rank), rank)

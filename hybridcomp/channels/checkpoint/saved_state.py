@@ -8,7 +8,7 @@ nodes) and gives the units of the residuals: the loss scale, or the divisors of 
 | part | of | on another number of ranks |
 |---|---|---|
 | residuals | a rank | their sum over the ranks is kept (``resharing``) |
-| factors | a rank, for the parameters whose residuals it has | whoever has the residuals has them |
+| factors | a rank, for the parameters whose residuals it has | they follow the residuals |
 | guard, link, offload, frozen | the job | all take rank 0's |
 """
 
@@ -51,7 +51,7 @@ class SavedPart:
         right: returns whether a part that was read has the right form.
         wanted: whether this run's block restores it; only then must a part of the job pass
             ``right``.
-        anew: words for what a run restarts without the part.
+        anew: words for the message that names the state that starts afresh without this part.
         required: False if older checkpoints lack it.
     """
 

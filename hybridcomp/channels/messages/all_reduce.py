@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp import collectives
-from hybridcomp.channels.channel import Channel, Handling, Message, R
+from hybridcomp.channels.channel import Channel, Message, R
 from hybridcomp.channels.residuals import low_rank
 from hybridcomp.channels.residuals.deferred_residuals import DeferredResiduals
 from hybridcomp.channels.residuals.low_rank import Factored
@@ -112,8 +112,15 @@ class AllReduce(Sum[Handle]):
             handle = low_rank.all_reduce(tensor, via, factors, pieces, self.async_op)
         else:
             how = Reduction(codec, known, meter, flush=handling.flush)
+            if pieces is not None and handling.separate:
+                how.cuts = borders(_parts(pieces, known)[0])
             if pieces is not None or handling.sampling:
-                _watch(channel, how, tensor, pieces, self.direction, handling)
+                of_values = tensor.dtype, known.encoders, tensor.device
+                codecs = all_reduce_codecs(codec, *of_values, how.cuts)
+                if pieces is not None and handling.feeds_back:
+                    _set_residuals(channel, how, tensor, pieces, len(codecs))
+                if handling.sampling:
+                    how.probe = probe_of(channel, codecs[0], self.direction)
             if kept is not None and pieces is not None:
                 own, chunk = _parts(pieces, known)
                 kept.take(how.residual, own)
@@ -195,24 +202,6 @@ class ReduceToOwners(Sum[list[Tensor]]):
         return [
             zero.expand(part.stop - part.start) for part in self.ranges if group.rank in part.ranks
         ]
-
-
-def _watch(
-    channel: Channel,
-    how: Reduction,
-    tensor: Tensor,
-    pieces: Sequence[Piece] | None,
-    direction: Direction,
-    handling: Handling,
-) -> None:
-    """Set the cuts, residuals and error probe of ``how``, the all-reduce of ``tensor``."""
-    if pieces is not None and handling.separate:
-        how.cuts = borders(_parts(pieces, how.group)[0])
-    codecs = all_reduce_codecs(how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts)
-    if pieces is not None and handling.feeds_back:
-        _set_residuals(channel, how, tensor, pieces, len(codecs))
-    if handling.sampling:
-        how.probe = probe_of(channel, codecs[0], direction)
 
 
 def _set_residuals(

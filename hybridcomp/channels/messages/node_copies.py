@@ -8,7 +8,7 @@ slice i: shares ``i N`` to ``(i + 1) N - 1``, the cut of DeepSpeed's hpZ and of 
 1 inside the node, natively: the ranks give each other the old values of their own shares
 2 the ranks of local index i gather the new values of shares ``i, R + i, 2 R + i, ...``, encoded: as
   steps from the old ones, or whole
-3 inside the node the payloads go to whoever holds their slice, who decodes them into it
+3 inside the node each payload goes to the rank that holds its slice and decodes it there
 
 So no rank keeps its own old values beside the copy, and all ranks of a node send and receive
 equally much between nodes. A copy may consist of encoded bytes. They travel as steps as well: each
@@ -38,7 +38,10 @@ from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.collectives import Levels, Meter, Transfer, native_nbytes
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.collectives.wire import Range, transfer, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.chunking import Range
+from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.steps import transfer
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
@@ -124,7 +127,9 @@ class CopyGroups:
         width, numel = self.levels.width, slice_.shape[1]
         gives, takes = [0] * width, [0] * width
         takes[self.holder(self.own)] = numel
-        rows = [share - self.shares[0] for share in self.shares if self._is_near(share)]
+        rows = [
+            share - self.shares[0] for share in self.shares if share // width == self.levels.node
+        ]
         for row in rows:
             gives[self.shares[row] % width] = numel
         near = slice_[rows[0] : rows[-1] + 1] if rows else slice_[:0]
@@ -158,10 +163,6 @@ class CopyGroups:
         for (row, each, _), payload in zip(places, parts, strict=True):
             yield row, gathered[each][0], payload
 
-    def _is_near(self, share: int) -> bool:
-        """Return whether a rank of this node owns ``share``."""
-        return share // self.levels.width == self.levels.node
-
     def _traded(self, values: Tensor, takes: list[int], gives: list[int], meter: Meter) -> Tensor:
         """Send ``gives[i]`` values to local rank i and return ``takes[i]`` from it, in order."""
         out = values.new_empty(sum(takes))
@@ -184,7 +185,7 @@ def state_of(
     into one.
 
     Args:
-        held: prepares this rank's send; returns its old slice, 1-D contiguous (None: there is none
+        held: prepares this rank's send; returns its old slice, 1-D contiguous (None: no slice
             to take steps from), and whether that slice already has its current share. If it fails
             on one rank, this raises on all of them.
     """
@@ -243,7 +244,7 @@ def renew(
         codec = ExactSteps().against(_as_steps(groups.old_share(held, meter)))
     slice_ = new.new_empty(levels.nodes, new.numel()) if held is None else _as_steps(held)
     # 2
-    gathered = collectives.gather_payloads(new, Transfer(codec, levels.outer, meter))
+    gathered, buffers = collectives.gather_payloads(new, Transfer(codec, levels.outer, meter))
     # 3
     for row, stretch, payload in groups.of_slice(gathered, meter):
         with meter.coding():
@@ -251,7 +252,10 @@ def renew(
                 slice_[row].copy_(new)
             else:
                 codec.decode(payload, slice_[row][slice(*stretch)])
-    found = _as_before(slice_, own.dtype)
+    POOL.give(*buffers)
+    found = slice_
+    if own.dtype == torch.uint8:
+        found = slice_.view(torch.int16).sub(FIRST).to(torch.uint8)
     # natively one all-gather over all ranks replaces this message and the gather inside the node
     raw = native_nbytes.all_gather_nbytes(*native, levels.nodes)
     channel.record(meter, raw, "forward", _crossing(groups, native) / raw)
@@ -292,12 +296,6 @@ def _as_steps(values: Tensor) -> Tensor:
     if values.dtype != torch.uint8:
         return values
     return values.to(torch.int16).add_(FIRST).view(torch.bfloat16)
-
-
-def _as_before(values: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype != torch.uint8:
-        return values
-    return values.view(torch.int16).sub(FIRST).to(torch.uint8)
 
 
 def _digest(copy: Tensor) -> Tensor:

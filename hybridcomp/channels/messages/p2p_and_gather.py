@@ -60,7 +60,7 @@ class AllGather(Message[Handle]):
         return native_nbytes.all_gather_nbytes(shard, self.dtype, ranks)
 
     def in_node(self, channel: Channel) -> Work | None:
-        """Gather shards as they are where a faster way than upstream's is known: inside a node."""
+        """Gather unencoded shards between pairs, which is faster inside a node; None elsewhere."""
         if channel.state.nodes is None:
             return None
         return transport.gather_in_node(self.out, self.shard, channel.group(self.group))
@@ -115,10 +115,8 @@ class AllToAll(Message[Handle]):
         values = self.values.detach().contiguous().view(-1)
         gives = None if self.in_splits is None else Splits.of(self.in_splits, self.row)
         takes = None if self.out_splits is None else Splits.of(self.out_splits, self.row)
-        self.in_splits, self.out_splits = (
-            gives,
-            takes,
-        )  # so that the splits are compared once per message
+        # the splits are compared once per message
+        self.in_splits, self.out_splits = gives, takes
         if self.out is None:
             self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(

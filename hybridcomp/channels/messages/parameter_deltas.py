@@ -39,7 +39,7 @@ from hybridcomp.channels.messages.delta_references import (
 from hybridcomp.channels.messages.p2p_and_gather import AllGather
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
-from hybridcomp.collectives.wire import POOL
+from hybridcomp.collectives.wire.encoding import POOL
 
 #: chunks of a share start at multiples of this, so that no codec block or segment is cut
 CHUNK_ALIGN = 4096

@@ -41,7 +41,8 @@ from hybridcomp.channels.offload.pinned_receive_buffers import (
     fewer_threads,
 )
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import POOL, Meter
+from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.dimensions import Direction
 
 #: number of ends of a copy (device and host), passed as number of ranks to choose codecs

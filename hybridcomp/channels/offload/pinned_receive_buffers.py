@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import POOL, Meter
+from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.handle import Meter
 
 #: elements of one payload that will be added to others: a multiple of every codec's block and
 #: segment; with 8 bits a little less than 4 MiB, a size of pinned buffers. In fp32 1.3 MB for each

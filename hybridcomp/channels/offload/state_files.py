@@ -176,7 +176,7 @@ def _name(dtype: int) -> str:
 def unpack(path: str, data: Tensor, footer: Footer, half: Tensor | None, out: Tensor) -> None:
     """Write the values of a checked file into ``out``, 1-D on the host.
 
-    Raises StateFileError if ``out`` or ``half`` does not match what the file was written from.
+    Raises StateFileError if ``out`` or ``half`` differs from the tensors that were written.
     """
     if (DTYPES[footer.dtype], footer.numel) != (out.dtype, out.numel()):
         shown = f"{footer.numel} values of {_name(footer.dtype)}"

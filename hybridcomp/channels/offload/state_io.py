@@ -6,6 +6,7 @@ import os
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class StateHandle:
             if self._inner is None:
                 work = self._files.pool.submit(_write, move.path, move.room[:size])
             else:
-                _remove(move.path + NEW)
+                Path(move.path + NEW).unlink(missing_ok=True)
                 self._inner.async_pwrite(move.room[:size], move.path + NEW, 0)
             ready.append((move, size, footer, work))
         if self._inner is not None and ready:
@@ -249,8 +250,3 @@ def _write(path: str, data: Tensor) -> None:
                 left = left[file.write(left[:CALL]) :]
     except OSError as error:
         raise unwritten(path, error, data.numel()) from error
-
-
-def _remove(path: str) -> None:
-    if os.path.exists(path):
-        os.unlink(path)

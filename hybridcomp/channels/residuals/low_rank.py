@@ -21,7 +21,7 @@ from hybridcomp.codecs.low_rank import LowRank
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32
 from hybridcomp.collectives import Handle, OwnedRange, ReduceScatterHandle, Reduction, Transfer
 from hybridcomp.collectives.low_rank import Factoring, Matrix, Measure, low_rank_sum
-from hybridcomp.collectives.wire import Pending, Steps
+from hybridcomp.collectives.wire.handle import Pending, Steps
 
 
 @dataclass

@@ -8,7 +8,7 @@ Bounds: the codec encodes a node's sum S_a. By the triangle inequality the large
 segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an fp32
 sum, which ``Codec.for_presummed`` allows for). A codec that keeps ``error <= bound * sum_a M(S_a)``
 over N senders therefore keeps ``bound * sum_r M_r`` over all ranks: the bound of the flat
-collective holds as it is, with the codec's budget split for N senders and as many quantizations.
+collective holds unchanged, with the codec's budget split for N senders and as many quantizations.
 
 Residuals belong to a node's sum: a rank holds only the residuals of its slice, so the ranks of a
 node together hold every element once.
@@ -32,24 +32,13 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.first_hop import FirstHop
 from hybridcomp.collectives.fused import fused_reduce_scatter
-from hybridcomp.collectives.wire import (
-    POOL,
-    Group,
-    Levels,
-    Meter,
-    OwnedRange,
-    Range,
-    Reduction,
-    Steps,
-    SummedPart,
-    Transfer,
-    add_values,
-    chunk_ranges,
-    plan_sum,
-    sent_dtype,
-    sum_parts,
-    transport,
-)
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.chunking import OwnedRange, Range, chunk_ranges
+from hybridcomp.collectives.wire.encoding import POOL, add_values
+from hybridcomp.collectives.wire.exchange_plan import SummedPart, plan_sum, sent_dtype
+from hybridcomp.collectives.wire.exchanges import sum_parts
+from hybridcomp.collectives.wire.group import Group, Levels, Reduction, Transfer
+from hybridcomp.collectives.wire.handle import Meter, Steps
 
 
 def node_sum(
@@ -304,7 +293,7 @@ def _exchange_inside(
 ) -> Steps[list[list[Tensor]]]:
     """Send ``rows[l]`` to local rank l; return tensors of ``numels[l]`` elements from each rank l.
 
-    All tensors are fp32. Those that a rank sends to itself are returned as they are.
+    All tensors are fp32. A rank's tensors for itself are returned uncopied.
     """
     me = levels.local
     order = [local for local in levels.order if local != me]

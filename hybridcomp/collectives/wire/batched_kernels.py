@@ -8,9 +8,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import MultiTensorKernel, PieceKernel
+from hybridcomp.codecs.base import MultiTensorKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.residual_runs import LONGEST, runs
+from hybridcomp.codecs.varying_pieces import PieceKernel
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest
 
 #: fp32 values that are decoded side by side begin at multiples of this many, which load as a vector

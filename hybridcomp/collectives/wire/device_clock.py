@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridcomp.collectives.wire.handle import Kind, Meter, StreamSpan, TimedBody
+from hybridcomp.collectives.wire.handle import Kind, Meter, StreamSpan
 
 #: most spans kept until the end of a step; an evaluation can send any number of messages in a step
 WAITING = 1024
@@ -32,7 +31,6 @@ class SilentClock:
     """Clock that measures nothing, for steps of a GPU that are not timed."""
 
     on_device, timed = True, None
-    _nothing = nullcontext()
 
     def begin(self) -> None:
         """Mark nothing."""
@@ -41,10 +39,6 @@ class SilentClock:
 
     def end(self, meter: Meter, kind: Kind, start: None) -> None:
         """Measure nothing."""
-
-    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
-        """Return a context that measures nothing."""
-        return self._nothing
 
 
 SILENT = SilentClock()
@@ -75,10 +69,6 @@ class DeviceClock:
     def timed(self) -> DeviceClock:
         """Return this clock."""
         return self
-
-    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
-        """Return a context that times its body by two events, as a span of ``meter``."""
-        return TimedBody(self, meter, kind)
 
     def end(self, meter: Meter, kind: Kind, start: Any) -> None:
         """Record a second event; the time between them becomes a span of ``meter``."""

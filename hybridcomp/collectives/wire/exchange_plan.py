@@ -9,26 +9,65 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, MultiTensorKernel, PieceKernel
+from hybridcomp.codecs.base import Codec, MultiTensorKernel
+from hybridcomp.codecs.varying_pieces import PieceKernel
 from hybridcomp.collectives.wire import payload_sizes
 from hybridcomp.collectives.wire.encoding import Coder, coder_of
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.splits import Splits
 
 
-@dataclass(frozen=True, eq=False)
-class ExchangePlan:
-    """One all-to-all of payloads, as one rank takes part in it, for messages with any values.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PayloadPlan:
+    """How a rank encodes and decodes the payloads of messages with any values.
 
     Attributes:
         codec, dtype, device: codec, dtype and device of the encoded values; all ranks use this
             dtype.
         coder: the codec with its kernels looked up.
+        each: kernels for several payloads in one launch, if the back end has them.
+        varying: kernels for all payloads of variable size, where their sizes stay on the device.
+        is_late: the encoder leaves sizes on the device.
+        sizes_in_front: sizes travel in front of the payloads.
+    """
+
+    codec: Codec
+    coder: Coder
+    dtype: torch.dtype
+    device: torch.device
+    each: MultiTensorKernel | None
+    varying: PieceKernel | None
+    is_late: bool
+    sizes_in_front: bool
+
+
+def fields_of(
+    codec: Codec, dtype: torch.dtype, device: torch.device, group: Group, several: bool
+) -> dict[str, Any]:
+    """Return the fields of a ``PayloadPlan``; ``several``: a rank codes more than one payload."""
+    is_late = payload_sizes.SIZES.stay(codec, device)
+    return {
+        "codec": codec,
+        "coder": coder_of(codec, device),
+        "dtype": dtype,
+        "device": device,
+        "each": codec.each(device) if several else None,
+        "varying": codec.pieces(device) if several and is_late else None,
+        "is_late": is_late,
+        "sizes_in_front": payload_sizes.in_front(codec, device, group),
+    }
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExchangePlan(PayloadPlan):
+    """One all-to-all of payloads, as one rank takes part in it.
+
+    Attributes:
         rows: for each destination, the numbers of the jobs whose payloads go there, in order.
         rooms: for each job, the bytes of its payload, the maximum if sizes vary.
         arriving: for each source, the (maximum) bytes of its payloads.
@@ -38,18 +77,10 @@ class ExchangePlan:
         places: for each job, its first slot.
         copies: payloads with several slots: (first slot, further slot).
         pieces: bytes of the payloads in the order in which they arrive.
-        each: kernels for several payloads in one launch, if the back end has them.
-        varying: kernels for all payloads of variable size, where their sizes stay on the device.
-        is_late: the encoder leaves sizes on the device.
-        sizes_in_front: sizes travel in front of the payloads.
         settles_later: this rank decodes its payloads once the message has left, on a CPU, where
             that takes as long as encoding them.
     """
 
-    codec: Codec
-    coder: Coder
-    dtype: torch.dtype
-    device: torch.device
     rows: list[list[int]]
     rooms: list[int]
     arriving: list[list[int]]
@@ -60,10 +91,6 @@ class ExchangePlan:
     places: list[int]
     copies: list[tuple[int, int]]
     pieces: list[int]
-    each: MultiTensorKernel | None
-    varying: PieceKernel | None
-    is_late: bool
-    sizes_in_front: bool
     settles_later: bool
 
 
@@ -87,9 +114,10 @@ def plan_exchange(
     """
     rooms = [codec.wire_nbytes(numel, dtype) for numel in jobs]
     arriving = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
+    pieces = list(chain(*arriving))
+    common = fields_of(codec, dtype, device, group, max(len(jobs), len(pieces)) > 1)
     heads = [[0] * len(rows), [0] * len(numels)]
-    sizes_in_front = payload_sizes.in_front(codec, device, group)
-    if sizes_in_front:
+    if common["sizes_in_front"]:
         heads = [[payload_sizes.head_nbytes(len(row)) for row in each] for each in (rows, numels)]
     order = list(chain(*rows))
     seen: dict[int, int] = {}
@@ -101,13 +129,8 @@ def plan_exchange(
         Splits([head + sum(row) for head, row in zip(of_rank, each, strict=True)])
         for of_rank, each in zip(heads, (leaving, arriving), strict=True)
     )
-    pieces = list(chain(*arriving))
-    is_late = payload_sizes.SIZES.stay(codec, device)
     return ExchangePlan(
-        codec=codec,
-        coder=coder_of(codec, device),
-        dtype=dtype,
-        device=device,
+        **common,
         rows=rows,
         rooms=rooms,
         arriving=arriving,
@@ -118,11 +141,7 @@ def plan_exchange(
         places=[seen[job] for job in range(len(jobs))],
         copies=copies,
         pieces=pieces,
-        each=codec.each(device) if max(len(jobs), len(pieces)) > 1 else None,
-        varying=codec.pieces(device) if is_late and max(len(jobs), len(pieces)) > 1 else None,
-        is_late=is_late,
-        sizes_in_front=sizes_in_front,
-        settles_later=device.type == "cpu" and not is_late,
+        settles_later=device.type == "cpu" and not common["is_late"],
     )
 
 

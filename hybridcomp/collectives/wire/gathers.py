@@ -13,54 +13,38 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, MultiTensorKernel, PieceKernel
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import chained_gather, payload_sizes, transport
 from hybridcomp.collectives.wire.chunking import Range
 from hybridcomp.collectives.wire.encoding import (
     POOL,
-    Coder,
     EncodeRequest,
-    coder_of,
     encode_sum,
 )
-from hybridcomp.collectives.wire.exchange_plan import ExchangePlan
+from hybridcomp.collectives.wire.exchange_plan import PayloadPlan, fields_of
 from hybridcomp.collectives.wire.group import Group, Transfer
 from hybridcomp.collectives.wire.handle import Meter, Steps
 from hybridcomp.collectives.wire.varying import cut_payloads
 
 
-@dataclass(frozen=True, eq=False)
-class GatherPlan:
-    """One all-gather of payloads, as one rank takes part in it, for messages with any values.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatherPlan(PayloadPlan):
+    """One all-gather of payloads, as one rank takes part in it.
 
     Attributes:
-        codec, dtype, device: codec, dtype and device of the encoded values.
-        coder: the codec with its kernels looked up.
         me: this rank's group rank.
         nbytes: for each rank, the bytes of each of its payloads, the maximum if sizes vary.
         heads: for each rank, the bytes in front of its payloads for their sizes.
         slot: (maximum) bytes of the payloads of the rank with the most.
         pieces: bytes of all payloads in the gathered buffer, and of the gap behind each rank's
             payloads.
-        each: kernels for several payloads in one launch, if the back end has them.
-        varying: kernels for all payloads of variable size, where their sizes stay on the device.
-        is_late: the encoder leaves sizes on the device.
-        sizes_in_front: sizes travel in front of the payloads.
     """
 
-    codec: Codec
-    coder: Coder
-    dtype: torch.dtype
-    device: torch.device
     me: int
     nbytes: list[list[int]]
     heads: list[int]
     slot: int
     pieces: list[int]
-    each: MultiTensorKernel | None
-    varying: PieceKernel | None
-    is_late: bool
-    sizes_in_front: bool
 
     def room(self) -> Slots:
         """Take a buffer for this rank's payloads; the caller gives it back.
@@ -79,33 +63,16 @@ def plan_gather(
     group: Group,
 ) -> GatherPlan:
     """Plan a gather; ``numels``: for each rank, the elements encoded in each of its payloads."""
-    known = {id(row): [codec.wire_nbytes(n, dtype) for n in row] for row in _distinct(numels)}
+    # of a thousand ranks all may have the same row
+    distinct = {id(row): row for row in numels}
+    known = {key: [codec.wire_nbytes(n, dtype) for n in row] for key, row in distinct.items()}
     nbytes = [known[id(row)] for row in numels]
-    in_front = payload_sizes.in_front(codec, device, group)
+    common = fields_of(codec, dtype, device, group, sum(map(len, numels)) > 1)
+    in_front = common["sizes_in_front"]
     heads = [payload_sizes.head_nbytes(len(row)) if in_front else 0 for row in numels]
     slot = max(map(sum, known.values()))
     pieces = list(chain(*([*row, slot - sum(row)] for row in nbytes)))
-    several, is_late = sum(map(len, numels)) > 1, payload_sizes.SIZES.stay(codec, device)
-    return GatherPlan(
-        codec=codec,
-        coder=coder_of(codec, device),
-        dtype=dtype,
-        device=device,
-        me=group.rank,
-        nbytes=nbytes,
-        heads=heads,
-        slot=slot,
-        pieces=pieces,
-        each=codec.each(device) if several else None,
-        varying=codec.pieces(device) if several and is_late else None,
-        is_late=is_late,
-        sizes_in_front=in_front,
-    )
-
-
-def _distinct(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return each row object once: of a thousand ranks all may have the same."""
-    return list({id(row): row for row in rows}.values())
+    return GatherPlan(**common, me=group.rank, nbytes=nbytes, heads=heads, slot=slot, pieces=pieces)
 
 
 @dataclass
@@ -152,9 +119,7 @@ def encode_all(
     return room
 
 
-def decode_all(
-    plan: GatherPlan | ExchangePlan, payloads: Sequence[Tensor], out: Sequence[Tensor]
-) -> None:
+def decode_all(plan: PayloadPlan, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Decode ``payloads`` into ``out``, all of one dtype; in few launches if possible."""
     kernels = plan.each or plan.varying
     if kernels is not None and len(out) > 1:

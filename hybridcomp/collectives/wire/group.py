@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -106,7 +106,8 @@ class Group:
     @cached_property
     def backends(self) -> dict[str, str]:
         """Return for each device type the backend that carries its tensors."""
-        return _backends(dist.get_backend_config(self.process_group))
+        config = dist.get_backend_config(self.process_group)
+        return dict(part.split(":") for part in config.split(","))
 
     @cached_property
     def global_ranks(self) -> tuple[int, ...]:
@@ -124,12 +125,6 @@ class Group:
         if self.levels is None:
             return range(self.size)
         return self.levels.column
-
-
-@cache
-def _backends(config: str) -> dict[str, str]:
-    """Return the backend of each device type in a group's ``config``."""
-    return dict(part.split(":") for part in config.split(","))
 
 
 @dataclass(frozen=True)

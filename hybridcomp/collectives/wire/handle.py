@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
@@ -55,24 +54,21 @@ class Clock(Protocol):
         """Add the time since the mark ``start`` to ``meter``."""
         ...
 
-    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
-        """Return a context that adds the time of its body to ``meter``."""
-        ...
-
 
 class TimedBody:
-    """Context that adds up its body's seconds; not a generator, which takes 1 us more."""
+    """Context that adds its body's time to a meter; not a generator, which takes 1 us more."""
 
-    __slots__ = ("_clock", "_kind", "_meter", "_start")
+    __slots__ = ("_kind", "_meter", "_start")
 
-    def __init__(self, clock: Clock, meter: Meter, kind: Kind) -> None:
-        self._clock, self._meter, self._kind = clock, meter, kind
+    def __init__(self, meter: Meter, kind: Kind) -> None:
+        self._meter, self._kind = meter, kind
 
     def __enter__(self) -> None:
-        self._start = self._clock.begin()
+        clock = self._meter.clock
+        self._start = clock.begin() if self._kind == "codec" else clock.begin_wait()
 
     def __exit__(self, *_: object) -> None:
-        self._clock.end(self._meter, self._kind, self._start)
+        self._meter.clock.end(self._meter, self._kind, self._start)
 
 
 class HostClock:
@@ -88,10 +84,6 @@ class HostClock:
             meter.codec_s += seconds
         else:
             meter.wait_s += seconds
-
-    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
-        """Return a context that adds the host's time of its body to ``meter``."""
-        return TimedBody(self, meter, kind)
 
 
 HOST = HostClock()
@@ -146,13 +138,13 @@ class Meter:
         self.wire_nbytes += nbytes
         self.inter_nbytes += inter_nbytes
 
-    def coding(self) -> AbstractContextManager[None]:
+    def coding(self) -> TimedBody:
         """Return a context whose body encodes or decodes: its time counts as the codec's."""
-        return self.clock.time(self, "codec")
+        return TimedBody(self, "codec")
 
-    def waiting(self) -> AbstractContextManager[None]:
+    def waiting(self) -> TimedBody:
         """Return a context whose body waits for the wire; on NCCL only the stream waits."""
-        return self.clock.time(self, "wait")
+        return TimedBody(self, "wait")
 
 
 class Pending(Generic[T]):

@@ -15,7 +15,7 @@ Without a profiler a message only checks twice whether one records.
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,13 +63,6 @@ class MarkedClock:
         mark, begun = start
         self._clock.end(meter, kind, begun)
         mark.__exit__(None, None, None)
-
-    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[Any]:
-        """Return a context that marks its body and adds its time to ``meter``."""
-        stack = ExitStack()
-        stack.enter_context(record_function(f"{PREFIX}{kind} {self._number}"))
-        stack.enter_context(self._clock.time(meter, kind))
-        return stack
 
     def _open(self, kind: Kind) -> record_function:
         mark = record_function(f"{PREFIX}{kind} {self._number}")

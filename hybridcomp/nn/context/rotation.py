@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives.ring import PackedMessage, Ring
-from hybridcomp.collectives.wire import Pending
+from hybridcomp.collectives.wire.handle import Pending
 from hybridcomp.dimensions import Direction
 from hybridcomp.nn.context.traffic import RingTraffic
 

@@ -29,7 +29,7 @@ from hybridcomp.channels.messages.rings import record_ring, ring_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.ring import Contents, PackedMessage, Ring
-from hybridcomp.collectives.wire import Pending
+from hybridcomp.collectives.wire.handle import Pending
 from hybridcomp.dimensions import Direction
 
 #: receives of keys and values that are posted ahead over gloo

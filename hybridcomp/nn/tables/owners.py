@@ -24,7 +24,8 @@ from hybridcomp.channels.messages.row_sums import ANY_SIZE
 from hybridcomp.codecs.row_ids import decode_ids, encode_ids
 from hybridcomp.collectives import Group, Meter, Splits
 from hybridcomp.collectives.all_gather_all_to_all import gather_words
-from hybridcomp.collectives.wire import transfer, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.steps import transfer
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Direction
 from hybridcomp.errors import AgreementError, ConfigError, HybridcompError

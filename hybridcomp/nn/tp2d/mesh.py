@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels import Broadcast, Channels, Message, Reduce
 from hybridcomp.channels.channel import Channel
 from hybridcomp.collectives import Group, Handle, Meter, native_nbytes
-from hybridcomp.collectives.wire import transfer, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.steps import transfer
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Direction
 from hybridcomp.errors import ConfigError

@@ -27,7 +27,7 @@ from hybridcomp.channels import NAME, AllReduce
 from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
-from hybridcomp.collectives.wire import POOL
+from hybridcomp.collectives.wire.encoding import POOL
 from hybridcomp.job import small_messages
 from hybridcomp.patches.common.sparse_tables import SparseTables
 from hybridcomp.patches.torch.attached import Attached

@@ -20,7 +20,7 @@ from hybridcomp.channels import Channel
 from hybridcomp.channels.messages import parameter_deltas
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
-from hybridcomp.collectives.wire import given
+from hybridcomp.collectives.wire.steps import given
 from hybridcomp.collectives.wire.transport import Works
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2.copies import NodeCopyGather

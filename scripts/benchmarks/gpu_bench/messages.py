@@ -29,7 +29,8 @@ from hybridcomp.channels import (
 )
 from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.codecs import Codec
-from hybridcomp.collectives.wire import OwnedRange, chunk_ranges, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.chunking import OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
 
 #: ranks of the group by default; this rank is in the middle

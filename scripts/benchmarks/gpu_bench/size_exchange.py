@@ -24,7 +24,9 @@ from torch import Tensor
 from benchmarks.gpu_bench.measure import Bench, cuda
 from hybridcomp.codecs import Bounded, Codec
 from hybridcomp.codecs.cheapest import SMALL_NUMEL
-from hybridcomp.collectives.wire import Group, Meter, payload_sizes, transport
+from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.handle import Meter
 
 #: ranks' entries in the size exchange
 RANKS = 8

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.wire import Group, Meter, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.handle import Meter
 
 #: torch.distributed functions that FSDP2 calls, in this and earlier versions of torch
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")

@@ -55,12 +55,5 @@ def everywhere(
 ) -> list[Any]:
     """Return the result of ``run`` on each rank, with its levels of ``units`` and ``codecs``."""
     ranks = len(units[0])
-    with thread_groups.in_process():
-        _, levels, boards = deep_groups(units, codecs)
-        return thread_groups.run(ranks, lambda _, rank: run(levels(rank), rank), boards)
-
-
-def flat(ranks: int, run: Callable[[Any, int], Any]) -> list[Any]:
-    """Return the result of ``run`` on each rank of a group in one level."""
-    with thread_groups.in_process():
-        return thread_groups.run(ranks, run)
+    _, levels, boards = deep_groups(units, codecs)
+    return thread_groups.run(ranks, lambda _, rank: run(levels(rank), rank), boards)

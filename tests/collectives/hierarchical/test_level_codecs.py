@@ -89,8 +89,8 @@ def test_reduce_scatters_and_owners() -> None:
 
     def run(levels: Levels, rank: int) -> tuple[Tensor, list[Tensor]]:
         shards = torch.split(inputs[rank], lengths)
-        shard = calls.reduce_scatter(shards, OUTER, levels, meter=Meter()).wait()
-        return shard, calls.reduce_to_owners(inputs[rank], ranges, OUTER, levels, meter=Meter())
+        shard = calls.reduce_scatter(shards, OUTER, levels).wait()
+        return shard, calls.reduce_to_owners(inputs[rank], ranges, OUTER, levels)
 
     most, whole = limit(inputs, codecs, 2), torch.cat(exact)
     for rank, (shard, owned) in enumerate(run_on(run, codecs)):

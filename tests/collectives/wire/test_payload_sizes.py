@@ -69,7 +69,7 @@ def test_bits_bytes_and_residuals_are_those_of_sizes_that_are_returned(
     assert min(on_ranks(ranks, both, codec, dtype, feedback, False)) >= 10
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", by_day(CODECS, CODECS[1:]), ids=str)
 @pytest.mark.parametrize("ranks", by_day([2, 3], [3]))
 def test_with_the_kernels_of_a_device(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
     """Kernels for all pieces of a message also compute sums and residuals."""
@@ -98,8 +98,8 @@ def _few(codec: Codec, bits: int, aligned: bool) -> int:
 
 @pytest.mark.parametrize("bits", by_day([4, 8, 16], [8]))
 def test_launches_do_not_grow_with_pieces_of_few_bits(on_ranks: RunRanks, bits: int) -> None:
-    """For 1, 8 and 64 pieces; a single piece has no table."""
-    codec, steps = make_codec("expcode"), (NUMEL, 1152, 128)
+    """For 1, 4 and 12 pieces; a single piece has no table."""
+    codec, steps = make_codec("expcode"), (NUMEL, 2304, 768)
     for one, several, many in on_ranks(3, _launches, codec, torch.bfloat16, steps, bits):
         assert several == many and max(several) <= 32, (one, several, many)
         assert all(few <= more + 2 for few, more in zip(one, many, strict=True))
@@ -129,7 +129,7 @@ def _launches(
     return found
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", by_day(CODECS, CODECS[1:2]), ids=str)
 def test_launches_do_not_grow_with_the_parts(on_ranks: RunRanks, codec: Codec) -> None:
     dtype = torch.bfloat16 if codec.lossless else torch.float32
     for few, many in on_ranks(3, _launches, codec, dtype):
@@ -211,11 +211,9 @@ def _overlapping() -> list[int]:
     tensors = [values_of(dist.get_rank() + index, NUMEL) for index in range(2)]
     expected = [tensor.clone() for tensor in tensors]
     for tensor in expected:
-        all_reduce(tensor, codec, None, meter=Meter()).wait()
+        all_reduce(tensor, codec, None).wait()
     with late() as watched:
-        handles = [
-            all_reduce(tensor, codec, None, meter=Meter(), async_op=True) for tensor in tensors
-        ]
+        handles = [all_reduce(tensor, codec, None, async_op=True) for tensor in tensors]
         found.append(watched.waits)
         for handle in handles:
             handle.wait()

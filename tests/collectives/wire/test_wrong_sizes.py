@@ -17,7 +17,8 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.async_p2p import Posting
 from hybridcomp.collectives.ring import Contents, Ring
-from hybridcomp.collectives.wire import Header, payload_sizes, spec_digest, transport
+from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.headers import Header, spec_digest
 from hybridcomp.errors import CodecError
 from tests.collectives.calls import all_gather, all_reduce, all_to_all, group_of
 from tests.collectives.common import values_of
@@ -29,13 +30,9 @@ N, LIAR, CODEC = 6144, 1, make_codec("expcode")
 #: bytes added to the liar's sizes: within a machine's memory, or beyond any
 LIES = (1 << 28, -(1 << 28))
 CALLS: dict[str, Callable[[Tensor], object]] = {
-    "all_gather": lambda values: all_gather(
-        values, values.new_empty(3 * N), CODEC, None, meter=Meter()
-    ).wait(),
-    "all_to_all": lambda values: all_to_all(
-        torch.empty_like(values), values, CODEC, None, meter=Meter()
-    ).wait(),
-    "all_reduce": lambda values: all_reduce(values, CODEC, None, meter=Meter()).wait(),
+    "all_gather": lambda values: all_gather(values, values.new_empty(3 * N), CODEC, None).wait(),
+    "all_to_all": lambda values: all_to_all(torch.empty_like(values), values, CODEC, None).wait(),
+    "all_reduce": lambda values: all_reduce(values, CODEC, None).wait(),
 }
 
 

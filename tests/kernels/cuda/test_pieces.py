@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
-from hybridcomp.codecs.launches import PieceKernel
+from hybridcomp.codecs.varying_pieces import PieceKernel
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels, pieces

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels
-from hybridcomp.collectives.wire import UNREAD, Header, spec_digest
+from hybridcomp.collectives.wire.headers import UNREAD, Header, spec_digest
 from hybridcomp.patches.ds.pipeline.agreement import Agreed
 from hybridcomp.patches.ds.pipeline.pipe import RUNNING, Pipe
 from hybridcomp.patches.ds.pipeline.pipeline import make_recv, make_send

@@ -21,7 +21,8 @@ from hybridcomp.channels.accounting.rank_messages import (
 )
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives import Meter
-from hybridcomp.collectives.wire import POOL, transport
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.encoding import POOL
 from tests.collectives.calls import all_reduce
 from tests.collectives.common import values_of
 from tests.ranks import RunRanks
