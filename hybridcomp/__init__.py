@@ -4,27 +4,27 @@ install(config=None) arm the patches: they act on engines whose config has a "co
 uninstall()          restore upstream, and detach all models
 attach(model, block) compress a model under torch's fully_shard (FSDP2) or DistributedDataParallel
 detach(model)        restore the native communication of a model
-stateful(model)      its part of a checkpoint of torch.distributed.checkpoint
+stateful(model)      the part of a model in torch.distributed.checkpoint
 save_state(folder)   save residuals and step beside a checkpoint of megatron-core
 load_state(folder)   load them
 resync(engine)       make the next gather of parameters exact, where deltas are sent
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
-freeze(engine, what) stop training parameters, which then cost nothing
+freeze(engine, what) stop training parameters, which then send no gradients
 thaw(engine)         train them again
-FreezeSchedule       freeze the front of a model as its training goes
-FrozenFront          what a frozen front makes of each sample, kept on the host
-ElasticSampler       each sample once, whatever the number of ranks
+FreezeSchedule       freeze the first layers of a model during its training
+FrozenFront          outputs of the frozen first layers by sample, kept on the host
+ElasticSampler       sampler that yields each sample once on any number of ranks
 generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
 train_draft(engine, text) a small model that drafts for generate; experimental
-rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
+rollout(engine, tokenizer) generate as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
 gathered(engine)     all weights on every rank for a roll-out, gathered once
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
-Attached             what attach returns: detach, count_step, its part of a checkpoint
+Attached             result of attach: detach, count_step, its part of a checkpoint
 HybridcompError      base of every error that is raised on purpose; see ``hybridcomp.errors``
 """
 
@@ -75,47 +75,14 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "AgreementError",
-    "AppliedVersion",
-    "Attached",
-    "CheckpointError",
-    "CodecError",
-    "CompressionConfig",
-    "ConfigError",
-    "Draft",
-    "ElasticSampler",
-    "FreezeSchedule",
-    "FrozenFront",
-    "HybridcompError",
-    "PeerError",
-    "PublishError",
-    "Publisher",
-    "SeamError",
-    "StateFileError",
-    "StartedVersion",
-    "VersionSummary",
-    "WeightReceiver",
-    "__version__",
-    "attach",
-    "detach",
-    "freeze",
-    "gathered",
-    "generate",
-    "install",
-    "island_group",
-    "island_pg_collection",
-    "load_config",
-    "load_state",
-    "publish",
-    "resume",
-    "resync",
-    "rollout",
-    "save_state",
-    "stateful",
-    "train_draft",
-    "thaw",
-    "uninstall",
-]
+    "AgreementError", "AppliedVersion", "Attached", "CheckpointError", "CodecError",
+    "CompressionConfig", "ConfigError", "Draft", "ElasticSampler", "FreezeSchedule", "FrozenFront",
+    "HybridcompError", "PeerError", "PublishError", "Publisher", "SeamError", "StateFileError",
+    "StartedVersion", "VersionSummary", "WeightReceiver", "__version__", "attach", "detach",
+    "freeze", "gathered", "generate", "install", "island_group", "island_pg_collection",
+    "load_config", "load_state", "publish", "resume", "resync", "rollout", "save_state", "stateful",
+    "train_draft", "thaw", "uninstall",
+]  # fmt: skip
 
 
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:

@@ -96,7 +96,6 @@ class DimensionRow:
 
     @property
     def between_ranks(self) -> bool:
-        """Return whether messages go from rank to rank."""
         return self.operation != "copy"
 
     @property
@@ -124,94 +123,51 @@ _INTS_8 = {"codec": "blockint", "bits": 8}
 
 ROWS: Mapping[Dimension, DimensionRow] = {
     "dp": DimensionRow(
-        "Gradient reduction.",
-        "all_reduce",
-        "gradients",
-        directions=("forward",),
-        timed="at start-up",
-        recommended={"codec": "blockint", "bits": 4},
-        group="data-parallel",
+        "Gradient reduction.", "all_reduce", "gradients", directions=("forward",),
+        timed="at start-up", recommended={"codec": "blockint", "bits": 4}, group="data-parallel",
         two_levels=True,
     ),
     "zero": DimensionRow(
-        "ZeRO parameter all-gather.",
-        "all_gather",
-        "parameters",
-        directions=("forward",),
-        timed="at start-up",
-        recommended=_INTS_8,
-        engines=(DEEPSPEED, MEGATRON, FSDP2),
-        group="data-parallel",
-        two_levels=True,
+        "ZeRO parameter all-gather.", "all_gather", "parameters", directions=("forward",),
+        timed="at start-up", recommended=_INTS_8, engines=(DEEPSPEED, MEGATRON, FSDP2),
+        group="data-parallel", two_levels=True,
     ),
     "tp": DimensionRow(
-        "Tensor parallel.",
-        "all_reduce",
-        "tensor",
-        timed="after the first step",
-        recommended=_INTS_8,
-        engines=(DEEPSPEED, MEGATRON),
-        group="tensor-parallel",
-        in_layers=True,
+        "Tensor parallel.", "all_reduce", "tensor", timed="after the first step",
+        recommended=_INTS_8, engines=(DEEPSPEED, MEGATRON), group="tensor-parallel", in_layers=True,
     ),
     "pp": DimensionRow(
-        "Pipeline sends.",
-        "send",
-        "pipeline",
-        timed="after the first step",
-        recommended=_INTS_8,
-        engines=(DEEPSPEED, MEGATRON),
-        group="pipeline",
+        "Pipeline sends.", "send", "pipeline", timed="after the first step", recommended=_INTS_8,
+        engines=(DEEPSPEED, MEGATRON), group="pipeline",
     ),
     "ep": DimensionRow(
-        "Expert (MoE) all-to-all.",
-        "all_to_all",
-        recommended=_INTS_8,
-        engines=(DEEPSPEED, MEGATRON),
-        group="expert-parallel",
+        "Expert (MoE) all-to-all.", "all_to_all", recommended=_INTS_8,
+        engines=(DEEPSPEED, MEGATRON), group="expert-parallel",
     ),
     "cp": DimensionRow(
-        "Context or sequence parallel.",
-        "all_to_all",
-        recommended=_INTS_8,
-        group="context-parallel",
-        in_layers=True,
+        "Context or sequence parallel.", "all_to_all", recommended=_INTS_8,
+        group="context-parallel", in_layers=True,
     ),
     "offload": DimensionRow(
         "ZeRO-Offload: gradients to the host, updated parameters back; files of states on NVMe.",
-        "copy",
-        "offload",
-        directions=(*DIRECTIONS, "states"),
-        apart=("states",),
-        timed="in real steps",
-        engines=(DEEPSPEED,),
+        "copy", "offload", directions=(*DIRECTIONS, "states"), apart=("states",),
+        timed="in real steps", engines=(DEEPSPEED,),
     ),
     "tp2d": DimensionRow(
-        "Two-dimensional tensor parallel: layers of hybridcomp.nn.tp2d.",
-        "broadcast",
-        "mesh",
-        directions=KINDS,
-        engines=(DEEPSPEED,),
-        in_layers=True,
-        by_script=True,
+        "Two-dimensional tensor parallel: layers of hybridcomp.nn.tp2d.", "broadcast", "mesh",
+        directions=KINDS, engines=(DEEPSPEED,), in_layers=True, by_script=True,
     ),
     "sync": DimensionRow(
         "Islands of ranks that train by themselves and meet every few steps: what each has moved.",
-        "all_gather",
-        "islands",
-        directions=("forward",),
-        engines=(DEEPSPEED, MEGATRON, FSDP2, DDP),
+        "all_gather", "islands", directions=("forward",), engines=(DEEPSPEED, MEGATRON, FSDP2, DDP),
         by_request=True,
     ),
     "embed": DimensionRow(
         "Rows of tables (hybridcomp.nn.CachedEmbedding) and their gradients; gradients of "
         "Embedding(sparse=True).",
-        "all_to_all",
-        engines=(DEEPSPEED, FSDP2, DDP),
-        in_layers=True,
-        by_request=True,
+        "all_to_all", engines=(DEEPSPEED, FSDP2, DDP), in_layers=True, by_request=True,
     ),
-}
+}  # fmt: skip
 
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 Key = tuple[Dimension, Direction]

@@ -52,13 +52,14 @@ def _packages(extra: str) -> list[str]:
         listed = [Requirement(text) for text in metadata.requires("hybridcomp") or ()]
     except metadata.PackageNotFoundError:
         return []
-    found: list[str] = []
-    for one in listed:
-        if one.marker is None or not one.marker.evaluate({"extra": extra}):
+    packages: list[str] = []
+    for needed in listed:
+        if needed.marker is None or not needed.marker.evaluate({"extra": extra}):
             continue
-        inner = [_packages(name) for name in sorted(one.extras)] if one.name == "hybridcomp" else []
-        found += [text for texts in inner for text in texts] or [f"{one.name}{one.specifier}"]
-    return found
+        extras = sorted(needed.extras) if needed.name == "hybridcomp" else []
+        inner = [text for name in extras for text in _packages(name)]
+        packages += inner or [f"{needed.name}{needed.specifier}"]
+    return packages
 
 
 class HybridcompError(Exception):

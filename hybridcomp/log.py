@@ -79,7 +79,6 @@ class Once:
         say(*fresh, anywhere=anywhere)
 
     def forget(self) -> None:
-        """Forget the printed texts, for another job in the same process."""
         self._told.clear()
 
 

@@ -51,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(script: str, module: bool, words: list[str]) -> None:
-    """Run the script, or the module, in this process with ``words`` as its command line."""
     sys.argv = words
     if module:
         sys.path.insert(0, os.getcwd())

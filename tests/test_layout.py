@@ -21,7 +21,7 @@ else:
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "log": set(),
-    "foreign": set(),
+    "escaping": set(),
     # the ranks of a job: agreement, dead ranks, shared files
     "job": {"errors", "log"},
     "kernels": {"errors"},
@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     # a row for each dimension of parallelism
     "dimensions": set(),
     # the block: models, presets, and a message's codec
-    "config": {"codecs", "dimensions", "errors", "foreign"},
+    "config": {"codecs", "dimensions", "errors", "escaping"},
     # replacing an upstream's functions, at once or at import
     "seams": {"errors"},
     # names of figures that reports write and comparisons read
@@ -47,10 +47,10 @@ ALLOWED: dict[str, set[str]] = {
     # local-SGD islands: arithmetic, groups, meetings, state
     "sync": {"channels", "codecs", "collectives", "config", "errors", "job"},
     # weight versions, from an engine adapter's description to a receiver's mirror
-    "publishing": {"codecs", "errors", "foreign", "job", "log"},
+    "publishing": {"codecs", "errors", "escaping", "job", "log"},
     # layers and pipelines whose traffic uses a session's channels, or stays native
     "nn": {
-        "channels", "codecs", "collectives", "config", "dimensions", "errors", "foreign", "job",
+        "channels", "codecs", "collectives", "config", "dimensions", "errors", "escaping", "job",
         "log", "session",
     },
     # text generation on the ranks of a training, and the weights for it
@@ -60,14 +60,14 @@ ALLOWED: dict[str, set[str]] = {
     # everything about upstreams: seams, rules, checkpoints, trainers' callbacks
     "patches": {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "elastic",
-        "errors", "foreign", "generation", "job", "log", "metric_names", "nn", "publishing",
+        "errors", "escaping", "generation", "job", "log", "metric_names", "nn", "publishing",
         "seams", "session", "sync",
         "",  # callbacks and GPT-NeoX's launcher call public functions, as scripts do
     },
     # jobs resumed on another number of ranks: shared parts of the engines' adapters
     "elastic": {"channels", "codecs", "config", "errors", "job", "log"},
     # adapters to inference engines; each module imports its engine
-    "inference": {"errors", "foreign", "job", "log", "publishing", "seams"},
+    "inference": {"errors", "escaping", "job", "log", "publishing", "seams"},
     "run": {"", "job", "log"},
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: lazily imported public names

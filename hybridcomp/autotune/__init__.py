@@ -1,10 +1,10 @@
 """``"when": "auto"``: measure native and encoded messages, and decide whether encoding pays.
 
-observed  messages that a run sends in its first steps, from which trials are planned
-trials    native and encoded messages, to be timed
-room      memory that trials may take
-timing    timing of trials to a verdict
-verdicts  the verdict of each dimension, and for which steps it holds
-recheck   comparison of native and encoded steps of the run, where a trial was close
-remembered  what earlier runs found on the same machines, and their files
+traffic_profile  messages of the first steps, from which trials are planned
+trials           native and encoded messages, to be timed
+timing           timing of trials to a verdict, within ``memory_limits``
+verdicts         the verdict of each dimension, and for which steps it holds
+recheck          comparison of native and encoded steps of the run after a close trial
+remembered       verdicts of earlier runs on the same machines, and their files
+measured         tables of ``hybridcomp measure`` in place of long trials
 """

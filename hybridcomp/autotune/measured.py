@@ -1,9 +1,9 @@
-"""Use what ``hybridcomp measure`` found on the same machines in the place of long trials.
+"""Decide by a table of ``hybridcomp measure`` from the same machines instead of long trials.
 
-It leaves a table in the user's cache: seconds of messages of growing size, native and encoded. A
-run without verdicts of an earlier one (``remembered``) looks there. If the table says clearly which
-is faster, and short messages now take what it says, a dimension has its verdict: no longer messages
-are tried, and no steps are compared. In all other cases the trial is the usual one.
+The table lies in the user's cache: seconds of messages of growing size, native and encoded. A run
+without verdicts of an earlier run (``remembered``) reads it. If it shows a clear difference, and
+short messages now take the seconds of the table, a dimension has its verdict without longer
+messages and without compared steps. Otherwise the usual trial runs.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class MeasuredLinks:
 
 
 def _between(numels: Sequence[int], seconds: Sequence[float], numel: int) -> float:
-    """Interpolate between two sizes; behind the last one seconds grow with the size."""
+    """Interpolate between two sizes; behind the last, seconds grow with the size."""
     if numel >= numels[-1]:
         return seconds[-1] * numel / numels[-1]
     if numel <= numels[0]:
         return seconds[0]
-    (low, one), (high, two) = next(
+    (low, low_s), (high, two) = next(
         (a, b) for a, b in pairwise(zip(numels, seconds, strict=True)) if b[0] >= numel
     )
-    return one + (two - one) * (numel - low) / (high - low)
+    return low_s + (two - low_s) * (numel - low) / (high - low)
 
 
 def path_of(device: torch.device, group: dist.ProcessGroup | None = None) -> Path | None:
@@ -111,8 +111,8 @@ def recall(device: torch.device, group: dist.ProcessGroup | None) -> MeasuredLin
     """
     whole = dist.get_world_size(group) == dist.get_world_size()
     path = path_of(device, group) if dist.get_rank() == 0 and whole else None
-    found = None if path is None else remembered_file.read_links(path)
-    said = tell({"host": platform.node(), "found": found, "whole": whole}, what="measured links")
+    table = None if path is None else remembered_file.read_links(path)
+    said = tell({"host": platform.node(), "found": table, "whole": whole}, what="measured links")
     if said[0]["found"] is None or not all(row["whole"] for row in said):
         return None
     links = of_json(said[0]["found"])
@@ -120,30 +120,29 @@ def recall(device: torch.device, group: dist.ProcessGroup | None) -> MeasuredLin
     return links if links is not None and links.hosts == here else None
 
 
-def of_json(found: Any) -> MeasuredLinks | None:
+def of_json(table: Any) -> MeasuredLinks | None:
     """Read a table; None where it is damaged."""
     try:
-        rows = tuple(_row(row) for row in found["rows"])
-        return MeasuredLinks(tuple(map(str, found["hosts"])), rows, float(found["written"]))
+        rows = tuple(_row(row) for row in table["rows"])
+        return MeasuredLinks(tuple(map(str, table["hosts"])), rows, float(table["written"]))
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def _row(found: Mapping[str, Any]) -> MeasuredRow:
+def _row(row: Mapping[str, Any]) -> MeasuredRow:
     """Read a row. Raises KeyError, TypeError or ValueError where it is damaged."""
-    numels = tuple(int(one) for one in found["numels"])
-    native, coded = (tuple(map(float, found[name])) for name in ("native_s", "coded_s"))
+    numels = tuple(int(numel) for numel in row["numels"])
+    native, coded = (tuple(map(float, row[name])) for name in ("native_s", "coded_s"))
     if not numels or list(numels) != sorted(set(numels)) or numels[0] < 1:
         raise ValueError("numels")
     if not len(native) == len(coded) == len(numels):
         raise ValueError("columns")
-    if not all(math.isfinite(one) and one > 0 for one in (*native, *coded)):
+    if not all(math.isfinite(seconds) and seconds > 0 for seconds in (*native, *coded)):
         raise ValueError("seconds")
-    how, codec, dtype = (str(found[name]) for name in ("how", "codec", "dtype"))
-    return MeasuredRow(how, codec, dtype, int(found["levels"]), numels, native, coded)
+    how, codec, dtype = (str(row[name]) for name in ("how", "codec", "dtype"))
+    return MeasuredRow(how, codec, dtype, int(row["levels"]), numels, native, coded)
 
 
 def write(path: Path, hosts: Sequence[str], rows: Sequence[MeasuredRow], written: float) -> str:
-    """Write a table; return why that failed, or ""."""
-    found = MeasuredLinks(tuple(hosts), tuple(rows), written)
-    return remembered_file.write_text(path, json.dumps(asdict(found)))
+    table = MeasuredLinks(tuple(hosts), tuple(rows), written)
+    return remembered_file.write_text(path, json.dumps(asdict(table)))

@@ -68,7 +68,6 @@ class StepClock:
         return self.first + self._steps
 
     def covers(self, step: int) -> bool:
-        """Return whether ``step`` is timed."""
         return self.first <= step < self.stop
 
     def open(self, step: int, device: torch.device) -> None:
@@ -94,8 +93,8 @@ class StepClock:
         A step that was not timed, as in a resumed run, counts 0. On a GPU it waits for the steps'
         work.
         """
-        found = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
-        seconds: list[float] = small_messages.most(found.to(device)).tolist()
+        mine = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
+        seconds: list[float] = small_messages.most(mine.to(device)).tolist()
         return seconds
 
     def _seconds(self, step: int) -> float:
@@ -146,8 +145,8 @@ class Recheck(StepClock):
         seconds = self.slowest(begin, step, device)
         pairs = {name: self._pairs(name, seconds) for name in self.names}
         if all(
-            found and all(p[not pays[n]] >= (1 + SURELY / len(found)) * p[pays[n]] for p in found)
-            for n, found in pairs.items()
+            pair and all(p[not pays[n]] >= (1 + SURELY / len(pair)) * p[pays[n]] for p in pair)
+            for n, pair in pairs.items()
         ):
             self._cut = step
 
@@ -181,7 +180,7 @@ class Recheck(StepClock):
             return StepComparison(native_s, coded_s, False)
         now, other = (1, 0) if pays else (0, 1)
         gains = [(pair[now] - pair[other]) / pair[now] for pair in pairs]
-        gain, agree = statistics.median(gains), sum(one > 0 for one in gains)
+        gain, agree = statistics.median(gains), sum(gained > 0 for gained in gains)
         wanted = BACK if pays else GAIN
         agreed = agree >= len(gains) - len(gains) // CELLS
         if gain >= wanted and (agreed or (last and pays)):

@@ -43,7 +43,7 @@ NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_
 
 
 class Remembered:
-    """Adopt verdicts of an earlier run, and save this run's for a later one."""
+    """Adopt verdicts of an earlier run, and save this run's for later runs."""
 
     def __init__(self, block: str | None) -> None:
         """Store ``block``, the digest of the block; None: nothing is remembered."""
@@ -78,10 +78,10 @@ class Remembered:
         facts = {name: hashed([here, [row["sent"][name] for row in said]]) for name in messages}
         self._facts.update(facts)
         self._clock = None
-        self.is_due, found = said[0]["keeps"], said[0]["found"]
-        if not isinstance(found, dict):
-            return {}, [f"measured anew: {found}"] if found else []
-        self._found = FoundVerdicts(**found)
+        self.is_due, file = said[0]["keeps"], said[0]["found"]
+        if not isinstance(file, dict):
+            return {}, [f"measured anew: {file}"] if file else []
+        self._found = FoundVerdicts(**file)
         same = [name for name in messages if self._found.facts.get(name) == facts[name]]
         self._taken += same
         taken = {name: Decision(**self._found.verdicts[name], checked=True) for name in same}
@@ -103,14 +103,14 @@ class Remembered:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         where = transport(device, group)
         sent = {name: hashed([where, len(ranks), ranks[0], row]) for name, row in messages.items()}
-        found: Any = None
+        verdicts: Any = None
         if dist.get_rank() == 0:
             job = [self._block, dist.get_world_size(), where[:2], sorted(model.items())]
             self._path = remembered_file.path_of(hashed(job))
-            found = None if self._path is None else remembered_file.read(self._path)
-            found = asdict(found) if isinstance(found, FoundVerdicts) else found
+            verdicts = None if self._path is None else remembered_file.read(self._path)
+            verdicts = asdict(verdicts) if isinstance(verdicts, FoundVerdicts) else verdicts
         keeps = self._path is not None
-        return {"host": platform.node(), "sent": sent, "keeps": keeps, "found": found}
+        return {"host": platform.node(), "sent": sent, "keeps": keeps, "found": verdicts}
 
     def stop(self) -> None:
         """Stop checking and writing, since the decisions now come from a checkpoint."""
@@ -122,7 +122,6 @@ class Remembered:
             self._clock.open(step, device)
 
     def reopen(self, step: int) -> None:
-        """Record that ``step`` was skipped and begins again."""
         if self._clock is not None:
             self._clock.reopen(step)
 
@@ -130,7 +129,7 @@ class Remembered:
         """Time the steps before ``step`` of a warm run; a collective at the last of them.
 
         Call it while no steps are compared. It marks adopted verdicts as doubtful if step times
-        have changed. Returns messages for the user; only rank 0 knows what was written.
+        have changed. Returns messages for the user; only rank 0 reports the file.
         """
         if not self.is_due:
             return []
@@ -142,7 +141,7 @@ class Remembered:
         if step < clock.stop:
             return []
         self._clock = None
-        seconds = [one for one in clock.slowest(clock.first, clock.stop, device) if one]
+        seconds = [step_s for step_s in clock.slowest(clock.first, clock.stop, device) if step_s]
         self.is_due = False
         if len(seconds) < STEPS // 2:
             return []
@@ -171,7 +170,6 @@ class Remembered:
 
 
 def _told(name: Dimension, verdict: Decision, day: str) -> str:
-    """Describe an adopted verdict in a sentence."""
     how = "compressed" if verdict.pays else "native"
     figures = (
         f"{verdict.nbytes / 1e6:.3g} MB took {verdict.native_s * 1e3:.1f} ms natively and "
@@ -182,11 +180,10 @@ def _told(name: Dimension, verdict: Decision, day: str) -> str:
 
 
 def transport(device: torch.device, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return on what the seconds of this rank's messages in ``group`` depend, as JSON values."""
+    """Return facts that decide the seconds of messages in ``group``, as JSON values."""
     network = {name: os.environ.get(name) for name in NETWORK}
     return [device_name(device), str(dist.get_backend(group)), network, versions()]
 
 
 def hashed(facts: Sequence[Any]) -> str:
-    """Return a hash of JSON values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -24,7 +24,7 @@ FORMAT = 1
 #: days after which saved verdicts are ignored, since clusters and drivers change
 DAYS = 30
 DAY_S = 24 * 3600
-#: name patterns of our files, of unfinished ones, and of what ``hybridcomp measure`` left
+#: name patterns of our files, of unfinished ones, and of tables of ``hybridcomp measure``
 FILES, PARTS, LINKS = "verdicts-*.json", "verdicts-*.part", "links-*.json"
 
 
@@ -46,7 +46,6 @@ class FoundVerdicts:
 
     @property
     def day(self) -> str:
-        """Return the day on which the file was written."""
         return time.strftime("%d %b %Y", time.localtime(self.written))
 
 
@@ -79,24 +78,24 @@ def read(path: Path) -> FoundVerdicts | str | None:
     if not _is_right(written):
         return f"{path} is damaged, or of another version"
     del written["format"]
-    found = FoundVerdicts(**written)
-    if not _is_recent(found.written):
-        return f"{path} is of {found.day}, and {DAYS} days are the limit"
-    return found
+    verdicts = FoundVerdicts(**written)
+    if not _is_recent(verdicts.written):
+        return f"{path} is of {verdicts.day}, and {DAYS} days are the limit"
+    return verdicts
 
 
-def write(path: Path, found: FoundVerdicts) -> str:
+def write(path: Path, verdicts: FoundVerdicts) -> str:
     """Write verdicts, and delete old files beside them; return why that failed, or ""."""
     return write_text(
-        path, json.dumps({"format": FORMAT, **vars(found), "written": time.time()}, indent=1)
+        path, json.dumps({"format": FORMAT, **vars(verdicts), "written": time.time()}, indent=1)
     )
 
 
 def read_links(path: Path) -> Any:
-    """Return what ``measured.write`` wrote; None: nothing, not readable or too old."""
+    """Read the table of ``measured.write``; None: no file, not readable or too old."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if _is_recent(float(found["written"])) else None
+        table = json.loads(path.read_text(encoding="utf-8"))
+        return table if _is_recent(float(table["written"])) else None
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 

@@ -29,9 +29,9 @@ def reductions(
         reduce = _Reduce(sent, where)
 
         def coded() -> None:
-            for index, (numel, one) in enumerate(zip(sent.numels, chosen, strict=True)):
+            for index, (numel, kept_codec) in enumerate(zip(sent.numels, chosen, strict=True)):
                 held = (None, None) if kept is None else _cut_residuals(kept, numel, sent, where)
-                reduce.coded(values[:numel], one, held, index)
+                reduce.coded(values[:numel], kept_codec, held, index)
                 values[:numel].mul_(0.5)  # halved so that repeated sums do not overflow
 
         def native() -> None:

@@ -51,17 +51,17 @@ def judge(
     """Time trials of growing size, while there is time; a collective over the whole job.
 
     ``trials``: returns functions that send messages natively and encoded. ``sent``: the messages of
-    a step if known (``whole``, the same on all ranks), else one message of all values. First come
-    single messages of ``SIZES``, none longer than the longest of ``sent``. Then come all messages
-    of the step, or as many as the time allows by these measurements.
+    a step if known (``whole``, the same on all ranks), else one message of all values. It times
+    single messages of ``SIZES``, up to the longest of ``sent``, then all messages of the step, or
+    as many as the time allows by these measurements.
     """
     longest = max(sent.numels)
     largest = _largest(longest, device)
     enough = BUDGET_S * (FIRST_LOOK if whole else 1.0)
     spent = 0.0
     for size in SIZES:
-        one = replace(sent, numels=(max(1, min(size, longest)),))
-        rows = _timed(trials(one), BUDGET_S / len(SIZES), device)
+        single = replace(sent, numels=(max(1, min(size, longest)),))
+        rows = _timed(trials(single), BUDGET_S / len(SIZES), device)
         spent += float(rows.sum())
         if spent > enough or size >= largest or _is_sure(rows):
             break
@@ -93,22 +93,22 @@ def confirm(
     itemsize: int,
     device: torch.device,
 ) -> Decision | None:
-    """Decide by a table of measured messages if short ones take what it says; None: a trial must.
+    """Decide by a table of measured messages if short messages confirm it; None: run a trial.
 
     A collective over the job. ``seconds``: those of messages by the table, native and encoded, the
     same on all ranks.
     """
     short = replace(sent, numels=(max(1, min(SIZES[0], max(sent.numels))),))
-    told, whole = seconds(short), seconds(sent)
-    if told is None or whole is None:
+    by_table, whole = seconds(short), seconds(sent)
+    if by_table is None or whole is None:
         return None
     native_s, coded_s = whole
     if max(native_s, coded_s) < measured.SURE * min(native_s, coded_s):
         return None
     runs = trials(short)
     _race(runs, 1, device)
-    found = _race(runs, REPEATS[1], device).amin(dim=0).tolist()
-    off = [max(now / then, then / now) for now, then in zip(found, told, strict=True)]
+    timed = _race(runs, REPEATS[1], device).amin(dim=0).tolist()
+    off = [max(now / then, then / now) for now, then in zip(timed, by_table, strict=True)]
     if max(off) > measured.OFF:
         return None
     gain_s = native_s - coded_s
@@ -172,12 +172,12 @@ def _race(
     ``before``: runs untimed before each variant; by default all ranks wait for each other, so that
     none begins a message that another has failed to prepare.
     """
-    found = torch.zeros(repeats, len(runs), dtype=torch.float64)
-    for row in found:
+    rows = torch.zeros(repeats, len(runs), dtype=torch.float64)
+    for row in rows:
         for column, run in enumerate(runs):
             (before or small_messages.wait_for_all)()
             row[column] = seconds(run, device)
-    return small_messages.most(found.to(device))
+    return small_messages.most(rows.to(device))
 
 
 def seconds(run: Run, device: torch.device) -> float:

@@ -36,7 +36,6 @@ class Kind:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of one message on one rank."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -72,7 +71,6 @@ class TrafficProfile:
 
     @property
     def waiting(self) -> tuple[Dimension, ...]:
-        """Return the dimensions without a verdict."""
         return tuple(self.counts)
 
     def note(
@@ -104,9 +102,7 @@ class TrafficProfile:
         self.counts.pop(dimension, None)
 
     def plans(self) -> dict[Dimension, SeenMessages]:
-        """Plan the messages to time, for each dimension that sends any; a collective over the
-        job.
-        """
+        """Plan the messages to time, by dimension that sends any; a collective over the job."""
         own = {name: _heaviest(counts) for name, counts in self.counts.items()}
         said = tell(
             {
@@ -115,7 +111,7 @@ class TrafficProfile:
             },
             what="messages of tp and pp",
         )
-        found: dict[Dimension, SeenMessages] = {}
+        messages: dict[Dimension, SeenMessages] = {}
         for name, kinds in own.items():
             rows = [row[name] for row in said]
             if not any(rows):
@@ -123,8 +119,8 @@ class TrafficProfile:
             common = _common(rows)
             mine = sorted((k for k in kinds if k.stated in common), key=lambda kind: kind.stated)
             plan = [self._planned(kind) for kind in mine]
-            found[name] = SeenMessages(plan, max(common.values(), default=0), sorted(common))
-        return found
+            messages[name] = SeenMessages(plan, max(common.values(), default=0), sorted(common))
+        return messages
 
     def _planned(self, kind: Kind) -> PlannedMessage:
         between = (kind.ranks[0], kind.ranks[1]) if kind.is_send else None

@@ -70,7 +70,6 @@ class StepTraffic:
 
     @property
     def numel(self) -> int:
-        """Return the number of values of all messages."""
         return sum(self.numels)
 
     def cut(self, most: int) -> StepTraffic:
@@ -125,14 +124,14 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[StepTraffic], tuple[Ru
         chosen = [
             codec.for_message(shard.numel(), where.dtype, world_size) for shard, _ in messages
         ]
-        steps = [_Step(shard, one) for (shard, _), one in zip(messages, chosen, strict=True)]
+        steps = [_Step(shard, taken) for (shard, _), taken in zip(messages, chosen, strict=True)]
 
         def coded() -> None:
             handles: list[Any] = []
             for (_, out), step in zip(messages, steps, strict=True):
-                shard, one = step.next()
-                ahead = sent.together and group.levels is None and one.fixed_size
-                via = Transfer(one, group, Meter())
+                shard, sent_by = step.next()
+                ahead = sent.together and group.levels is None and sent_by.fixed_size
+                via = Transfer(sent_by, group, Meter())
                 handles.append(collectives.all_gather(shard, out, via, async_op=ahead))
             for handle in handles:
                 handle.wait()
@@ -160,8 +159,8 @@ def agree_on(
 
     Over the job: ranks with different messages would wait for each other forever.
     """
-    found = [0, 0, 0] if sent is None else [len(sent.numels), sent.numel, hash(sent.numels)]
-    least = torch.tensor([*found, *(-number for number in found)], device=device)
+    facts = [0, 0, 0] if sent is None else [len(sent.numels), sent.numel, hash(sent.numels)]
+    least = torch.tensor([*facts, *(-number for number in facts)], device=device)
     small_messages.least(least, group)
     low, high = least.tolist()[:3], [-number for number in least.tolist()[3:]]
     agreed = torch.tensor(int(low == high and bool(low[0])), device=device)
@@ -183,24 +182,24 @@ def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[R
     groups = [Group.of(plan.group) for plan in planned]
 
     def native() -> None:
-        for one, tensor in zip(planned, values, strict=True):
-            if one.between is None:
-                dist.all_reduce(tensor, group=one.group)
+        for message, tensor in zip(planned, values, strict=True):
+            if message.between is None:
+                dist.all_reduce(tensor, group=message.group)
                 tensor.mul_(0.5)  # halved so that repeated sums do not overflow
-            elif one.between[0] == dist.get_rank():
-                dist.send(tensor, one.between[1], group=one.group)
+            elif message.between[0] == dist.get_rank():
+                dist.send(tensor, message.between[1], group=message.group)
             else:
-                dist.recv(tensor, one.between[0], group=one.group)
+                dist.recv(tensor, message.between[0], group=message.group)
 
     def coded() -> None:
-        for one, group, tensor in zip(planned, groups, values, strict=True):
-            how = one.codec, group, Meter()
-            if one.between is None:
+        for message, group, tensor in zip(planned, groups, values, strict=True):
+            how = message.codec, group, Meter()
+            if message.between is None:
                 collectives.all_reduce(tensor, Reduction(*how))
                 tensor.mul_(0.5)
-            elif one.between[0] == dist.get_rank():
-                collectives.send(tensor, one.between[1], Transfer(*how))
+            elif message.between[0] == dist.get_rank():
+                collectives.send(tensor, message.between[1], Transfer(*how))
             else:
-                collectives.recv(tensor, one.between[0], Transfer(*how))
+                collectives.recv(tensor, message.between[0], Transfer(*how))
 
     return native, coded

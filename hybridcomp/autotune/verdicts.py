@@ -89,7 +89,6 @@ class Verdicts:
         return verdict is not None and verdict.pays == (step < verdict.since)
 
     def comparing(self, step: int) -> bool:
-        """Return whether ``step`` is one of the compared steps."""
         return self.recheck is not None and self.recheck.covers(step)
 
     @property
@@ -176,16 +175,16 @@ class Verdicts:
         for name in done.names:
             self.by_dimension[name] = replace(self.by_dimension[name], rounds=done.rounds)
         words = []
-        for name, found in ({} if findings is None else findings).items():
+        for name, finding in ({} if findings is None else findings).items():
             verdict = replace(self.by_dimension[name], checked=True)
-            if found.native_s:
-                verdict = replace(verdict, gain_s=found.native_s - found.coded_s)
-            if found.changes:
+            if finding.native_s:
+                verdict = replace(verdict, gain_s=finding.native_s - finding.coded_s)
+            if finding.changes:
                 verdict = replace(verdict, pays=not verdict.pays, since=done.stop)
             if name not in without:
                 if not verdict.pays:
                     verdict = replace(verdict, flush=done.stop)
-                words.append(recheck.describe_finding(name, found, verdict.pays, done.stop))
+                words.append(recheck.describe_finding(name, finding, verdict.pays, done.stop))
             self.by_dimension[name] = verdict
         return words
 
@@ -248,8 +247,8 @@ def _is_decision(value: Any) -> bool:
         isinstance(value, dict)
         and needed <= set(value) <= set(known)
         and all(
-            isinstance(found, (int, float) if "float" in str(known[name].type) else int)
-            or (name == "gain_s" and found is None)
-            for name, found in value.items()
+            isinstance(setting, (int, float) if "float" in str(known[name].type) else int)
+            or (name == "gain_s" and setting is None)
+            for name, setting in value.items()
         )
     )

@@ -97,7 +97,7 @@ class Trace:
     @cached_property
     def distances(self) -> list[tuple[tuple[int, float], ...]]:
         """Return the elements to the next use of each parameter of a module that ends, by event."""
-        found: list[tuple[tuple[int, float], ...]] = []
+        by_event: list[tuple[tuple[int, float], ...]] = []
         # by depth: elements of the trace, from its end on, and where a parameter is used next
         places = [0, 0]
         later: tuple[dict[int, int], ...] = ({}, {})
@@ -105,13 +105,13 @@ class Trace:
             own, leaf = self.uses[event.module], event.module in self.leaves
             if not event.fetches:
                 here, after = places[leaf], later[leaf]
-                found.append(tuple((p, after.get(p, math.inf) - here) for p in own))
+                by_event.append(tuple((p, after.get(p, math.inf) - here) for p in own))
                 continue
-            found.append(())
+            by_event.append(())
             for depth, uses in enumerate(self.depths):
                 places[depth] -= sum(self.sizes[p] for p in uses[event.module])
                 later[depth].update(dict.fromkeys(uses[event.module], places[depth]))
-        return found[::-1]
+        return by_event[::-1]
 
     @cached_property
     def queue(self) -> list[tuple[int, int]]:
@@ -163,10 +163,10 @@ class _Pass:
         for p in own:
             self.running[p].add(event.module)
         late = len({p for p in own if self.passed[p] < self.moment})
-        found: set[int] = set()
-        while self._place < len(queue) and len(found) < late:
+        popped: set[int] = set()
+        while self._place < len(queue) and len(popped) < late:
             p, self.passed[p] = queue[self._place][0], queue[self._place][1]
-            found.add(p)
+            popped.add(p)
             self._place += 1
         if self.knobs.prefetch:
             self.prefetch()
@@ -209,30 +209,30 @@ class _Pass:
 def simulate(
     trace: Trace, knobs: Knobs, passes: int = 1, within: tuple[float, float] = (math.inf, math.inf)
 ) -> Moves:
-    """Return what ``passes`` micro-batches of a step gather, from an empty device on.
+    """Simulate the gathers of ``passes`` micro-batches of a step, from an empty device on.
 
-    ``within``: stop where more is gathered, in total or at once, and return what was until then.
+    ``within``: limits of the total and of the peak; stop and return the counts beyond them.
     """
     there = [place in trace.persistent for place in range(len(trace.sizes))]
     gathered = peak = 0
     for _ in range(passes):
-        one = _Pass(trace, knobs, there)
+        state = _Pass(trace, knobs, there)
         for event, distances in zip(trace.events, trace.distances, strict=True):
             if not event.fetches:
-                one.release(event, distances)
+                state.release(event, distances)
                 continue
-            one.fetch(event)
-            if gathered + one.gathered > within[0] or one.peak > within[1]:
-                return Moves(gathered + one.gathered, one.peak)
-        one.end()
-        gathered, peak = gathered + one.gathered, max(peak, one.peak)
+            state.fetch(event)
+            if gathered + state.gathered > within[0] or state.peak > within[1]:
+                return Moves(gathered + state.gathered, state.peak)
+        state.end()
+        gathered, peak = gathered + state.gathered, max(peak, state.peak)
     return Moves(gathered, peak)
 
 
 def fewest(trace: Trace, limit: int) -> int | None:
     """Return a lower bound on gathered elements in a pass; None: a module is too large.
 
-    It is Belady's: parameters whose next use is furthest are evicted first, the last one only in
+    It is Belady's: parameters whose next use is furthest are evicted first, the last only in
     part, so that unequal sizes cost nothing. ``limit``: most elements at once, none persistent.
     """
     held: dict[int, int] = {}
@@ -256,13 +256,13 @@ def fewest(trace: Trace, limit: int) -> int | None:
 
 
 def _following(order: Sequence[tuple[int, ...]]) -> list[dict[int, int]]:
-    """Return by moment when its parameters are used again; behind the last one if they are not."""
+    """Return by moment when its parameters are used again; behind the last if they are not."""
     later: dict[int, int] = {}
-    found = []
+    uses = []
     for moment in reversed(range(len(order))):
-        found.append({p: later.get(p, len(order)) for p in order[moment]})
+        uses.append({p: later.get(p, len(order)) for p in order[moment]})
         later.update(dict.fromkeys(order[moment], moment))
-    return found[::-1]
+    return uses[::-1]
 
 
 class GatherChoice(NamedTuple):
@@ -277,17 +277,17 @@ def choose(trace: Trace, limit: int, passes: int = 1) -> GatherChoice | None:
 
     Among settings within ``SLACK`` of the fewest it takes the one with the longest prefetch.
     """
-    found: list[GatherChoice] = []
+    choices: list[GatherChoice] = []
     least: float = math.inf
     for knobs in _settings(trace, limit):
         moves = simulate(trace, knobs, passes, (SLACK * least, limit))
         if moves.peak <= limit and moves.gathered <= SLACK * least:
-            found.append(GatherChoice(knobs, moves))
+            choices.append(GatherChoice(knobs, moves))
             least = min(least, moves.gathered)
-    near = [one for one in found if one.moves.gathered <= SLACK * least]
+    near = [choice for choice in choices if choice.moves.gathered <= SLACK * least]
 
-    def rank(one: GatherChoice) -> tuple[int, ...]:
-        (prefetch, live, reuse), (gathered, peak) = one
+    def rank(choice: GatherChoice) -> tuple[int, ...]:
+        (prefetch, live, reuse), (gathered, peak) = choice
         return prefetch, -gathered, -peak, live, -reuse
 
     return max(near, key=rank, default=None)
@@ -299,7 +299,7 @@ def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
     Reuse is on a grid, refined near the largest that fits unprefetched, one of those between two
     distances of uses.
     """
-    known = sorted({distance for one in trace.distances for _, distance in one} - {math.inf})
+    known = sorted({distance for row in trace.distances for _, distance in row} - {math.inf})
     step, begun = 4 if len(trace.order) > LONG else 1, [e.module for e in trace.events if e.fetches]
     whole = max(sum(trace.sizes[p] for m in begun for p in uses[m]) for uses in trace.depths)
     reuses = {int(share * whole) + 1 for share in REUSE[::step]} | {0}
@@ -312,8 +312,8 @@ def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
             high = middle
     reuses |= {low, max(0, low - limit // 16), max(0, low - limit // 8)}
     # a prefetch takes more room, not less
-    alike = {bisect.bisect_left(known, one): one for one in sorted(reuses, reverse=True)
-             if one <= low}  # fmt: skip
+    alike = {bisect.bisect_left(known, longest): longest for longest in sorted(reuses, reverse=True)
+             if longest <= low}  # fmt: skip
     for prefetch in dict.fromkeys(int(share * trace.moved) for share in PREFETCH):
         for live in (limit, limit * 3 // 4) if prefetch else (limit,):
             yield from (Knobs(prefetch, live, reuse) for reuse in alike.values())

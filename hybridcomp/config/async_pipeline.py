@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.codec_settings import Count, Strict
 from hybridcomp.config.error_messages import problem
 
 Versions = Literal["flush", 2, "stash", 1]
@@ -38,16 +39,12 @@ class AsyncPipelineConfig(Strict):
         " ahead. pipemare (with 1): its two corrections. spike (with 1, SGD with "
         "momentum): spike compensation and weight prediction.",
     )
-    slack: int = Field(
+    slack: Count = Field(
         0,
-        ge=0,
         description="Micro-batches under way on every link beyond the one in work, to hide "
-        "messages. Gradients get later: (1 + slack) micro-batches for each stage "
-        "that follows.",
+        "messages. Gradients get later: (1 + slack) micro-batches for each stage that follows.",
     )
-    warmup: int = Field(
-        0, ge=0, description="Optimizer steps that DeepSpeed's schedule makes first."
-    )
+    warmup: Count = Field(0, description="Optimizer steps that DeepSpeed's schedule makes first.")
     momentum: float = Field(0.99, ge=0, lt=1, description="look_ahead: its momentum.")
     decay: float = Field(
         0.135,
@@ -56,25 +53,24 @@ class AsyncPipelineConfig(Strict):
         description="pipemare: weight of a step in the trend after as many steps as a "
         "gradient is late.",
     )
-    anneal: int = Field(
+    anneal: Count = Field(
         500,
-        ge=0,
         description="pipemare: steps until early stages' smaller learning rates reach the "
         "schedule's. 0: at once.",
     )
 
     @field_validator("versions", mode="before")
     @classmethod
-    def _one_of(cls, found: Any) -> Any:
-        if isinstance(found, bool) or found not in ("flush", 2, "stash", 1):
-            raise problem("", found, 'expected "flush", 2, "stash" or 1')
-        return found
+    def _one_of(cls, written: Any) -> Any:
+        if isinstance(written, bool) or written not in ("flush", 2, "stash", 1):
+            raise problem("", written, 'expected "flush", 2, "stash" or 1')
+        return written
 
     @model_validator(mode="after")
     def _fits(self) -> AsyncPipelineConfig:
         fit = FITS[self.correction]
         if self.versions not in fit:
-            names = " or ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in fit)
+            names = " or ".join(map(json.dumps, fit))
             todo = f"its recurrence has other weights; set pipeline.versions to {names}"
             raise problem("correction", self.correction, todo)
         owners = {"momentum": "look_ahead", "decay": "pipemare", "anneal": "pipemare"}
@@ -83,8 +79,8 @@ class AsyncPipelineConfig(Strict):
                 todo = f'only correction "{owner}" reads it; remove it'
                 raise problem(name, getattr(self, name), todo)
         for name in ("slack", "warmup"):
-            if (found := getattr(self, name)) and not self.waitless:
-                raise problem(name, found, "DeepSpeed's schedule makes all steps; remove it")
+            if (value := getattr(self, name)) and not self.waitless:
+                raise problem(name, value, "DeepSpeed's schedule makes all steps; remove it")
         return self
 
     @property

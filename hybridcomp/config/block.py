@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
@@ -19,7 +19,7 @@ from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config import planned
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.config.bounds import check_kept
-from hybridcomp.config.codec_settings import NONE, Strict
+from hybridcomp.config.codec_settings import NONE, AtLeastOne, Count, Strict
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
@@ -65,18 +65,13 @@ class CompressionConfig(DimensionFields):
         description="Take over what the last run of this job on the same machines measured, by "
         "a file in the user's cache. false: measure in every run.",
     )
-    min_bytes: int = Field(
+    min_bytes: Count = Field(
         65536,
-        ge=0,
         description="Messages of fewer bytes stay native. Lower it where bytes count more "
         "than latency.",
     )
-    start_step: int = Field(
-        0,
-        ge=0,
-        description="Optimizer steps before compression starts.",
-    )
-    hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Units = Field(
+    start_step: Count = Field(0, description="Optimizer steps before compression starts.")
+    hierarchy: Literal["auto", "none"] | AtLeastOne | Units = Field(
         "auto",
         description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
         f"inside a node, encoded between nodes, which then send one rank's bytes. "
@@ -112,8 +107,7 @@ class CompressionConfig(DimensionFields):
     )
 
     generate: GenerateConfig | None = Field(
-        None,
-        description="How `hybridcomp.generate` sends, and what it keeps. Default: native.",
+        None, description="How `hybridcomp.generate` sends, and what it keeps. Default: native."
     )
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
@@ -122,8 +116,8 @@ class CompressionConfig(DimensionFields):
 
     @field_validator("hierarchy", mode="before")
     @classmethod
-    def _levels(cls, found: Any) -> Any:
-        return read_hierarchy(found)
+    def _levels(cls, written: Any) -> Any:
+        return read_hierarchy(written)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -216,8 +210,8 @@ class CompressionConfig(DimensionFields):
     def others(self) -> dict[str, Strict]:
         """Return the objects beside the dimensions that have an effect, by key."""
         acts = {"pipeline": self.pipeline.waitless, "memory": self.memory.planned}
-        found = {name: getattr(self, name) for name in (*acts, "publish", "gathered", "generate")}
-        return {name: part for name, part in found.items() if part and acts.get(name, True)}
+        parts = {name: getattr(self, name) for name in (*acts, "publish", "gathered", "generate")}
+        return {name: part for name, part in parts.items() if part and acts.get(name, True)}
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -234,7 +228,6 @@ class CompressionConfig(DimensionFields):
         self._native |= frozenset(dimensions)
 
     def error_feedback(self, dimension: Dimension) -> bool:
-        """Return whether ``dimension`` keeps residuals."""
         settings: DimensionConfig = getattr(self, dimension)
         return settings.feeds_back and dimension not in self._native
 
@@ -259,8 +252,8 @@ class CompressionConfig(DimensionFields):
         """Return the limits that the guard checks, by dimension; none without samples."""
         if not self.ledger.sample_every:
             return {}
-        found: dict[Dimension, Limits] = {n: getattr(self, n).limits() for n in DIMENSIONS}
-        return {name: limits for name, limits in found.items() if limits.any}
+        every: dict[Dimension, Limits] = {n: getattr(self, n).limits() for n in DIMENSIONS}
+        return {name: limits for name, limits in every.items() if limits.any}
 
     def policy(self) -> Policy:
         """Build the policy: the codecs by dimension and direction, with their steps and ramps."""
@@ -317,7 +310,6 @@ class CompressionConfig(DimensionFields):
         return settings
 
     def _named(self) -> set[str]:
-        """Return the names of all codecs that messages may take."""
         ways = (getattr(self, name).settings(way) for name, way in self.codecs())
         return {settings["codec"] for settings in ways if "codec" in settings}
 
@@ -326,7 +318,6 @@ class CompressionConfig(DimensionFields):
         return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
 
     def ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
-        """Return the rungs of every ramp, by dimension and direction."""
         ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self.codecs()
                 if key[0] not in self._native}  # fmt: skip
         return {key: rungs for key, rungs in ways.items() if rungs}

@@ -79,6 +79,6 @@ def build_bounded(
 
 def check_kept(dimension: Dimension, codec: Codec | None, field: str) -> None:
     """Refuse a fixed-size codec that cannot keep its bound even in fp32 messages."""
-    found = None if codec is None else codec.unreachable_bound(summed=ROWS[dimension].summed)
-    if found is not None:
-        raise problem(field, found.error_bound, found.todo)
+    unkept = None if codec is None else codec.unreachable_bound(summed=ROWS[dimension].summed)
+    if unkept is not None:
+        raise problem(field, unkept.error_bound, unkept.todo)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -54,7 +54,7 @@ def _refuse_taken_keys() -> None:
 _refuse_taken_keys()
 
 
-#: Reject other packages' codecs with a setting named like a key of the block.
+#: dimension whose codecs a model may name besides the codecs of all dimensions; any: all codecs
 Under = Literal["dp", "zero", "sync", "any"] | None
 
 
@@ -82,12 +82,12 @@ def settings_of(
     Settings that decide the bits a value, which a ramp may move, come first.
     """
     kinds = (gradients_only, sparse)
-    codecs = [one for one in CODECS.values() if (one.gradients_only, one.sparse) == kinds]
+    codecs = [kind for kind in CODECS.values() if (kind.gradients_only, kind.sparse) == kinds]
     codecs.sort(key=lambda codec: all(s.ramp_step is None for s in codec.settings))
-    found: dict[str, tuple[Setting, ...]] = {}
+    by_name: dict[str, tuple[Setting, ...]] = {}
     for setting in (setting for codec in codecs for setting in codec.settings):
-        found[setting.name] = (*found.get(setting.name, ()), setting)
-    return found
+        by_name[setting.name] = (*by_name.get(setting.name, ()), setting)
+    return by_name
 
 
 def with_settings(
@@ -102,6 +102,12 @@ def with_settings(
         text = " ".join(setting.help for setting in declared)
         fields[key] = (annotation | None, Field(None, description=text))
     return create_model(f"{base.__name__}Settings", __base__=base, **fields)
+
+
+#: numbers in the block
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 class Strict(BaseModel):
@@ -164,18 +170,15 @@ class CodecSettings(_Declared):
     #: example value that an error suggests
     EXAMPLE: ClassVar[str] = '{"codec": "blockint", "bits": 8}'
 
-    error_bound: float | None = Field(
+    error_bound: Positive | None = Field(
         None,
-        gt=0,
-        allow_inf_nan=False,
         description="Largest error of an element of the collective's result, over all its "
         "quantizations. Relative (below 1): to the largest magnitude of the segment that it lies "
         "in, of a sum to the sum of the ranks' largest. Larger: fewer bits, about 3.3 a factor of "
         "ten. Without a codec: auto.",
     )
     error_bound_mode: Literal["rel", "abs"] | None = Field(
-        None,
-        description="rel (default), or abs: `error_bound` is a number in units of the values.",
+        None, description="rel (default), or abs: `error_bound` is a number in units of the values."
     )
     segment: int | None = Field(
         None,
@@ -205,11 +208,7 @@ class CodecSettings(_Declared):
 
 
 def build_codec(
-    given: Mapping[str, Any],
-    prefix: str,
-    own: set[str] | None = None,
-    *,
-    under: Under = None,
+    given: Mapping[str, Any], prefix: str, own: set[str] | None = None, *, under: Under = None
 ) -> Codec | None:
     """Build the codec of the settings ``given``; None for "none".
 

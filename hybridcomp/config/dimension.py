@@ -9,12 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.codec_settings import (
-    NONE,
-    CodecSettings,
-    Strict,
-    build_codec,
-)
+from hybridcomp.config.codec_settings import NONE, CodecSettings, Positive, Strict, build_codec
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.policy import Limits, Rung
 from hybridcomp.config.ramp import RampConfig, movable, moving, rungs
@@ -29,17 +24,13 @@ _LATE = tuple(name for name in MEASURED if name not in MEASURED_EARLY)
 class GuardConfig(Strict):
     """Set limits on sampled errors beyond which a dimension turns native for the whole run."""
 
-    error: float | None = Field(
+    error: Positive | None = Field(
         1.0,
-        gt=0,
-        allow_inf_nan=False,
         description="Largest relative L2 error of one encoding, over the job. 1: as wrong "
         "as zeros. null: no limit.",
     )
-    residual: float | None = Field(
+    residual: Positive | None = Field(
         20.0,
-        gt=0,
-        allow_inf_nan=False,
         description=f"{listed(FED_BACK)} with error feedback: largest norm of the residuals "
         "over that of the gradients. Residuals that diverge pass it. null: no limit.",
     )
@@ -67,8 +58,7 @@ class DimensionConfig(CodecSettings):
     )
 
     ramp: RampConfig | None = Field(
-        None,
-        description="Start with a milder setting and reach the written one at step `steps`.",
+        None, description="Start with a milder setting and reach the written one at step `steps`."
     )
 
     def settings(self, direction: Direction) -> dict[str, Any]:
@@ -84,7 +74,6 @@ class DimensionConfig(CodecSettings):
         return rungs(settings, self.ramp.start, self.ramp.steps, build)
 
     def codec_of(self, direction: Direction) -> Codec | None:
-        """Build the codec of ``direction``; None for native."""
         return build_codec(self.settings(direction), "", under=self.under)
 
     @model_validator(mode="after")
@@ -142,6 +131,12 @@ class DimensionConfig(CodecSettings):
 
     def _check_codecs(self) -> None:
         self.built()
+
+    def _check_feedback(self, codec: Codec | None) -> None:
+        if codec is None or codec.lossless:
+            todo = f"{codec or NONE} leaves nothing out to feed back; remove it"
+            raise problem("error_feedback", True, todo)
+        self._check_converges(codec, "error_feedback")
 
     def _check_converges(self, codec: Codec, key: str) -> None:
         """Refuse error feedback or deltas if the codec's errors would grow or only add noise."""

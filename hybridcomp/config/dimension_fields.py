@@ -66,9 +66,7 @@ def with_dimensions(base: type[BaseModel]) -> type[BaseModel]:
 if TYPE_CHECKING:
 
     class DimensionFields(Beginning):
-        """Dimensions whose settings other code reads by name; others are read through their
-        rows.
-        """
+        """Dimensions that other code reads by name; others are read through their rows."""
 
         dp: GradientConfig = GradientConfig()
         zero: ParameterConfig = ParameterConfig()

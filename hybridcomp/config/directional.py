@@ -57,10 +57,10 @@ class SplitConfig(DimensionConfig):
         overrides = [getattr(self, direction) for direction in ways]
         *first, last = ways
         every = f"{', '.join(first)} and {last} {'both' if len(first) == 1 else 'all'}"
-        for name, found in self.given().items():
+        for name, value in self.given().items():
             if all(o is not None and (o.codec or name in o.given()) for o in overrides):
                 todo = f"never used: {every} name their codec or {name}; remove it"
-                raise problem(name, found, todo)
+                raise problem(name, value, todo)
         for direction in self.ways:
             override = getattr(self, direction)
             own = set() if override is None else set(override.given())
@@ -92,8 +92,7 @@ class MeshConfig(SplitConfig):
         None, description="What differs for weights, in both passes."
     )
     gradients: DirectionConfig | None = Field(
-        None,
-        description="What differs for gradients of activations and weights, which are summed.",
+        None, description="What differs for gradients of activations and weights, which are summed."
     )
 
 
@@ -117,11 +116,9 @@ class PipelineConfig(TensorConfig):
 
     @property
     def remark(self) -> str:
-        """Return words on whether tensor ranks share messages."""
         return ", cut among tensor ranks" if self.scatter_gather else ""
 
     def agreed(self) -> dict[str, Any]:
-        """Return whether tensor ranks share messages."""
         return {"scatter_gather": self.scatter_gather}
 
 
@@ -133,16 +130,14 @@ class OffloadConfig(ActivationConfig):
 
     when: Literal["always", "auto"] = Field(
         "always",
-        description="always (default), or auto: the first steps take turns natively, with "
-        "encoded gradients, and with encoded parameters too; the fastest way on the"
-        " slowest rank stays.",
+        description="always (default), or auto: the first steps take turns natively, with encoded "
+        "gradients, and with encoded parameters too; the fastest way on the slowest rank stays.",
     )
     sums: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="Where gradients of several micro-batches are summed. device: they cross "
-        "once a step, for 2 bytes of device memory a value in bf16. host: each "
-        "crosses. auto (default): device if a tenth of its memory stays free in the"
-        " first backward pass.",
+        description="Where gradients of several micro-batches are summed. device: they cross once "
+        "a step, for 2 bytes of device memory a value in bf16. host: each crosses. auto (default): "
+        "device if a tenth of its memory stays free in the first backward pass.",
     )
     forward: DirectionConfig | None = Field(
         None, description="What differs for updated parameters, host to device."
@@ -166,7 +161,6 @@ class OffloadConfig(ActivationConfig):
         return data
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings that decide when a copy is made, and whether it is encoded."""
         return {"when": self.when, "sums": self.sums}
 
     def _check_codecs(self) -> None:

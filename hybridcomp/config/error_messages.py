@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from hybridcomp.config import other_names
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 
 Model = TypeVar("Model", bound=BaseModel)
 #: maximum characters of a value in a message
@@ -66,11 +66,11 @@ def problem(field: str, found: object, todo: str) -> PydanticCustomError:
 def expecting(todo: str) -> WrapValidator:
     """Say ``todo`` of any wrong value; pydantic would describe every member of a union."""
 
-    def check(found: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
-            return handler(found)
+            return handler(value)
         except ValidationError:
-            raise problem("", found, todo) from None
+            raise problem("", value, todo) from None
 
     return WrapValidator(check)
 
@@ -108,32 +108,32 @@ def translate(error: ValidationError, model: type[BaseModel], root: str) -> Conf
 
 def _one(detail: ErrorDetails, model: type[BaseModel], root: str) -> tuple[str, object, str]:
     path = [str(part) for part in detail["loc"]]
-    kind, found = detail["type"], detail["input"]
+    kind, value = detail["type"], detail["input"]
     if kind == "hybridcomp":
         context = detail["ctx"]
         parts = [root, *path, *([context["field"]] if context["field"] else [])]
         return ".".join(parts), context["found"], context["todo"]
     key = ".".join([root, *path])
     if kind == "extra_forbidden":
-        return key, found, _unknown_key(path, model, root)
+        return key, value, _unknown_key(path, model, root)
     if kind == "missing":
         return key, NOTHING, f"{path[-1]} is required; write it"
     if kind in _EXPECTED:
-        return key, found, _EXPECTED[kind] + _instead(path[-1] if path else "", kind, found)
-    return key, found, f"{detail['msg'].replace('Input should be', 'expected')}"
+        return key, value, _EXPECTED[kind] + _instead(path[-1] if path else "", kind, value)
+    return key, value, f"{detail['msg'].replace('Input should be', 'expected')}"
 
 
-def _instead(name: str, kind: str, found: object) -> str:
+def _instead(name: str, kind: str, value: object) -> str:
     """Suggest a replacement for a value of the wrong type; "" if none is known."""
     if kind == "model_type" and name in _OBJECTS:
         example = dict(_OBJECTS[name])
         first = next(iter(example))
-        if type(found) is type(example[first]) and found:
-            example[first] = found
+        if type(value) is type(example[first]) and value:
+            example[first] = value
         return f"; write {json.dumps(example)}"
-    if not isinstance(found, str):
+    if not isinstance(value, str):
         return ""
-    ours = other_names.of_switch(found) if kind == "bool_type" else other_names.of_number(found)
+    ours = other_names.of_switch(value) if kind == "bool_type" else other_names.of_number(value)
     return f"; write {ours}, without quotes" if ours and kind != "model_type" else ""
 
 

@@ -9,30 +9,26 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.codec_settings import CodecSettings, build_codec, codec_field
+from hybridcomp.config.codec_settings import CodecSettings, Positive, build_codec, codec_field
 
 #: codec used unless one is written
 STEPS = "stepcode"
 
 
 class GatheredConfig(CodecSettings):
-    """Configure how the weights are gathered for a roll-out, and what is kept for the next one."""
+    """Configure the gather of weights for a roll-out, and the copy kept for the next gather."""
 
     codec: str | None = codec_field("zero", f"Default: {STEPS}. ")
     keep: Literal["device", "host"] = Field(
-        "device",
-        description=f"{STEPS}: where the weights of the last gather are kept.",
+        "device", description=f"{STEPS}: where the weights of the last gather are kept."
     )
-    limit_gb: float | None = Field(
+    limit_gb: Positive | None = Field(
         None,
-        gt=0,
-        allow_inf_nan=False,
         description="GB (1e9 bytes) that a rank may take for the gathered weights and their "
         "buffers; more is refused. Default: the memory that is free.",
     )
 
     def codec_of(self) -> Codec | None:
-        """Build the codec of the gathers; None for native."""
         return build_codec(self.given() or {"codec": STEPS}, "", under="zero")
 
     @model_validator(mode="after")
@@ -41,7 +37,6 @@ class GatheredConfig(CodecSettings):
         return self
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings on which the ranks must agree, the codec among them."""
         codec = self.codec_of()
         spec = "none" if codec is None else codec.spec
         return {"codec": spec, "keep": self.keep, "limit_gb": self.limit_gb}

@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hybridcomp.config.codec_settings import NONE, CodecSettings, Strict
+from hybridcomp.config.codec_settings import (
+    NONE,
+    AtLeastOne,
+    CodecSettings,
+    Count,
+    Positive,
+    Strict,
+)
 from hybridcomp.config.error_messages import problem
 
 
@@ -26,47 +33,38 @@ class GenerateConfig(Strict):
         HopConfig(codec=NONE),
         description="Sums inside tensor-parallel layers. Default: native, likewise.",
     )
-    min_bytes: int | None = Field(
+    min_bytes: Count | None = Field(
         None,
-        ge=0,
         description="Messages of fewer bytes stay native. Default: the block's. Decoded tokens "
         "are small messages: sequences x width values.",
     )
     in_flight: Literal["auto"] | int = Field(
-        "auto",
-        description="Batches under way at once. auto: twice the stages.",
+        "auto", description="Batches under way at once. auto: twice the stages."
     )
-    batch: int = Field(8, ge=1, description="Sequences of a batch.")
-    room: int = Field(
-        4096,
-        ge=2,
-        description="Most tokens of a sequence, prompt and answer.",
-    )
-    weights_gb: float | None = Field(
+    batch: AtLeastOne = Field(8, description="Sequences of a batch.")
+    room: int = Field(4096, ge=2, description="Most tokens of a sequence, prompt and answer.")
+    weights_gb: Positive | None = Field(
         None,
-        gt=0,
-        allow_inf_nan=False,
         description="GB (1e9 bytes) that a stage's weights may take on the device. Further layers "
         "wait in host memory, encoded without loss, and come back one ahead. Default: all stay.",
     )
 
     @field_validator("in_flight", mode="before")
     @classmethod
-    def _some(cls, found: Any) -> Any:
-        if found != "auto" and (type(found) is not int or found < 1):
-            raise problem("", found, 'expected "auto" or a number of batches, at least 1')
-        return found
+    def _some(cls, written: Any) -> Any:
+        if written != "auto" and (type(written) is not int or written < 1):
+            raise problem("", written, 'expected "auto" or a number of batches, at least 1')
+        return written
 
     @field_validator("pp", "tp", mode="after")
     @classmethod
-    def _codec(cls, found: HopConfig) -> HopConfig:
-        found.built()
-        return found
+    def _codec(cls, hop: HopConfig) -> HopConfig:
+        hop.built()
+        return hop
 
     def summary(self) -> str:
-        """Return one line on the codecs of messages and the memory of sequences."""
-        ways = [f"{name} {codec.spec}" for name, one in (("pp", self.pp), ("tp", self.tp))
-                if (codec := one.built()) is not None]  # fmt: skip
+        ways = [f"{name} {codec.spec}" for name, hop in (("pp", self.pp), ("tp", self.tp))
+                if (codec := hop.built()) is not None]  # fmt: skip
         sent = ", ".join(ways) or "native messages"
         kept = "" if self.weights_gb is None else f", weights of {self.weights_gb:g} GB at most"
         held = f"batches of {self.batch}, {self.in_flight} in flight, room {self.room}"

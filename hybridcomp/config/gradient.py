@@ -10,14 +10,7 @@ from pydantic import Field, field_validator
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BITS
 from hybridcomp.codecs.registry import CODECS
-from hybridcomp.config.codec_settings import (
-    NONE,
-    Strict,
-    Under,
-    codec_field,
-    settings_of,
-    with_settings,
-)
+from hybridcomp.config.codec_settings import Strict, Under, codec_field, settings_of, with_settings
 from hybridcomp.config.dimension import MeasuredConfig
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.policy import Limits
@@ -34,7 +27,7 @@ else:
 
 
 class FeedbackConfig(Strict):
-    """Add the error of one reduction to the next one, stored in few bits."""
+    """Add the error of one reduction to the next, stored in few bits."""
 
     bits: Literal[4, 8, 16, 32] = Field(
         32,
@@ -53,9 +46,8 @@ class GradientConfig(_Declared):
     codec: str | None = codec_field("dp")
     error_feedback: bool | FeedbackConfig = Field(
         False,
-        description=f"Add what one reduction left out to the next. true: 4 bytes of memory a "
-        f'gradient element; {{"bits": 8}}: one. Makes 4 bits and fewer usable. '
-        f"{_ALWAYS}",
+        description="Add what one reduction left out to the next. true: 4 bytes of memory a "
+        f'gradient element; {{"bits": 8}}: one. Makes 4 bits and fewer usable. {_ALWAYS}',
     )
 
     accumulate: Literal["native", "node"] = Field(
@@ -81,24 +73,21 @@ class GradientConfig(_Declared):
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether residuals are kept."""
         return bool(self.error_feedback) or self._reduces
 
     @property
     def residual_bits(self) -> int:
         """Return the bits per value of a residual; 32 (fp32) also if there are none."""
-        found = self.error_feedback
-        return found.bits if isinstance(found, FeedbackConfig) else 32
+        feedback = self.error_feedback
+        return feedback.bits if isinstance(feedback, FeedbackConfig) else 32
 
     @property
     def remark(self) -> str:
-        """Return words on residuals, with their bits if fewer than 32."""
         few = f" in {self.residual_bits} bits" if self.residual_bits != 32 else ""
         once = ", micro-batches summed in the node" if self.accumulate == "node" else ""
         return (f", error feedback{few}" if self.feeds_back else "") + once
 
     def agreed(self) -> dict[str, Any]:
-        """Return whether residuals are kept and in how many bits; both must agree between ranks."""
         few = {"residual_bits": self.residual_bits} if self.residual_bits != 32 else {}
         once = {"accumulate": "node"} if self.accumulate == "node" else {}
         return {"error_feedback": self.feeds_back, **few, **once}
@@ -106,15 +95,15 @@ class GradientConfig(_Declared):
     @property
     def _reduces(self) -> bool:
         """Return whether the codec reduces gradients itself instead of encoding messages."""
-        codec = CODECS.get(self.codec) if self.codec is not None else None
+        codec = CODECS.get(self.codec or "")
         return codec is not None and codec.gradients_only
 
     def limits(self) -> Limits:
         """Return the guard's limits; low rank has no residual limit unless the user sets one."""
-        found = super().limits()
+        usual = super().limits()
         if self._reduces and "residual" not in self.guard.model_fields_set:
-            return Limits(found.error, None)
-        return found
+            return Limits(usual.error, None)
+        return usual
 
     def _check_codecs(self) -> None:
         codec = self.built()
@@ -125,15 +114,8 @@ class GradientConfig(_Declared):
             raise problem("error_feedback", False, todo)
         if self.accumulate == "node":
             self._check_accumulates(codec)
-        if not self.error_feedback:
-            return
-        if codec is None or codec.lossless:
-            raise problem(
-                "error_feedback",
-                True,
-                f"{codec or NONE} leaves nothing out to feed back; remove it",
-            )
-        self._check_converges(codec, "error_feedback")
+        if self.error_feedback:
+            self._check_feedback(codec)
 
     def _check_accumulates(self, codec: Codec | None) -> None:
         """Refuse ``accumulate`` without a codec between nodes, or with a one-level codec."""

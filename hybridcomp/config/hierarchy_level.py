@@ -49,29 +49,29 @@ Units = Annotated[list[Size | HierarchyLevel], Field(min_length=2)]
 Written = Literal["auto", "none"] | int | list[Size | HierarchyLevel]
 
 
-def read_hierarchy(found: Any) -> Any:
+def read_hierarchy(written: Any) -> Any:
     """Parse ``hierarchy`` as written in a block; errors name the wrong key inside it."""
-    if isinstance(found, list):
-        if len(found) < 2 or not all(
+    if isinstance(written, list):
+        if len(written) < 2 or not all(
             isinstance(each, (Mapping, HierarchyLevel)) or each == "auto" or _counts(each, 2)
-            for each in found
+            for each in written
         ):
             todo = "expected two or more numbers of 2 or more, such as [8, 4]: ranks of a node,"
-            raise problem("", found, f'{todo} nodes of a site; "auto" where the launcher tells')
+            raise problem("", written, f'{todo} nodes of a site; "auto" where the launcher tells')
         return [
             parsed(HierarchyLevel, each, str(number), below=True)
             if isinstance(each, Mapping)
             else each
-            for number, each in enumerate(found)
+            for number, each in enumerate(written)
         ]
-    if not _counts(found, 1) and found not in ("auto", "none"):
+    if not _counts(written, 1) and written not in ("auto", "none"):
         todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
-        raise problem("", found, todo)
-    return found
+        raise problem("", written, todo)
+    return written
 
 
-def _counts(found: Any, least: int) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= least
+def _counts(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def widths_of(hierarchy: Written) -> Widths:
@@ -82,7 +82,6 @@ def widths_of(hierarchy: Written) -> Widths:
 
 
 def codecs_of(hierarchy: Written) -> tuple[Codec | None, ...]:
-    """Return the codec of each level, the innermost first; None: native."""
     levels = hierarchy if isinstance(hierarchy, list) else []
     return tuple(each.built() if isinstance(each, HierarchyLevel) else None for each in levels)
 
@@ -94,13 +93,13 @@ def check_hierarchy(
 
     ``codecs``: codecs of the dimensions, by direction.
     """
-    found = [codec for (name, _), codec in codecs.items() if codec and name in TWO_LEVELS]
-    if not found:
+    compressed = [codec for (name, _), codec in codecs.items() if codec and name in TWO_LEVELS]
+    if not compressed:
         why = f"only {listed(TWO_LEVELS)} have two levels, and neither is compressed"
         raise problem("hierarchy", hierarchy, f"{why}; remove it")
     _check_levels(hierarchy, codecs_of(hierarchy), codecs)
-    if all(codec.low_rank for codec in found):
-        why = f"{found[0].name} sums its factors natively over all ranks, in one level"
+    if all(codec.low_rank for codec in compressed):
+        why = f"{compressed[0].name} sums its factors natively over all ranks, in one level"
         raise problem("hierarchy", hierarchy, f"{why}; remove it")
 
 
@@ -112,12 +111,14 @@ def _check_levels(
     """Refuse codecs of ``levels`` that have no sums to encode or would break an error bound."""
     own = [codec for codec in levels if codec is not None]
     summed = [codec for (name, _), codec in codecs.items() if codec and name in SUMMED]
-    told, names = ", ".join(codec.spec for codec in own), listed(SUMMED)
-    found = widths_of(hierarchy)
+    specs, names = ", ".join(codec.spec for codec in own), listed(SUMMED)
+    widths = widths_of(hierarchy)
     if own and not summed:
-        why = f"only sums of {names} are encoded on a level ({told}), and {names} is not compressed"
-        raise problem("hierarchy", found, f"{why}; write numbers alone")
+        why = (
+            f"only sums of {names} are encoded on a level ({specs}), and {names} is not compressed"
+        )
+        raise problem("hierarchy", widths, f"{why}; write numbers alone")
     if any(codec.bounded for codec in summed) and not all(codec.lossless for codec in own):
-        why = f"what a level leaves out ({told}) is not in the error_bound of {names}"
+        why = f"what a level leaves out ({specs}) is not in the error_bound of {names}"
         todo = f"leave that level native or lossless, or give {names} a codec of fixed bits"
-        raise problem("hierarchy", found, f"{why}; {todo}")
+        raise problem("hierarchy", widths, f"{why}; {todo}")

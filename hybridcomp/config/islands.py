@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import (
     NONE,
+    AtLeastOne,
+    Count,
+    Positive,
     Strict,
     Under,
     codec_field,
@@ -23,9 +25,7 @@ from hybridcomp.config.rendezvous import RendezvousConfig
 
 
 class OuterConfig(Strict):
-    """The outer optimizer: SGD on the mean change of the islands' weights."""
-
-    lr: float = Field(0.7, gt=0, allow_inf_nan=False, description="Learning rate.")
+    lr: Positive = Field(0.7, description="Learning rate.")
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum; 0: none, and no memory for it.")
     nesterov: bool = Field(True, description="Nesterov momentum. Without momentum it does nothing.")
 
@@ -48,18 +48,15 @@ class IslandConfig(_Declared):
         json_schema_extra={"enum": [*ISLAND_PRESETS, None]},
     )
     codec: str | None = codec_field("sync")
-    every: int = Field(30, ge=1, description="Optimizer steps from one meeting to the next.")
-    islands: Literal["node"] | Annotated[int, Field(ge=1)] | RendezvousConfig = Field(
+    every: AtLeastOne = Field(30, description="Optimizer steps from one meeting to the next.")
+    islands: Literal["node"] | AtLeastOne | RendezvousConfig = Field(
         "node",
         description="node: each node is an island. N: every N consecutive ranks. DeepSpeed "
         "takes the island as its data-parallel group, torch's wrappers get it by "
         "`hybridcomp.island_group`. An object: each island is a job of its own, "
         "[see below](#islands-that-are-jobs).",
     )
-    error_feedback: bool = Field(
-        False,
-        description="Add what one message left out to the next.",
-    )
+    error_feedback: bool = Field(False, description="Add what one message left out to the next.")
     decay: float = Field(
         1.0,
         gt=0,
@@ -68,16 +65,13 @@ class IslandConfig(_Declared):
         "place of momentum (SparseLoCo).",
     )
     outer: OuterConfig = Field(OuterConfig(), description="The outer optimizer.")
-    fragments: int = Field(
+    fragments: AtLeastOne = Field(
         1,
-        ge=1,
         description="Parts of the weights that meet in turn, each every `every` steps. More: "
         "shorter messages.",
     )
-    delay: int = Field(
-        0,
-        ge=0,
-        description="Steps from a meeting's start until its mean is taken. Below `every`.",
+    delay: Count = Field(
+        0, description="Steps from a meeting's start until its mean is taken. Below `every`."
     )
     mix: float = Field(
         0.0,
@@ -85,11 +79,7 @@ class IslandConfig(_Declared):
         lt=1,
         description="Share of an island's own weights that it keeps when it takes a mean.",
     )
-    staleness: int = Field(
-        0,
-        ge=0,
-        description="Meetings that an island may be ahead of the slowest.",
-    )
+    staleness: Count = Field(0, description="Meetings that an island may be ahead of the slowest.")
 
     outlier: float | None = Field(
         None,
@@ -101,29 +91,29 @@ class IslandConfig(_Declared):
 
     @field_validator("islands", mode="before")
     @classmethod
-    def _one_of(cls, found: Any) -> Any:
-        number = isinstance(found, int) and not isinstance(found, bool) and found > 0
-        if isinstance(found, RendezvousConfig):
-            return found
-        if isinstance(found, Mapping):
-            return parsed(RendezvousConfig, found, "islands")
-        if not number and found != "node":
+    def _one_of(cls, written: Any) -> Any:
+        number = isinstance(written, int) and not isinstance(written, bool) and written > 0
+        if isinstance(written, RendezvousConfig):
+            return written
+        if isinstance(written, Mapping):
+            return parsed(RendezvousConfig, written, "islands")
+        if not number and written != "node":
             todo = 'expected "node", the number of consecutive ranks of each, or {"rendezvous": '
-            raise problem("", found, f'{todo}"tcp://host:port"}}')
-        return found
+            raise problem("", written, f'{todo}"tcp://host:port"}}')
+        return written
 
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, data: Any) -> Any:
         """Merge the preset; without a codec messages are native."""
-        found = {"codec": data} if isinstance(data, str) else data
-        if not isinstance(found, Mapping):
+        settings = {"codec": data} if isinstance(data, str) else data
+        if not isinstance(settings, Mapping):
             return data
-        name = found.get("preset")
+        name = settings.get("preset")
         if name is not None:
-            found = _merged(ISLAND_PRESETS[known_preset(name, ISLAND_PRESETS)], found)
-        native = "codec" not in found and "error_bound" not in found
-        return {"codec": NONE, **found} if native else found
+            settings = _merged(ISLAND_PRESETS[known_preset(name, ISLAND_PRESETS)], settings)
+        native = "codec" not in settings and "error_bound" not in settings
+        return {"codec": NONE, **settings} if native else settings
 
     @property
     def acts(self) -> bool:
@@ -162,7 +152,6 @@ class IslandConfig(_Declared):
 
     @property
     def remark(self) -> str:
-        """Return words on when islands meet, and how they apply a mean."""
         if not self.acts:
             return ""
         whose = "nodes" if self.islands == "node" else f"islands of {self.islands} rank(s)"
@@ -180,23 +169,29 @@ class IslandConfig(_Declared):
         return ", " + ", ".join(parts)
 
     def agreed(self) -> dict[str, Any]:
-        """Return all settings that decide when islands meet and how they apply a mean."""
         if not self.acts:
             return {}
         names = (
             "every", "islands", "error_feedback", "decay", "fragments", "delay", "mix", "staleness",
             "outlier",
         )  # fmt: skip
-        found = {name: getattr(self, name) for name in names}
+        settings = {name: getattr(self, name) for name in names}
         if self.jobs is not None:
-            found["islands"] = self.jobs.model_dump()
-        return {**found, **self.outer.model_dump()}
+            settings["islands"] = self.jobs.model_dump()
+        return {**settings, **self.outer.model_dump()}
 
     def _check_codecs(self) -> None:
         codec = self.built()
-        self._check_feedback(codec)
-        if self.jobs is not None:
-            self._check_jobs()
+        if codec is not None and codec.sparse and not self.error_feedback:
+            todo = f"{codec.name} does not converge without; set it to true"
+            raise problem("error_feedback", False, todo)
+        if self.error_feedback:
+            self._check_feedback(codec)
+        elif self.decay != 1.0:
+            raise problem("decay", self.decay, "only error_feedback decays; add it or remove decay")
+        if self.jobs is not None and self.ramp is not None:
+            todo = "islands that join count other steps, so their codecs would differ; remove it"
+            raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)
         if self.fragments > self.every:
             todo = f"fragments meet in turn within every = {self.every} steps; lower it"
             raise problem("fragments", self.fragments, todo)
@@ -208,25 +203,6 @@ class IslandConfig(_Declared):
                 todo = "with staleness a mean is taken at a later meeting and own progress is kept"
                 raise problem(name, value, f"{todo}; remove it, or staleness")
 
-    def _check_jobs(self) -> None:
-        """Refuse settings that islands cannot have if they are separate jobs."""
-        if self.ramp is not None:
-            todo = "islands that join count other steps, so their codecs would differ; remove it"
-            raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)
-
-    def _check_feedback(self, codec: Codec | None) -> None:
-        if codec is not None and codec.sparse and not self.error_feedback:
-            raise problem(
-                "error_feedback", False, f"{codec.name} does not converge without; set it to true"
-            )
-        if self.error_feedback:
-            if codec is None or codec.lossless:
-                todo = f"{codec or NONE} leaves nothing out to feed back; remove it"
-                raise problem("error_feedback", True, todo)
-            self._check_converges(codec, "error_feedback")
-        elif self.decay != 1.0:
-            raise problem("decay", self.decay, "only error_feedback decays; add it or remove decay")
-
 
 def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the written keys into a preset's.
@@ -234,14 +210,14 @@ def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
     A written codec replaces the preset's codec together with its settings. A lossless codec drops
     error feedback.
     """
-    found = dict(preset)
+    settings = dict(preset)
     if "codec" in written or "error_bound" in written:
         for name in ("codec", "bits", "density"):
-            found.pop(name, None)
+            settings.pop(name, None)
         if written.get("codec") == NONE:
-            found.pop("error_feedback", None)
-            found.pop("decay", None)
+            settings.pop("error_feedback", None)
+            settings.pop("decay", None)
     outer = written.get("outer")
-    if isinstance(outer, Mapping) and "outer" in found:
-        written = {**written, "outer": {**found["outer"], **outer}}
-    return {**found, **written}
+    if isinstance(outer, Mapping) and "outer" in settings:
+        written = {**written, "outer": {**settings["outer"], **outer}}
+    return {**settings, **written}

@@ -33,12 +33,12 @@ def _with_shorthand(node: Any) -> Any:
         return [_with_shorthand(part) for part in node]
     if not isinstance(node, dict):
         return node
-    found = {key: _with_shorthand(part) for key, part in node.items() if key != "allOf"}
+    described = {key: _with_shorthand(part) for key, part in node.items() if key != "allOf"}
     for part in node.get("allOf", ()):  # pydantic before 2.10 wraps references
-        found.update(part)
-    name = str(found.get("$ref", "")).removeprefix("#/$defs/")
+        described.update(part)
+    name = str(described.get("$ref", "")).removeprefix("#/$defs/")
     if name in SHORTHAND:
-        reference = {"$ref": found.pop("$ref")}
+        reference = {"$ref": described.pop("$ref")}
         names = list(codec_names(SHORTHAND[name]))
-        found["anyOf"] = [{"type": "string", "enum": names}, reference]
-    return found
+        described["anyOf"] = [{"type": "string", "enum": names}, reference]
+    return described

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.codec_settings import AtLeastOne, Count, Strict
 
 #: default of ``ledger.every``
 REPORT_EVERY = 10
@@ -19,15 +19,13 @@ class LedgerConfig(Strict):
         description="File for one JSON record every `every` steps, written by rank 0, relative "
         "to its working directory. null: no file.",
     )
-    every: int | None = Field(
+    every: AtLeastOne | None = Field(
         None,
-        ge=1,
         description="Optimizer steps between two reports. Default: DeepSpeed's `steps_per_print` "
         "where it is finite (the Trainer of Hugging Face writes `inf`), else 10.",
     )
-    sample_every: int = Field(
+    sample_every: Count = Field(
         10,
-        ge=0,
         description="Steps between samples of an encoding's relative error, one extra encoding "
         "of up to 65536 values a message. 0: never.",
     )

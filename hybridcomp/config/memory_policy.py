@@ -1,4 +1,4 @@
-"""The block's key ``memory``: what ZeRO 3 keeps on the device and in host memory."""
+"""The block's key ``memory``: ZeRO 3's parameters on the device and states on the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.codec_settings import Positive, Strict
 from hybridcomp.config.error_messages import problem
 
 
@@ -20,31 +20,26 @@ class MemoryPolicy(Strict):
         "searched on DeepSpeed's recorded step, so that parameters are gathered "
         "least often within `device_gb`.",
     )
-    device_gb: float | None = Field(
+    device_gb: Positive | None = Field(
         None,
-        gt=0,
-        allow_inf_nan=False,
         description="planned: GB (1e9 bytes) of a rank's device that the job may take. Default:"
         " what is free before the first step, less a twentieth. A CPU needs it, and"
         " counts gathered parameters alone.",
     )
-    host_gb: float | None = Field(
+    host_gb: Positive | None = Field(
         None,
-        gt=0,
-        allow_inf_nan=False,
         description="planned, with states on NVMe: GB of a node's memory that keep optimizer "
         "states, 16 bytes a parameter. Default: none.",
     )
 
     @property
     def planned(self) -> bool:
-        """Return whether the settings are searched."""
         return self.policy == "planned"
 
     @model_validator(mode="after")
     def _can_act(self) -> MemoryPolicy:
         for name in ("device_gb", "host_gb"):
-            found: Any = getattr(self, name)
-            if found is not None and not self.planned:
-                raise problem(name, found, 'only "policy": "planned" reads it; write that, too')
+            value: Any = getattr(self, name)
+            if value is not None and not self.planned:
+                raise problem(name, value, 'only "policy": "planned" reads it; write that, too')
         return self

@@ -106,9 +106,9 @@ def of_setting(word: str) -> str | None:
 
 def of_codec(word: str) -> str | None:
     """Return the JSON that selects the codec known elsewhere as ``word``; None if unknown."""
-    found = CODECS.get(plain(word)) or CODECS.get(word.strip().lower())
-    if found is not None:
-        return found
+    codec = CODECS.get(plain(word)) or CODECS.get(word.strip().lower())
+    if codec is not None:
+        return codec
     integer = _INTEGER.fullmatch(plain(word))
     if integer is None or not 1 <= int(integer[1]) <= 8:
         return None
@@ -122,10 +122,10 @@ def of_preset(word: str) -> str | None:
 
 def of_number(text: str) -> str | None:
     """Return the number that ``text`` stands for, as JSON; None if it is not a number."""
-    found = _NUMBER.fullmatch(text.strip().lower())
-    if found is None:
+    match = _NUMBER.fullmatch(text.strip().lower())
+    if match is None:
         return None
-    return f"{float(found[1]) / 100:g}" if found[2] == "%" else found[1]
+    return f"{float(match[1]) / 100:g}" if match[2] == "%" else match[1]
 
 
 def of_switch(text: str) -> str | None:

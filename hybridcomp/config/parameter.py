@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hybridcomp.codecs.registry import CODECS
-from hybridcomp.config.codec_settings import Strict, Under, codec_field
+from hybridcomp.config.codec_settings import Count, Strict, Under, codec_field
 from hybridcomp.config.dimension import MeasuredConfig
 from hybridcomp.config.error_messages import expecting, problem
 
@@ -57,9 +57,8 @@ class ParameterConfig(MeasuredConfig):
         "weight instead of 8e-2, and mpc saves twice as much. Takes a copy of each "
         "rank's share of the parameters. Not at ZeRO 3.",
     )
-    resync_every: int = Field(
+    resync_every: Count = Field(
         0,
-        ge=0,
         description="Optimizer steps between exact gathers with delta, or between whole copies "
         "with secondary. 0 (default): only at first, after loading, on request, and"
         " where ranks differ.",
@@ -97,12 +96,10 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def acts(self) -> bool:
-        """Return whether frozen weights are kept, which needs no codec of messages."""
         return self.keeps_frozen is not None
 
     @property
     def remark(self) -> str:
-        """Return words on what gathers send, how often they are exact, and what is kept."""
         return self._sent + ("" if self.keeps_frozen is None else ", frozen ones once")
 
     @property
@@ -117,18 +114,16 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def keeps_copy(self) -> bool:
-        """Return whether nodes keep a secondary copy from which steps are encoded."""
         return self.secondary != "native"
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings of gathers, and of the steps in which they are exact."""
-        found: dict[str, Any] = {"delta": self.delta, "resync_every": self.resync_every}
+        settings: dict[str, Any] = {"delta": self.delta, "resync_every": self.resync_every}
         if self.keeps_copy:
             exact = self.secondary == "exact"
-            found["secondary"] = self.secondary if exact else {"bits": 8}
+            settings["secondary"] = self.secondary if exact else {"bits": 8}
         if self.keeps_frozen is not None:
-            found["frozen"] = self.keeps_frozen.model_dump()
-        return found
+            settings["frozen"] = self.keeps_frozen.model_dump()
+        return settings
 
     @model_validator(mode="before")
     @classmethod
@@ -149,11 +144,11 @@ class ParameterConfig(MeasuredConfig):
     @classmethod
     def _implies_delta(cls, data: Any) -> Any:
         """Fill in ``delta`` for a codec that only encodes deltas, unless the user wrote it."""
-        found = {"codec": data} if isinstance(data, str) else data
-        if not isinstance(found, Mapping) or not isinstance(found.get("codec"), str):
+        settings = {"codec": data} if isinstance(data, str) else data
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("codec"), str):
             return data
-        codec = CODECS.get(found["codec"])
-        return data if codec is None or not codec.references else {"delta": True, **found}
+        codec = CODECS.get(settings["codec"])
+        return data if codec is None or not codec.references else {"delta": True, **settings}
 
     @property
     def steps(self) -> bool:

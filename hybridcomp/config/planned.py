@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.config.error_messages import NOTHING, problem
-from hybridcomp.foreign import parsed_json
+from hybridcomp.escaping import parsed_json
 
 #: the preset's name
 PLANNED = "planned"
@@ -78,17 +78,17 @@ def read(written: Mapping[str, Any]) -> Planned | None:
 
 def _loaded(path: str) -> Mapping[str, Any]:
     try:
-        found = parsed_json(Path(path).read_text(encoding="utf-8"))
+        plan = parsed_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         where = f"no such file, seen from {Path.cwd()}; write the whole path"
         raise problem("plan", path, where) from None
     except (OSError, ValueError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise problem("plan", path, f"cannot be read ({first}); plan again") from None
-    if not isinstance(found, Mapping) or FORMAT not in found:
+    if not isinstance(plan, Mapping) or FORMAT not in plan:
         todo = "is no plan; expected the plan.json that `hybridcomp plan` wrote"
         raise problem("plan", path, todo)
-    return found
+    return plan
 
 
 def _checked(path: str, plan: Mapping[str, Any]) -> Planned:

@@ -18,7 +18,7 @@ from hybridcomp.dimensions import Dimension, Direction
 
 
 class Traffic(NamedTuple):
-    """One message, as every rank of its group sees it; a tuple, since each message makes one."""
+    """A message, equal on all ranks of its group; a tuple, since it is built for each message."""
 
     dimension: Dimension
     direction: Direction
@@ -37,14 +37,11 @@ class Limits:
 
     @property
     def any(self) -> bool:
-        """Return whether the guard checks anything."""
         return self.error is not None or self.residual is not None
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One level of a ramp."""
-
     stop: int  # the rung ends this many steps after ``start_step``
     codec: Codec
 

@@ -68,13 +68,13 @@ def merged(written: Mapping[str, Any], planned: Planned | None = None) -> dict[s
 
     Raises the error that pydantic turns into a ValidationError, at ``preset``.
     """
-    found = dict(written)
+    block = dict(written)
     preset = written.get("preset")
     if preset is None:
-        return found
+        return block
     for name, settings in _settings(preset, planned).items():
-        found[name] = overridden(settings, written[name]) if name in written else settings
-    return found
+        block[name] = overridden(settings, written[name]) if name in written else settings
+    return block
 
 
 def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def overridden(preset: Any, written: Any) -> Any:
     if "codec" in written or "error_bound" in written:
         return written
     if written.get("secondary", "native") != "native":
-        return written  # this dimension has codecs of its own
+        return written  # implies its codec
     ways = [written.get(way) for way in DIRECTIONS]
     if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
         return written

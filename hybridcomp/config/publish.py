@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.codec_settings import AtLeastOne, Positive, Strict
 from hybridcomp.config.error_messages import problem
-from hybridcomp.foreign import folder_path
+from hybridcomp.escaping import folder_path
 
 
 class PublishConfig(Strict):
@@ -19,16 +19,14 @@ class PublishConfig(Strict):
         description="Folder for the versions, `file:///folder` or a path, where all ranks "
         "write. Receivers read it, or a copy in an object store.",
     )
-    every: int = Field(1, ge=1, description="Optimizer steps from one version to the next.")
-    anchor_every: int = Field(
+    every: AtLeastOne = Field(1, description="Optimizer steps from one version to the next.")
+    anchor_every: AtLeastOne = Field(
         100,
-        ge=1,
         description="Versions from one full version to the next, which a receiver needs that "
         "joins or lacks a version.",
     )
-    keep: int | None = Field(
+    keep: AtLeastOne | None = Field(
         None,
-        ge=1,
         description="Full versions that stay in the folder, with those that follow them. "
         "Default: all.",
     )
@@ -38,17 +36,14 @@ class PublishConfig(Strict):
         "encodes and writes beside the training, whose next step waits for its copy"
         " of the weights; the next version raises its errors.",
     )
-    limit_s: float = Field(
+    limit_s: Positive = Field(
         600.0,
-        gt=0,
-        allow_inf_nan=False,
         description="Seconds that a version may take beside the training; then it is given up.",
     )
     codec: Literal["auto", "stepcode", "raw"] = Field(
         "auto",
-        description="How changes are encoded. stepcode: exact steps. raw: as they are. "
-        "auto: stepcode to a folder; over links of the job raw where coding takes longer than "
-        "it saves.",
+        description="How changes are encoded. stepcode: exact steps. raw: as they are. auto: "
+        "stepcode to a folder; over links of the job raw where coding takes longer than it saves.",
     )
     dtype: Literal["bf16", "fp16"] | None = Field(
         None,
@@ -63,9 +58,8 @@ class PublishConfig(Strict):
     )
     lora: Literal["adapters", "merged"] | None = Field(
         None,
-        description="For a model of PEFT. adapters: these alone. merged: base with adapters, "
-        "under the base's names. Default: both under PEFT's names, which only the "
-        "same PEFT model takes.",
+        description="For a model of PEFT. adapters: these alone. merged: base with adapters, under "
+        "the base's names. Default: both under PEFT's names, which only the same PEFT model takes.",
     )
     names: Literal["own", "hf"] = Field(
         "own",
@@ -76,9 +70,9 @@ class PublishConfig(Strict):
 
     @field_validator("to")
     @classmethod
-    def _folder(cls, found: Any) -> Any:
+    def _folder(cls, written: Any) -> Any:
         try:
-            folder_path(found)
+            folder_path(written)
         except ValueError as error:
-            raise problem("", found, str(error)) from None
-        return found
+            raise problem("", written, str(error)) from None
+        return written

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import CODECS, without_misfits
 from hybridcomp.codecs.setting import Setting
-from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.codec_settings import AtLeastOne, Positive, Strict
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.policy import Rung
 
@@ -34,20 +34,17 @@ def _of_codecs() -> str:
 class RampConfig(Strict):
     """A setting that starts mild and reaches its value after some steps."""
 
-    start: float = Field(
+    start: Positive = Field(
         alias="from",
-        gt=0,
-        allow_inf_nan=False,
         description=f"What `error_bound` (smaller), or {_of_codecs()} (larger), is at first. At "
         f"most {RUNGS} settings: bounds in equal ratios, the others evenly.",
     )
-    steps: int = Field(
-        ge=1, description="Optimizer steps after `start_step` until the setting has its value."
+    steps: AtLeastOne = Field(
+        description="Optimizer steps after `start_step` until the setting has its value."
     )
 
 
 def movable() -> tuple[str, ...]:
-    """Return every setting that a ramp may move."""
     declared = (setting for codec in CODECS.values() for setting in codec.settings)
     return tuple(dict.fromkeys([BOUND, *(s.name for s in declared if s.ramp_step is not None)]))
 
@@ -99,17 +96,17 @@ def rungs(
     if whole and start != int(start):
         raise problem("ramp.from", start, f"{name} are whole")
     taken = values(start, settings[name], None if setting is None else setting.ramp_step)
-    found = []
+    built = []
     for index, value in enumerate(taken):
-        one = int(value) if whole else value
+        moved = int(value) if whole else value
         try:
-            codec = build(without_misfits({**settings, name: one}, ()))
+            codec = build(without_misfits({**settings, name: moved}, ()))
         except PydanticCustomError as error:
             todo = (error.context or {}).get("todo", error.message())
-            raise problem("ramp.from", start, f"{name} {one:g}: {todo}") from None
+            raise problem("ramp.from", start, f"{name} {moved:g}: {todo}") from None
         assert codec is not None
-        found.append(Rung(-(-steps * (index + 1) // len(taken)), codec))
-    return tuple(found)
+        built.append(Rung(-(-steps * (index + 1) // len(taken)), codec))
+    return tuple(built)
 
 
 def _check_start(name: str, start: float, end: float, *, larger: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import TOO_DEEP, MissingPackage, parsed_yaml
+from hybridcomp.escaping import TOO_DEEP, MissingPackage, parsed_yaml
 
 #: the key in errors about the file or text itself
 SOURCE = "ds_config"

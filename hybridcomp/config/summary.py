@@ -12,7 +12,7 @@ from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension
-from hybridcomp.foreign import quoted_path
+from hybridcomp.escaping import quoted_path
 
 #: message bytes that few jobs reach: gradients are reduced in buckets, by default of 5e8 values in
 #: DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
@@ -74,7 +74,6 @@ def describe(
 
 
 def _levels(config: CompressionConfig) -> str:
-    """Describe the units of each level, and which levels encode their sums."""
     widths = config.widths if isinstance(config.widths, list) else []
     below = ["ranks", "nodes", *["of these"] * len(widths)]
     words = [
@@ -88,14 +87,13 @@ def _levels(config: CompressionConfig) -> str:
 
 
 def _waitless(settings: AsyncPipelineConfig) -> str:
-    """Describe which weights a flushless pipeline computes with."""
-    told = "a version for each micro-batch under way"
+    weights = "a version for each micro-batch under way"
     if settings.versions != "stash":
-        one, two = "the newest weights in both passes", "two versions, gradients one step late"
-        told = one if settings.versions == 1 else two
+        newest, two = "the newest weights in both passes", "two versions, gradients one step late"
+        weights = newest if settings.versions == 1 else two
     correction = "" if settings.correction == "none" else f", {settings.correction}"
     first = f", from step {settings.warmup}" if settings.warmup else ""
-    return f"without a flush (experimental): {told}{correction}{first}"
+    return f"without a flush (experimental): {weights}{correction}{first}"
 
 
 def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
@@ -180,17 +178,17 @@ def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> 
     if not active:
         meant = f'name a codec, or write "preset": "{NATIVE}" where that is meant'
         return [f"no dimension has a codec, so nothing is compressed; {meant}"]
-    found = []
+    warnings = []
     if largest_nbytes is not None and config.min_bytes > largest_nbytes:
         why = f"the largest message of this job has {largest_nbytes}, so nothing is compressed"
-        found.append(f"min_bytes is {config.min_bytes} and {why}; lower it")
+        warnings.append(f"min_bytes is {config.min_bytes} and {why}; lower it")
     elif largest_nbytes is None and config.min_bytes > SELDOM_NBYTES:
         why = "few messages of any job have as many, so nothing may be compressed"
-        found.append(f"min_bytes is {config.min_bytes}: {why}; lower it (default 65536)")
+        warnings.append(f"min_bytes is {config.min_bytes}: {why}; lower it (default 65536)")
     if config.start_step >= SELDOM_STEPS:
         why = "everything is native before, which may be the whole run"
-        found.append(f"start_step is {config.start_step}: {why}; lower it")
-    return found
+        warnings.append(f"start_step is {config.start_step}: {why}; lower it")
+    return warnings
 
 
 def _saves_nothing(codec: Codec, dtype: torch.dtype) -> bool:

@@ -84,7 +84,7 @@ class DraftLayer(nn.Module):
         batch, count, _ = hidden.shape
         qkv = self.qkv(self.norms[0](hidden)).view(batch, count, 3, self.sizes.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        query, key = (_rotated(one, positions, self.sizes.rope_base) for one in (query, key))
+        query, key = (_rotated(heads, positions, self.sizes.rope_base) for heads in (query, key))
         if known is not None:
             key, value = torch.cat([known[0], key], 2), torch.cat([known[1], value], 2)
         before = key.shape[2] - count
@@ -104,9 +104,9 @@ class DraftLayer(nn.Module):
         shape = (*hidden.shape[:2], self.sizes.target_heads, self.sizes.head_width)
         query = self.cross_q(self.norms[1](hidden)).view(shape).transpose(1, 2)
         query = _rotated(query, positions, self.sizes.rope_base)
-        keys, values = (one.to(query.dtype) for one in target)
-        found = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
-        out: Tensor = self.cross_out(found.transpose(1, 2).flatten(2))
+        keys, values = (heads.to(query.dtype) for heads in target)
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+        out: Tensor = self.cross_out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
@@ -172,19 +172,19 @@ class Draft:
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Draft:
         """Read a draft from a file. Raises CheckpointError if the file is damaged."""
-        found: dict[str, Any] = saved.read(Path(path))
+        stored: dict[str, Any] = saved.read(Path(path))
         for key in ("sizes", "agreement", "weights"):
-            saved.expect(Path(path), found, key, lambda value: isinstance(value, dict))
-        module = DraftModule(DraftSizes(**found["sizes"]))
-        module.load_state_dict(found["weights"])
-        return cls(module.to(device).eval(), found["agreement"])
+            saved.expect(Path(path), stored, key, lambda value: isinstance(value, dict))
+        module = DraftModule(DraftSizes(**stored["sizes"]))
+        module.load_state_dict(stored["weights"])
+        return cls(module.to(device).eval(), stored["agreement"])
 
 
 def block_mask(length: int, gamma: int, first: int) -> Tensor:
     """Return the mask of the target's tokens in training, (length, length) bool.
 
     As in drafting, a token sees the target up to the end of the previous block. Blocks have
-    ``gamma`` tokens, the first one ``first``, with a causal mask inside it.
+    ``gamma`` tokens, the first ``first``, with a causal mask inside it.
     """
     at = torch.arange(length)
     block = (at - first).div(gamma, rounding_mode="floor") + 1

@@ -67,9 +67,8 @@ class DraftTeacher:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._hits: dict[str, list[int]] = {kind: [0, 0] for kind in settings.kinds}
         self._random = torch.Generator().manual_seed(settings.seed)
-        self._seen, self._store = 0, None
-
-    _store: KeyStore | None
+        self._seen = 0
+        self._store: KeyStore | None = None
 
     def begin(self, runner: StageRunner) -> None:
         """Read the keys and values of ``runner``, before its first pass."""
@@ -82,7 +81,6 @@ class DraftTeacher:
 
     @property
     def best(self) -> DraftModule:
-        """Return the draft that agrees most."""
         agreement = self.agreement
         return self.modules[max(self.modules, key=lambda kind: agreement[kind])].eval()
 
@@ -93,8 +91,7 @@ class DraftTeacher:
         if not self.modules:
             self._make(want.shape[-1])
         target = self._target(passed)
-        measures = self._seen >= self._learned
-        if measures:
+        if self._seen >= self._learned:
             self._measure(tokens, want, target)
         else:
             self._learn(tokens, want, target)
@@ -123,11 +120,11 @@ class DraftTeacher:
         """Return the keys and values of the target's top layers, (B, H, T, D) each."""
         store, module = self._store, next(iter(self.modules.values()))
         assert store is not None, "begun"
-        found = []
+        target = []
         for layer in top_layers(store, module):
             pairs = [store.of(part.sequence, layer) for part in passed.parts]
-            found.append((torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])))
-        return found
+            target.append((torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])))
+        return target
 
     @torch.enable_grad()
     def _learn(self, tokens: Tensor, want: Tensor, target: list[Pair]) -> None:

@@ -43,7 +43,6 @@ class DraftFigures:
 
     @property
     def tokens_a_pass(self) -> float:
-        """Return the tokens accepted per pass of a sequence."""
         return self.tokens / self.passes if self.passes else 0.0
 
 

@@ -145,7 +145,7 @@ class Flight:
                 said = self._incoming.take().said
                 if said is None:
                     return  # the last stage has failed; the next message raises its error
-                requests.take(slot, [_picked(one) for one in said["picked"]])
+                requests.take(slot, [_picked(row) for row in said["picked"]])
                 waiting.append(slot)
             slot = waiting.popleft()
             while (passed := requests.next(slot)) is not None:
@@ -164,7 +164,7 @@ class Flight:
     def _hand_on(self, passed: PackedPass, values: Tensor, picker: Picker) -> None:
         """Send hidden states to the next stage, or picked tokens to the first stage."""
         if self._runner.is_last:
-            picked = [asdict(one) for one in picker(passed, values)]
+            picked = [asdict(choice) for choice in picker(passed, values)]
             self._outgoing.send(HopFrame({"picked": picked}, torch.empty(0, dtype=torch.uint8)))
             return
         payload, posted = self._hops.packed(values, (self._me, self._after))
@@ -175,5 +175,5 @@ class Flight:
 
 
 def _picked(said: dict[str, Sequence[int] | None]) -> Picked:
-    lists = {key: None if found is None else tuple(found) for key, found in said.items()}
+    lists = {key: None if value is None else tuple(value) for key, value in said.items()}
     return Picked(**lists)  # type: ignore[arg-type]

@@ -136,15 +136,15 @@ class Incoming:
         """Return the next frame. Raises if a rank of the operation, or this link, has failed."""
         while True:
             try:
-                found = self._found.get(timeout=LOOK_S)
+                frame = self._found.get(timeout=LOOK_S)
             except queue.Empty:
                 check_failed()
                 continue
-            if isinstance(found, Exception):
+            if isinstance(frame, Exception):
                 check_failed()
-                raise found
-            if found.said is not False:
-                return found
+                raise frame
+            if frame.said is not False:
+                return frame
             until = time.monotonic() + ENDS_S
             while time.monotonic() < until:  # wait until the failed rank has sent its error
                 check_failed()

@@ -104,7 +104,6 @@ class _Bucket:
 
     @property
     def numel(self) -> int:
-        """Return the elements of a rank's share."""
         return sum(weight.numel for weight in self.weights)
 
     @property
@@ -121,7 +120,6 @@ class _Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all shares."""
         return self.numel * self.size * self.dtype.itemsize
 
 
@@ -162,7 +160,6 @@ class WeightGather:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all whole weights."""
         return sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in self.weights)
 
     @property
@@ -174,7 +171,7 @@ class WeightGather:
             if bucket.codec is not None and bucket.codec.references
         ]
         widths = [1 if (n := self._over_nodes(step)) is None else n.levels.width for step in steps]
-        return sum(one.nbytes // width for one, width in zip(steps, widths, strict=True))
+        return sum(kept.nbytes // width for kept, width in zip(steps, widths, strict=True))
 
     def check(self, free: int) -> None:
         """Raise ConfigError if this rank lacks memory for the weights.
@@ -200,18 +197,18 @@ class WeightGather:
     @torch.no_grad()
     def gather(self) -> list[Tensor]:
         """Return all whole weights on the device, in their order; a collective of their groups."""
-        found: dict[int, Tensor] = {}
+        wholes: dict[int, Tensor] = {}
         for bucket in self._buckets:
             own = torch.cat([weight.share(self.device) for weight in bucket.weights])
-            parts = torch.split(self._rows(bucket, own), [one.numel for one in bucket.weights], 1)
+            parts = torch.split(self._rows(bucket, own), [cut.numel for cut in bucket.weights], 1)
             for weight, part in zip(bucket.weights, parts, strict=True):
-                found[id(weight)] = weight.whole_of(part)
+                wholes[id(weight)] = weight.whole_of(part)
         if kept := self.kept_nbytes:
             say_once(
                 f"gathered: {size(self.nbytes)} of weights on every rank; each keeps {size(kept)} "
                 f"on the {self._settings.keep} to send only what changes until the next gather"
             )
-        return [found[id(weight)] for weight in self.weights]
+        return [wholes[id(weight)] for weight in self.weights]
 
     def forget(self) -> None:
         """Free the kept shares: the next gather sends all weights whole. All ranks call it."""

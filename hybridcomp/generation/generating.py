@@ -61,18 +61,18 @@ class GeneratingStage:
         """Put the stage into eval mode with channels of generation; restore it afterwards."""
         config = CompressionConfig.parse(self.settings.block(self.min_bytes))
         channels, own = Channels(config), self.channels
-        modes = [(one, one.training) for module in self.modules for one in module.modules()]
+        modes = [(inner, inner.training) for module in self.modules for inner in module.modules()]
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices):
             try:
-                for one, _ in modes:
-                    one.training = False
+                for inner, _ in modes:
+                    inner.training = False
                 if own is not None:
                     before, own.by_dimension = own.by_dimension, channels.by_dimension
                 yield channels
             finally:
-                for one, mode in modes:
-                    one.training = mode
+                for inner, mode in modes:
+                    inner.training = mode
                 if own is not None:
                     own.by_dimension = before
                     own.ledger.add_generated(channels.ledger)
@@ -157,16 +157,16 @@ def _answered(
         with Flight(runner, hops, requests, settings.batch, figures) as flight:
             flight.run(picker)
     answers = requests.answers if runner.is_first else None
-    found = small_messages.gather_objects(answers, stage.group)[0]
-    assert found is not None, "the first stage has the answers"
-    return found
+    shared = small_messages.gather_objects(answers, stage.group)[0]
+    assert shared is not None, "the first stage has the answers"
+    return shared
 
 
 def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: int | None) -> None:
     """Raise ConfigError for invalid prompts or lengths."""
     if not prompts or tokens < 1:
-        found = Shown(f"{len(prompts)} prompts and answers of {tokens} tokens")
-        raise ConfigError(KEY, found, "expected at least one prompt and one token")
+        asked = Shown(f"{len(prompts)} prompts and answers of {tokens} tokens")
+        raise ConfigError(KEY, asked, "expected at least one prompt and one token")
     if in_flight is not None and in_flight < 1:
         raise ConfigError(f"{KEY}: in_flight", in_flight, "expected at least one batch")
     for number, prompt in enumerate(prompts):
@@ -175,9 +175,9 @@ def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: 
                 f"{KEY}: prompt {number}", Shown("no tokens"), "expected at least one"
             )
         if len(prompt) + tokens > room:
-            found = Shown(f"{len(prompt)} tokens and an answer of up to {tokens}")
+            asked = Shown(f"{len(prompt)} tokens and an answer of up to {tokens}")
             todo = f"room is {room} tokens a sequence: raise it, or ask for fewer"
-            raise ConfigError(f"{KEY}: prompt {number}", found, todo)
+            raise ConfigError(f"{KEY}: prompt {number}", asked, todo)
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], size: int, tokenizer: int | None) -> None:
@@ -186,8 +186,8 @@ def _check_ids(prompts: Sequence[Sequence[int]], size: int, tokenizer: int | Non
     Models may have a few more rows than tokens, as their vocabulary is padded.
     """
     if tokenizer is not None and not tokenizer <= size <= tokenizer + max(127, size // 32):
-        found = Shown(f"{tokenizer} tokens, and a model with logits of {size}")
-        raise ConfigError(f"{KEY}: tokenizer", found, "expected the model's own tokenizer")
+        sizes = Shown(f"{tokenizer} tokens, and a model with logits of {size}")
+        raise ConfigError(f"{KEY}: tokenizer", sizes, "expected the model's own tokenizer")
     for number, prompt in enumerate(prompts):
         for token in prompt:
             if not 0 <= token < size:
@@ -216,16 +216,16 @@ def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
     if runner.is_first:
         out = runner.tried()
         said = (out.shape[-1], str(out.dtype).removeprefix("torch."))
-    told = small_messages.gather_objects(said)[line.global_ranks[0]]
-    assert told is not None, "the first stage has said it"
-    width, dtype = told[0], getattr(torch, told[1])
+    stated = small_messages.gather_objects(said)[line.global_ranks[0]]
+    assert stated is not None, "the first stage has said it"
+    width, dtype = stated[0], getattr(torch, stated[1])
     last = width if runner.is_first else 0
     if not runner.is_first:
         values = torch.randn(1, 3, width, generator=generator).to(device, dtype)
         last = runner.tried(values).shape[-1]
         if last != width and not runner.is_last:
-            found = Shown(f"hidden states of width {last} after others of {width}")
-            raise ConfigError(KEY, found, "expected one width between all stages")
+            widths = Shown(f"hidden states of width {last} after others of {width}")
+            raise ConfigError(KEY, widths, "expected one width between all stages")
     return width, dtype, small_messages.gather_objects(last)[line.global_ranks[-1]]
 
 

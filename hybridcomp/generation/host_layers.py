@@ -170,7 +170,7 @@ class HostLayers:
         return slot
 
     def _event(self) -> Any:
-        """Return what a slot's next layer waits for: all that the device was asked for so far."""
+        """Return an event behind all queued device work, which a slot's next layer awaits."""
         if self._stream is None:
             return None
         return torch.cuda.current_stream(self._device).record_event()
@@ -231,7 +231,7 @@ def _chosen(
     total = sum(param.nbytes for param in params)
     if total <= most:
         return {}
-    homes = [id(one) for layer in layers for one in layer]
+    homes = [id(home) for layer in layers for home in layer]
     fixed = {_storage(p) for p in params if not _moves(p)}
     may: dict[int, list[_Weight]] = {}
     for at, own in enumerate(layers):
@@ -241,9 +241,9 @@ def _chosen(
     for largest in set(map(_span, may.values())):  # a slot has room for any offloaded layer
         alike = [at for at, own in may.items() if largest <= 2 * _span(own) <= 2 * largest]
         for count in range(BUFFERS + 1, len(alike) + 1):
-            found = [alike[index * len(alike) // count] for index in range(count)]
-            gone = sum(weight.home.nbytes for at in found for weight in may[at])
-            options.append((count, total - gone + BUFFERS * largest, found))
+            chosen = [alike[index * len(alike) // count] for index in range(count)]
+            gone = sum(weight.home.nbytes for at in chosen for weight in may[at])
+            options.append((count, total - gone + BUFFERS * largest, chosen))
     if fitting := [option for option in options if option[1] <= most]:
         return {at: may[at] for at in min(fitting)[2]}
     least = min((needed for _, needed, _ in options), default=total)

@@ -57,7 +57,6 @@ class PackedPass:
 
     @property
     def count(self) -> int:
-        """Return the number of tokens."""
         return sum(len(part.tokens) for part in self.parts)
 
     @property
@@ -78,9 +77,8 @@ class PackedPass:
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> PackedPass:
-        """Return the pass that ``as_json`` described."""
-        lists = [[tuple(v) if isinstance(v, list) else v for v in one] for one in said["parts"]]
-        return cls(tuple(SequencePart(*cast(Any, one)) for one in lists), tuple(said["ended"]))
+        lists = [[tuple(v) if isinstance(v, list) else v for v in row] for row in said["parts"]]
+        return cls(tuple(SequencePart(*cast(Any, row)) for row in lists), tuple(said["ended"]))
 
 
 class KeyStore:
@@ -106,8 +104,8 @@ class KeyStore:
                 self.keep(part.sequence, part.kept)
             start = self.lengths.setdefault(part.sequence, 0)
             if start + len(part.tokens) > self.room:
-                found = Shown(f"sequence {part.sequence} of {start + len(part.tokens)} tokens")
-                raise ConfigError("generate.room", found, f"room is {self.room}; make it larger")
+                asked = Shown(f"sequence {part.sequence} of {start + len(part.tokens)} tokens")
+                raise ConfigError("generate.room", asked, f"room is {self.room}; make it larger")
             self._held.setdefault(part.sequence, {})
 
     def end(self, passed: PackedPass) -> None:
@@ -127,12 +125,10 @@ class KeyStore:
                 values[:, start:stop] = values[:, [start + at for at in path]]
 
     def drop(self, sequence: int) -> None:
-        """Forget a sequence."""
         for table in (self.lengths, self._before, self._held):
             table.pop(sequence, None)
 
     def close(self) -> None:
-        """Forget all sequences."""
         for sequence in list(self.lengths):
             self.drop(sequence)
 

@@ -82,11 +82,10 @@ class Sampling:
             raise ConfigError("generate: stop", NOTHING, "expected a token, or several, to stop at")
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]:
-        """Pick one token for each part (``Picker``)."""
         counts = [part.wants for part in passed.parts]
         rows = zip(passed.parts, torch.split(logits, counts), strict=True)
-        found = [self.pick(row[-1], part.sequence, part.place) for part, row in rows]
-        return [Picked((token,), (token,)) for token in found]
+        tokens = [self.pick(row[-1], part.sequence, part.place) for part, row in rows]
+        return [Picked((token,), (token,)) for token in tokens]
 
     def pick(self, logits: Tensor, sequence: int, place: int) -> int:
         """Pick token ``place`` of the answer of a sequence from its logits (V,)."""

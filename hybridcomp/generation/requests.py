@@ -65,15 +65,15 @@ class Requests:
     def take(self, slot: int, picked: Sequence[Picked]) -> None:
         """Apply the picked tokens of a slot's last pass."""
         live = self._live[slot]
-        for sequence, found in zip(list(live), picked, strict=True):
+        for sequence, choice in zip(list(live), picked, strict=True):
             answer = self.answers[sequence]
             known = len(answer)
-            answer += found.answer
+            answer += choice.answer
             stop = self._stops(answer, known)
             if stop is None and len(answer) < self._tokens:
                 live[sequence] = SequencePart(
-                    sequence, found.tokens, len(answer), len(found.tokens), found.parents,
-                    found.kept,
+                    sequence, choice.tokens, len(answer), len(choice.tokens), choice.parents,
+                    choice.kept,
                 )  # fmt: skip
                 continue
             del answer[min(stop or self._tokens, self._tokens) :]

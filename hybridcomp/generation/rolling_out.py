@@ -45,11 +45,11 @@ def rolling_out(
     """
     with ExitStack() as undo:
         with together(WHAT, undo.close, ranks=ranks):
-            found = gather()
-            if found is not None:
-                found.check(free_nbytes(found.device))
+            gathered = gather()
+            if gathered is not None:
+                gathered.check(free_nbytes(gathered.device))
                 gate()  # every rank sends its first message only if the weights fit on all ranks
-                put(found.gather(), undo)
+                put(gathered.gather(), undo)
             _evaluate(model, undo)
         failed: BaseException | None = None
         try:

@@ -73,14 +73,14 @@ class StageRunner:
     def _one(self, at: int, layer: Callable[..., Any], values: Tensor, past: PackedPast) -> Tensor:
         if self._fetch is not None:
             self._fetch(at)
-        found = layer(values, past=past) if self._with_past[at] else layer(values)
-        if not isinstance(found, Tensor) or found.shape[:2] != values.shape[:2]:
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        out = layer(values, past=past) if self._with_past[at] else layer(values)
+        if not isinstance(out, Tensor) or out.shape[:2] != values.shape[:2]:
+            shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             todo = (
                 f"expected a tensor (1, {values.shape[1]}, width) for its {values.shape[1]} tokens"
             )
             raise ConfigError("generate", Shown(f"{_name(layer)} that returns {shape}"), todo)
-        return found
+        return out
 
     @torch.no_grad()
     def tried(self, values: Tensor | None = None) -> Tensor:
@@ -95,15 +95,15 @@ class StageRunner:
         if values is None:
             values = torch.tensor([[0, 1, 1]], device=self.device)
         for at, layer in enumerate(self.layers):
-            found = self._one(at, layer, values, past)
+            out = self._one(at, layer, values, past)
             if not self._with_past[at]:
                 alone = self._one(at, layer, values[:, 2:], past)
-                exact = 1e-3 if found.dtype == torch.float32 else 0.05
-                if not torch.allclose(alone, found[:, 2:], rtol=exact, atol=exact):
-                    told = Shown(f"{_name(layer)}, which looks at other tokens or positions")
+                exact = 1e-3 if out.dtype == torch.float32 else 0.05
+                if not torch.allclose(alone, out[:, 2:], rtol=exact, atol=exact):
+                    named = Shown(f"{_name(layer)}, which looks at other tokens or positions")
                     todo = "its forward needs a parameter past: see docs/generation.md"
-                    raise ConfigError("generate", told, todo)
-            values = found
+                    raise ConfigError("generate", named, todo)
+            values = out
         self.store.drop(TRIED)
         return self.whole(values[0]) if self.is_last else values
 

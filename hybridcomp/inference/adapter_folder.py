@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.publishing import WeightReceiver
 
 #: number of folders that are kept: the newest, and one that an engine may be reading

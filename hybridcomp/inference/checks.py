@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.inference.layout import LoaderLayout
 
 #: dtypes of weights that are not quantized

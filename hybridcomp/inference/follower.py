@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridcomp import log
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.inference.fingerprints import differing, fingerprints
 from hybridcomp.job.waits import Notices
 from hybridcomp.publishing import WeightReceiver

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched
 from hybridcomp.publishing import WeightReceiver

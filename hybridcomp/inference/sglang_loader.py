@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.inference.checks import PLAIN, are_eight_bits
 from hybridcomp.inference.follower import Follower, Patched, is_wait
 from hybridcomp.inference.layout import LoaderLayout, learn

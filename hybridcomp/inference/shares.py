@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.publishing import DTYPES, EngineWeights, Held, WeightRange
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 
 
 class Workers:

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import quoted_path
+from hybridcomp.escaping import quoted_path
 from hybridcomp.inference.follower import PAUSE_S, tell_of_wait
 from hybridcomp.inference.shares import Shares
 from hybridcomp.inference.upstream import check

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.inference.upstream import check
 from hybridcomp.inference.vllm_plugin import BACKEND
 from hybridcomp.inference.vllm_seams import TRAINER_SEAMS

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.inference.checks import (
     are_eight_bits,
     refuse_configuration,

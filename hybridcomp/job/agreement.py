@@ -33,7 +33,7 @@ LOOK_S = 1.0
 #: share of the process group's time-out after which a silent rank is an error: soon after, torch
 #: ends ranks that wait for it in a message of upstream, without naming it
 PATIENCE = 0.9
-#: what ends the job where a rank fails (``together.ending``), in the key of the failure
+#: name of the operation ``together.ending`` in the key of a failure
 ENDING = "ending"
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
@@ -46,10 +46,8 @@ _last: dict[Ranks | None, StatementRound] = {}
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Return the versions of hybridcomp, Python (major.minor), torch and the given packages."""
-    found: dict[str, str | None] = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in ("hybridcomp", "torch", *packages):
-        found[name] = installed(name)
-    return found
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"python": python, **{n: installed(n) for n in ("hybridcomp", "torch", *packages)}}
 
 
 def agree(
@@ -113,7 +111,7 @@ def _exchanged(
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """State, wait and read; return the distinct statements, and the index of each speaker's."""
     part = None if ranks is None else tuple(ranks)
-    operation = next((one for one in gates.here.operations if one.takes_in(speakers)), None)
+    operation = next((o for o in gates.here.operations if o.takes_in(speakers)), None)
     rounds, name = (_rounds, "") if operation is None else (operation.rounds, operation.name)
     number = rounds[part]
     rounds[part] += 1
@@ -127,12 +125,12 @@ def _exchanged(
         _check_peers(this, what)
         raise
     _await_all(this, what, PATIENCE * _timeout_s() if seconds is None else seconds)
-    found = this.read()
+    statements = this.read()
     before, _last[part] = _last.get(part), this
     # all have stated again, so all have read the previous round
     if before is not None and before.store is store:
         before.forget()
-    return found
+    return statements
 
 
 def has_compared() -> bool:
@@ -209,8 +207,8 @@ def _check_peers(this: StatementRound, what: str) -> None:
     """
     ended = processes.gone(this.speakers, dist.group.WORLD)
     try:
-        told = this.is_told()
-        lost = [] if told else [peer for peer in ended if not this.has_stated(peer.rank)]
+        complete = this.is_told()
+        lost = [] if complete else [peer for peer in ended if not this.has_stated(peer.rank)]
     except (RuntimeError, dist.DistError):  # the store is gone together with the rank that held it
         if not ended:
             raise

@@ -48,7 +48,7 @@ def _states() -> list[str]:
         threads = os.listdir(_TASKS)
     except OSError:
         return []
-    found = []
+    states = []
     for thread in threads:
         try:
             text = (_TASKS / thread / "stat").read_text()
@@ -56,5 +56,5 @@ def _states() -> list[str]:
             continue  # the thread has ended
         name, _, rest = text.partition("(")[2].rpartition(")")
         if name == CARRIER:
-            found.append(rest.split()[0])
-    return found
+            states.append(rest.split()[0])
+    return states

@@ -135,7 +135,6 @@ class _InStore(_Alone):
             self._store.set_timeout(before)
 
     def is_told(self) -> bool:
-        """Return whether the first rank has printed within LINGER_S."""
         return self._until(lambda: self._add(f"{self._name}/told", 0) > 0)
 
     def tell(self) -> None:

@@ -1,4 +1,4 @@
-"""Find the ranks that are gone, for the error of a rank that waited for them.
+"""Find missing ranks, for the error of a rank that waited for their message.
 
 gloo reports "Connection closed by peer" and "Timed out waiting" without a rank, and DeepSpeed's
 launcher reports process ids. Ranks state once where they run (``announce``). When a message fails,
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
@@ -62,8 +62,8 @@ def announce(ranks: Sequence[int] | None = None) -> None:
     part = None if ranks is None or len(ranks) == dist.get_world_size() else tuple(ranks)
     if not Known.parts & {None, part}:
         said = tell(asdict(_myself()), what="place", ranks=part)
-        found = {peer.rank: peer for peer in (*Known.peers, *(Peer(**peer) for peer in said))}
-        Known.peers = tuple(found[rank] for rank in sorted(found))
+        by_rank = {peer.rank: peer for peer in (*Known.peers, *(Peer(**peer) for peer in said))}
+        Known.peers = tuple(by_rank[rank] for rank in sorted(by_rank))
         Known.parts.add(part)
         _prepare_last_words()
     if not _hooked:
@@ -88,8 +88,8 @@ def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 def _waits(group: dist.ProcessGroup) -> timedelta:
     """Return the time-out of a gloo group."""
-    found: timedelta = group._get_backend(_CPU).options._timeout
-    return found
+    limit: timedelta = group._get_backend(_CPU).options._timeout
+    return limit
 
 
 def limit_waits() -> None:
@@ -128,8 +128,8 @@ def lost(error: BaseException, where: str = "") -> PeerError | None:
     if isinstance(error, HybridcompError) or not _is_about_messages(error):
         return None
     missing = _missing(patient=_SILENT.search(str(error)) is None)
-    found = "; ".join(missing) if missing else "the processes of this host's ranks still run"
-    return PeerError(f"{_me()}: {where or 'a message'} failed: {found} ({_first_line(error)})")
+    causes = "; ".join(missing) if missing else "the processes of this host's ranks still run"
+    return PeerError(f"{_me()}: {where or 'a message'} failed: {causes} ({_first_line(error)})")
 
 
 def _is_about_messages(error: BaseException) -> bool:
@@ -144,34 +144,40 @@ def _missing(patient: bool) -> list[str]:
     ``patient``: wait for the process to end, since a peer's connection broke. The kernel closes a
     process's sockets before it shows the process as ended, and so does a rank that raised.
     """
-    if patient and (told := _stated()):
-        return told
+    if patient and (stated := _stated()):
+        return stated
     others, here = processes.others(), processes.space()
     far = [peer for peer in others if peer.space != here]
     deadline = time.monotonic() + (LOOK_S if patient and len(far) < len(others) else 0.0)
     silent = [] if _disturbed() or not far else _silent(far)
-    while not (found := _disturbed()) and not silent and time.monotonic() < deadline:
+    while not (disturbed := _disturbed()) and not silent and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found or [f"{peer} does not answer" for peer in silent]
+    return disturbed or [f"{peer} does not answer" for peer in silent]
 
 
 def _stated() -> list[str]:
     """Return the failure at which a rank has closed its connections (``together.ending``)."""
-    found: list[str] = []
+    failures: list[str] = []
     if not dist.is_initialized():
-        return found
+        return failures
 
     def look() -> None:
         with contextlib.suppress(RuntimeError, dist.DistError):
             key = failure_key(ENDING)
             if _store().check([key]):
                 rank, words = json.loads(_store().get(key))
-                found.append(f"rank {rank} has failed ({words})")
+                failures.append(f"rank {rank} has failed ({words})")
 
-    thread = threading.Thread(target=look, daemon=True)  # a store on a stopped host never answers
+    _ends_within(LOOK_S, look)
+    return list(failures)
+
+
+def _ends_within(seconds: float, ask: Callable[..., object], *args: object) -> bool:
+    """Ask the store in a thread, as a store on a stopped host never answers."""
+    thread = threading.Thread(target=ask, args=args, daemon=True)
     thread.start()
-    thread.join(LOOK_S)
-    return list(found)
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _disturbed() -> list[str]:
@@ -180,16 +186,11 @@ def _disturbed() -> list[str]:
 
 
 def _silent(peers: Sequence[Peer]) -> list[Peer]:
-    """Return the ``peers`` that do not report within ROLL_CALL_S that they have failed too.
-
-    It asks in a thread, because a store on a stopped host never answers.
-    """
+    """Return the ``peers`` that do not report within ROLL_CALL_S that they have failed too."""
     silent: list[Peer] = []
-    thread = threading.Thread(target=_roll_call, args=(peers, silent), daemon=True)
-    thread.start()
-    thread.join(ROLL_CALL_S + 1)
+    answers = _ends_within(ROLL_CALL_S + 1, _roll_call, peers, silent)
     host = [peer for peer in peers if peer.rank == 0]
-    return host if thread.is_alive() and host else list(silent)
+    return host if not answers and host else list(silent)
 
 
 def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
@@ -227,9 +228,9 @@ def _hook() -> None:
 def _last_words(error: Exception) -> str:
     if isinstance(error, PeerError):
         return str(error)
-    found = lost(error, "a message of the training program or of upstream")
-    if found is not None:
-        return str(found)
+    peer_error = lost(error, "a message of the training program or of upstream")
+    if peer_error is not None:
+        return str(peer_error)
     kind = type(error).__name__
     # torchrun kills the other ranks, often before they can name the missing one
     missing = _disturbed() if kind == "SignalException" else []

@@ -41,9 +41,8 @@ class Known:
 
 
 def myself(rank: int) -> Peer:
-    """Describe this process, whose rank is ``rank``."""
-    found = stat(os.getpid())
-    return Peer(rank, socket.gethostname(), space(), os.getpid(), found[1] if found else "")
+    status = stat(os.getpid())
+    return Peer(rank, socket.gethostname(), space(), os.getpid(), status[1] if status else "")
 
 
 def others() -> list[Peer]:
@@ -70,8 +69,8 @@ def state(peer: Peer) -> str | None:
     """Return what is wrong with the process of ``peer``; None if nothing is, or if unknown."""
     if peer.space != space():
         return None
-    found = stat(peer.pid)
-    if found is None:
+    status = stat(peer.pid)
+    if status is None:
         try:
             os.kill(peer.pid, 0)
         except ProcessLookupError:
@@ -79,9 +78,9 @@ def state(peer: Peer) -> str | None:
         except OSError:
             pass
         return None
-    if found[0] in "ZXx" or (peer.began and found[1] != peer.began):
+    if status[0] in "ZXx" or (peer.began and status[1] != peer.began):
         return ENDED
-    return STOPPED if found[0] in "Tt" else None
+    return STOPPED if status[0] in "Tt" else None
 
 
 def stat(pid: int) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Write and read a rank's files beside a checkpoint: whole or not at all, checked before use.
+"""Write a rank's files beside a checkpoint atomically, and check them before use.
 
 A damaged file is an error on every rank, with the rank and the file: a rank that raised alone would
 leave the others waiting in the next collective. The engine is changed only after all files have
@@ -28,6 +28,8 @@ FORMAT = 1
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 #: flags of zip records that torch writes: sizes behind the data, names in UTF-8
 _FLAGS = 0x808
+#: attributes of zip records that torch leaves at 0
+_ZEROS = ("external_attr", "internal_attr", "compress_type", "volume")
 #: most ranks whose problems an error lists
 SHOWN = 4
 
@@ -104,7 +106,7 @@ waiting: list[list[NewFile]] = []
 def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Fill a new file beside ``path``, sync it to disk, and replace ``path`` by it.
 
-    It never writes through a link that somebody has placed there.
+    It never writes through a symbolic link at that path.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -128,11 +130,11 @@ def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 def sync_folder(folder: Path) -> None:
     """Sync the folder's entries to disk, if the file system supports it."""
     with contextlib.suppress(OSError):
-        found = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(found)
+            os.fsync(handle)
         finally:
-            os.close(found)
+            os.close(handle)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -172,12 +174,12 @@ def _odd_header(archive: zipfile.ZipFile) -> str | None:
     that torch does not read: torch leaves the memory of a "folder" uninitialized.
     """
     seen: set[str] = set()
-    for one in archive.infolist():
-        written = (one.external_attr, one.internal_attr, one.compress_type, one.volume) == (0,) * 4
-        plain = not (one.flag_bits & ~_FLAGS or one.comment or one.is_dir())
-        if not written or not plain or one.compress_size != one.file_size or one.filename in seen:
-            return one.filename
-        seen.add(one.filename)
+    for record in archive.infolist():
+        marked = any(getattr(record, name) for name in _ZEROS) or record.flag_bits & ~_FLAGS
+        odd = record.comment or record.is_dir() or record.compress_size != record.file_size
+        if marked or odd or record.filename in seen:
+            return record.filename
+        seen.add(record.filename)
     return None
 
 
@@ -191,9 +193,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _of_this_format(path: Path | str, stored: object) -> dict[str, Any]:
-    found = stored.get("format") if isinstance(stored, dict) else type(stored).__name__
-    if not isinstance(stored, dict) or found != FORMAT:
-        raise damaged(path, f"expected format {FORMAT}, found {found!r}")
+    written = stored.get("format") if isinstance(stored, dict) else type(stored).__name__
+    if not isinstance(stored, dict) or written != FORMAT:
+        raise damaged(path, f"expected format {FORMAT}, found {written!r}")
     return stored
 
 
@@ -204,12 +206,11 @@ def expect(
     if key not in stored:
         raise damaged(path, f"it has no {key!r}")
     if not right(stored[key]):
-        found = repr(stored[key])
-        raise damaged(path, f"{key!r} cannot be {found if len(found) < 60 else found[:57] + '...'}")
+        value = repr(stored[key])
+        raise damaged(path, f"{key!r} cannot be {value if len(value) < 60 else value[:57] + '...'}")
 
 
 def is_count(value: Any) -> bool:
-    """Return whether ``value`` is a non-negative integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -221,12 +222,11 @@ def is_scale(value: Any) -> bool:
 def are_factors(value: Any) -> bool:
     """Return whether ``value`` is a state of ``Factors.state_dict`` with finite values."""
     return isinstance(value, dict) and all(
-        isinstance(one, Tensor) and bool(one.isfinite().all()) for one in value.values()
+        isinstance(factor, Tensor) and bool(factor.isfinite().all()) for factor in value.values()
     )
 
 
 def damaged(path: Path | str, what: str) -> CheckpointError:
-    """Return the error for a file that is not as it was written."""
     return CheckpointError(f"{path} is damaged or of another version of hybridcomp: {what}")
 
 

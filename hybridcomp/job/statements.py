@@ -54,8 +54,8 @@ class StatementRound:
         order: list[int] = []
         for start in range(0, len(self.speakers), AT_ONCE):
             keys = [self._key(rank) for rank in self.speakers[start : start + AT_ONCE]]
-            for found in self.store.multi_get(keys):
-                text = found.decode() if isinstance(found, bytes) else found
+            for stated in self.store.multi_get(keys):
+                text = stated.decode() if isinstance(stated, bytes) else stated
                 order.append(texts.setdefault(text, len(texts)))
         whole = f"[[{','.join(texts)}],{json.dumps(order)}]"  # one JSON document, parsed at once
         packed = zlib.compress(whole.encode(), 1)
@@ -84,7 +84,6 @@ class StatementRound:
         return statements, order
 
     def has_stated(self, rank: int) -> bool:
-        """Return whether ``rank`` has stated."""
         return bool(self.store.check([self._key(rank)]))
 
     def missing_ranks(self) -> list[int]:

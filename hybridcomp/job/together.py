@@ -91,8 +91,8 @@ def together(
         if operation is None and inner:
             raise  # the outer operation reports it
         first = None if operation is None else operation.told_before(problem)
-        told = first or named(problem, what, error)
-        raise told from told.__cause__
+        reported = first or named(problem, what, error)
+        raise reported from reported.__cause__
     else:
         if operation is not None:
             here.operations.remove(operation)
@@ -122,8 +122,8 @@ def ending(what: str, error: type[HybridcompError] = PeerError) -> Iterator[None
         _close_connections(problem, is_first=first is None)
         if inner:
             raise  # the operation around this one says it
-        told = first or named(problem, what, error)
-        raise told from told.__cause__
+        reported = first or named(problem, what, error)
+        raise reported from reported.__cause__
     finally:
         here.operations.remove(operation)
 
@@ -158,9 +158,9 @@ def named(problem: BaseException, what: str, error: type[HybridcompError]) -> Ba
         return problem
     rank = dist.get_rank() if dist.is_initialized() else 0
     kind = type(problem) if isinstance(problem, HybridcompError) else error
-    told = kind.naming_rank(f"{what}: rank {rank}: {_words(problem)}")
-    told.__cause__ = problem
-    return told
+    naming = kind.naming_rank(f"{what}: rank {rank}: {_words(problem)}")
+    naming.__cause__ = problem
+    return naming
 
 
 def _words(problem: BaseException) -> str:
@@ -186,17 +186,15 @@ class _Stated(Operation):
         self._store = dist.distributed_c10d._get_default_store()
 
     def takes_in(self, ranks: Sequence[int]) -> bool:
-        """Return whether all of these global ranks take part."""
         return self.ranks is None or set(ranks) <= set(self.ranks)
 
     def check(self, is_there: Callable[[], object] = bool) -> None:
-        """Raise if a rank has failed, unless ``is_there`` returns true."""
         if self._store.check([self._key]) and not is_there():
             rank, words = json.loads(self._store.get(self._key))
             raise self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return once all ranks of ``group`` have arrived; at once if it has other ranks too."""
+        """Return once all ranks of ``group`` have arrived; now if it has other ranks too."""
         ranks = self.ranks if group is None else dist.get_process_group_ranks(group)
         if ranks is None or self.takes_in(ranks):
             agreement.tell({}, what=self.what, ranks=ranks)
@@ -208,17 +206,16 @@ class _Stated(Operation):
             self._store.compare_set(self._key, "", text)
 
     def told_before(self, problem: BaseException) -> HybridcompError | None:
-        """Return the reported failure of another rank that caused ``problem``, if any."""
-        told = isinstance(problem, HybridcompError) and not isinstance(problem, PeerError)
-        if told or not isinstance(problem, Exception):
+        known = isinstance(problem, HybridcompError) and not isinstance(problem, PeerError)
+        if known or not isinstance(problem, Exception):
             return None  # this rank's own failure, or one that it has already learned of
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store may be gone
             if self._store.check([self._key]):
                 rank, words = json.loads(self._store.get(self._key))
                 if rank != dist.get_rank():
-                    found = self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
-                    found.__cause__ = problem
-                    return found
+                    first = self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
+                    first.__cause__ = problem
+                    return first
         return None
 
 
@@ -250,14 +247,12 @@ class _Voting(_Stated):
         self._group, self._is_over = group, False
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return once all ranks have arrived; raise if one has failed."""
         if not self._vote(True):
             self._is_over = True
             self.check()
             raise self.error(f"{self.what}: another rank has failed")
 
     def before_message(self) -> None:
-        """Pass a gate before a message of training is posted."""
         self.gate()
 
     def fail(self, problem: BaseException) -> None:

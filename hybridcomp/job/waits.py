@@ -1,4 +1,4 @@
-"""Wait for other processes: poll, and report what a long wait is for."""
+"""Poll for other processes, and report long waits to the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class Notices:
 
     @property
     def seconds(self) -> float:
-        """Return how long the wait has lasted."""
         return time.monotonic() - self._began
 
     def due(self) -> bool:
@@ -58,9 +57,9 @@ def awaited(
     notices, pause = Notices(), first_s
     while True:
         check_failed(lambda: look() is not None)
-        found = look()
-        if found is not None or notices.seconds >= seconds:
-            return found
+        result = look()
+        if result is not None or notices.seconds >= seconds:
+            return result
         if notice is not None and notices.due():
             notice(notices.seconds)
         time.sleep(pause)

@@ -43,18 +43,9 @@ _NAMES = {
 _ROWS = ("context.attention", "huggingface", "slices", "tables", "tp2d")
 
 __all__ = [
-    "CachedEmbedding",
-    "RingAttention",
-    "RowOptimizer",
-    "documents_of",
-    "documents_of_mask",
-    "gather",
-    "ngram_keys",
-    "positions",
-    "ring_attention",
-    "shard",
-    "unshard",
-]
+    "CachedEmbedding", "RingAttention", "RowOptimizer", "documents_of", "documents_of_mask",
+    "gather", "ngram_keys", "positions", "ring_attention", "shard", "unshard",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

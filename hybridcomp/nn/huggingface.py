@@ -96,8 +96,8 @@ def shard_batch(
     first = next(iter(whole.values()))
     for key, values in whole.items():
         if values.dim() < 2 or values.shape[1] != first.shape[1]:
-            found = f"expected (batch, {first.shape[1]}, ...), found {tuple(values.shape)}"
-            raise ValueError(f"{key}: {found}; cut it by hand, with hybridcomp.nn.shard")
+            shapes = f"expected (batch, {first.shape[1]}, ...), found {tuple(values.shape)}"
+            raise ValueError(f"{key}: {shapes}; cut it by hand, with hybridcomp.nn.shard")
     out: dict[str, Any] = {}
     if "documents" in whole:
         out["documents"] = whole.pop("documents")

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line, quoted_path
+from hybridcomp.escaping import one_line, quoted_path
 from hybridcomp.job import saved
 from hybridcomp.log import say
 from hybridcomp.publishing.destinations import FAILED, PARTS, Folder, part_name

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import folder_path, quoted_path
+from hybridcomp.escaping import folder_path, quoted_path
 from hybridcomp.job.saved import NEW_FILE, sync_folder
 from hybridcomp.log import say
 from hybridcomp.publishing.choosing import ReceiverTimes

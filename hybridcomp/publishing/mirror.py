@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridcomp.codecs import StepCode
 from hybridcomp.codecs.changes import change_kernels
 from hybridcomp.errors import CodecError, PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask
 from hybridcomp.publishing.parts import BYTES, RAW, SAME, STEPS, PieceEntry, ReadPart
 from hybridcomp.publishing.quantized import EIGHT, packed, unpacked

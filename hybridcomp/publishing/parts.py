@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.publishing.checksums import BLAKE2B, XXH3, bytes_of, digest_of
 from hybridcomp.publishing.part_buffers import ALIGN, PartBytes
 from hybridcomp.publishing.records import (

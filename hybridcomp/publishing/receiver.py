@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line, quoted_path
+from hybridcomp.escaping import one_line, quoted_path
 from hybridcomp.job.waits import Notices
 from hybridcomp.log import say
 from hybridcomp.publishing.applied import AppliedChanges, AppliedVersion

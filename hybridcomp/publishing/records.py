@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.publishing.checksums import BLAKE2B, XXH3
 from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 

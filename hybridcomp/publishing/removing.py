@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line, quoted_path
+from hybridcomp.escaping import one_line, quoted_path
 from hybridcomp.log import say
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 

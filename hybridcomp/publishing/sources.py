@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import quoted_path
+from hybridcomp.escaping import quoted_path
 from hybridcomp.log import say
 from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.part_buffers import IN_MEMORY, Spool
 from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest

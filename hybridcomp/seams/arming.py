@@ -35,7 +35,6 @@ class ArmedPatches:
                 register_post_import_hook(self._on_import, module)
 
     def disarm(self) -> None:
-        """Revert all applied patches."""
         self.armed = False
         for module in list(self.in_place):
             revert_all(self.in_place.pop(module))

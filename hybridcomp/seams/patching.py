@@ -40,9 +40,9 @@ def version(package: str) -> str:
 
 def since(requirement: str, oldest: str) -> str:
     """Return ``requirement`` with a newer oldest version, for seams that older releases lack."""
-    found, count = re.subn(r">= [\w.]+", f">= {oldest}", requirement)
+    newer, count = re.subn(r">= [\w.]+", f">= {oldest}", requirement)
     assert count == 1, requirement
-    return found
+    return newer
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,17 @@ class Seam:
             return self.source()
         requirement = Requirement(self.requirement)
         try:
-            found = version(requirement.name)
+            present = version(requirement.name)
         except PackageNotFoundError:
             raise SeamError(
                 f"{self}: needs {self.requirement}, but {requirement.name} is not installed"
             ) from None
-        if not requirement.specifier.contains(found, prereleases=True):
+        if not requirement.specifier.contains(present, prereleases=True):
             raise SeamError(
-                f"{self}: needs {self.requirement}, found {requirement.name} {found}; install a "
+                f"{self}: needs {self.requirement}, found {requirement.name} {present}; install a "
                 "version inside the window, or a hybridcomp that knows this one"
             )
-        return f"{requirement.name} {found}"
+        return f"{requirement.name} {present}"
 
     def owner_and_name(self) -> tuple[Any, str]:
         """Return the object that holds the attribute, and its last name."""
@@ -127,12 +127,12 @@ class Patch:
 
         Raises SeamError. Changes nothing.
         """
-        found = self.seam.found_version()
+        supported = self.seam.found_version()
         try:
             owner, name = self.seam.owner_and_name()
             raw = inspect.getattr_static(owner, name)
         except (ImportError, AttributeError) as error:
-            raise SeamError(f"{self.seam}: not there in {found} ({error})") from error
+            raise SeamError(f"{self.seam}: not there in {supported} ({error})") from error
         original = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
         if getattr(original, "__hybridcomp__", False):
             raise SeamError(f"{self.seam}: already patched by hybridcomp; patches do not stack")
@@ -141,7 +141,7 @@ class Patch:
             if got not in self.seam.alternatives:
                 raise SeamError(
                     f"{self.seam}: expected parameters {self.seam.parameters}, found {got} in "
-                    f"{found}"
+                    f"{supported}"
                 )
         _refuse_foreign_wrapper(self.seam, original)
         return raw

@@ -28,7 +28,7 @@ class Closable(Protocol):
     """Object that is closed before the process ends."""
 
     def close(self) -> None:
-        """Write and print what is left; harmless when called twice."""
+        """Write and print pending records; harmless when called twice."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Account:
     outside: float = 0.0
     rest: float = 0.0  # messages of this rank since the last report
     idle: str = ""  # why nothing is compressed, if so
-    also: tuple[str, ...] = ()  # what followers have done, such as publishing versions
+    also: tuple[str, ...] = ()  # work of followers, such as publishing versions
     dimensions: set[Dimension] = field(default_factory=set)  # encoded dimensions
 
     def add(self, entries: Mapping[Key, Entry]) -> None:
@@ -64,7 +64,7 @@ class Account:
     def close(self, entries: Mapping[Key, Entry], idle: str, also: Iterable[str] = ()) -> None:
         """Add the entries since the last report.
 
-        ``idle``: why nothing was compressed, if so; ``also``: what followers have done.
+        ``idle``: why nothing was compressed, if so; ``also``: work of followers, in words.
         """
         self.also = tuple(also)
         self.rest = sum(entry.messages for entry in entries.values())
@@ -93,10 +93,10 @@ def forget() -> None:
     _accounts.clear()
 
 
-def close_at_the_end(one: Closable) -> None:
-    """Close ``one`` before the process ends unless it was dropped, so that others learn of it."""
+def close_at_the_end(closable: Closable) -> None:
+    """Close ``closable`` before the process ends unless it was dropped: others learn of it."""
     _register_end()
-    _open.add(one)
+    _open.add(closable)
 
 
 def _register_end() -> None:
@@ -112,8 +112,8 @@ def _end() -> None:
     """Close all open objects, also after one fails; then print the last line."""
     with ExitStack() as ends:
         ends.callback(_say_last)
-        for one in list(_open):
-            ends.callback(one.close)
+        for closable in list(_open):
+            ends.callback(closable.close)
 
 
 def _say_last() -> None:

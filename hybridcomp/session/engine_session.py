@@ -52,8 +52,8 @@ ADVICE = "; only hybridcomp.save_state keeps this over a restart"
 
 def session_of(engine: Any) -> EngineSession | None:
     """Return the session of an attached engine; None for any other object."""
-    found: EngineSession | None = getattr(engine, ATTRIBUTE, None)
-    return found
+    session: EngineSession | None = getattr(engine, ATTRIBUTE, None)
+    return session
 
 
 class EngineSession:
@@ -267,7 +267,7 @@ class EngineSession:
             try:
                 self.followers.after_step(channels.step)
             except HybridcompError as error:
-                if error.names_rank:  # others may know nothing of it, and come to the report
+                if error.names_rank:  # other ranks may not know of it and enter the report
                     self._report()
                 raise
             self._report()
@@ -279,7 +279,6 @@ class EngineSession:
             self._write(self.reporter.report(step, self.followers), step)
 
     def skip_step(self) -> None:
-        """Tell the followers that a loss scaler skipped a step, which is not counted."""
         self.followers.after_skip()
 
     def take_events(self) -> list[Event]:
@@ -296,7 +295,6 @@ class EngineSession:
     def save(
         self, folder: str | Path, loss_scale: float | None = None, references: bool = False
     ) -> None:
-        """Write step and residuals of all ranks into ``folder`` (``saved_session.save``)."""
         saved_session.save(self, Path(folder), loss_scale, references)
 
     def load(

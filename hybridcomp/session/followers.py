@@ -36,21 +36,16 @@ class StepFollower(Protocol):
 class FollowerBase:
     """A ``StepFollower`` that does nothing and reports nothing, for followers of single events."""
 
-    def before_step(self) -> None:
-        """Do nothing."""
+    def before_step(self) -> None: ...
 
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
+    def after_step(self, step: int) -> None: ...
 
-    def after_skip(self) -> None:
-        """Do nothing."""
+    def after_skip(self) -> None: ...
 
     def row(self) -> Mapping[str, float] | None:
-        """Return no figures."""
         return None
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -68,7 +63,7 @@ class StatefulFollower(Protocol):
         """Write the state of every rank beside a checkpoint."""
 
     def read(self, folder: Path) -> Sequence[Mapping[str, Any]]:
-        """Return what ``save`` wrote, checked, for ``resume``; changes nothing. A collective.
+        """Return the state of ``save``, checked, for ``resume``; changes nothing. A collective.
 
         Raises CheckpointError on every rank if any rank's file is damaged.
         """
@@ -111,10 +106,9 @@ class Followers(list[StepFollower]):
     @property
     def stateful(self) -> list[StatefulFollower]:
         """Return the followers whose state belongs to a checkpoint."""
-        return [one for one in self if isinstance(one, StatefulFollower)]
+        return [follower for follower in self if isinstance(follower, StatefulFollower)]
 
     def before_step(self) -> None:
-        """Call all followers while the weights are still those before an optimizer step."""
         for follower in self:
             follower.before_step()
 
@@ -133,7 +127,6 @@ class Followers(list[StepFollower]):
             raise errors[0]
 
     def after_skip(self) -> None:
-        """Tell all followers that a loss scaler skipped a step, which is not counted."""
         self.overflowed(None)
         for follower in self:
             follower.after_skip()
@@ -142,9 +135,9 @@ class Followers(list[StepFollower]):
         """Report whose step an overflow has skipped; ``loss_scale``: as in ``OverflowFollower``."""
         for follower in self:
             if isinstance(follower, OverflowFollower):
-                told = follower.overflowed(loss_scale)
-                if told is not None:
-                    log.say(told, anywhere=True)
+                sentence = follower.overflowed(loss_scale)
+                if sentence is not None:
+                    log.say(sentence, anywhere=True)
 
     def close(self) -> None:
         """Free the followers' resources, the last one first, even if one of them fails."""

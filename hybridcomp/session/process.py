@@ -130,8 +130,8 @@ def say_native(what: str, looked: str = "") -> None:
         places = [f"that of {ENVIRONMENT}={path} is not enabled"]
     else:
         places = ["hybridcomp.install was given none", f"{ENVIRONMENT} is not set"]
-    found = "; ".join([looked] * bool(looked) + places)
-    say_once(f"no block found ({found}): nothing of {what} is compressed")
+    looked_in = "; ".join([looked] * bool(looked) + places)
+    say_once(f"no block found ({looked_in}): nothing of {what} is compressed")
 
 
 def use(channels: Channels | None) -> None:
@@ -203,7 +203,7 @@ def session() -> EngineSession | None:
     rendezvous store, which every rank reaches without waiting for an upstream message.
     """
     if _holder.lender is not None and _holder.lender() is None:
-        configure(_holder.config)  # the engine is gone and its traffic with it
+        configure(_holder.config)  # the engine was deleted
     if not _holder.settled and dist.is_initialized():
         _settle()
     return _holder.session
@@ -211,8 +211,8 @@ def session() -> EngineSession | None:
 
 def own_session() -> EngineSession | None:
     """Return the process's own session, None if an engine has lent one."""
-    found = session()
-    return None if _holder.lender is not None else found
+    mine = session()
+    return None if _holder.lender is not None else mine
 
 
 def has_begun() -> bool:
@@ -222,8 +222,8 @@ def has_begun() -> bool:
 
 def current() -> Channels | None:
     """Return the channels of this process, None without a block; see ``session``."""
-    found = session()
-    return None if found is None else found.channels
+    here = session()
+    return None if here is None else here.channels
 
 
 def known() -> Channels | None:
@@ -258,34 +258,30 @@ def _settle() -> None:
 
 def _layout() -> Mapping[str, int]:
     """Return the ranks of each group whose coordinates are part of Megatron's parameter names."""
-    found: dict[str, int] = {}
+    every: dict[str, int] = {}
     for package, sizes in GROUP_SIZES.items():
         if package in sys.modules:
-            found.update(sizes())
-    return {name: size for name, size in found.items() if name in ("tp", "pp", "ep")}
+            every.update(sizes())
+    return {name: size for name, size in every.items() if name in ("tp", "pp", "ep")}
 
 
 def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
-    """See ``hybridcomp.save_state``."""
-    found = _session_for("save_state")
-    if found.kept_in:
-        found.say(f"save_state: {found.kept_in} hold this already; nothing is written")
-    else:
-        found.save(folder, loss_scale)
+    if (mine := _session_for("save_state", "written")) is not None:
+        mine.save(folder, loss_scale)
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
-    """See ``hybridcomp.load_state``."""
-    found = _session_for("load_state")
-    if found.kept_in:
-        found.say(f"load_state: {found.kept_in} hold this already; nothing is read")
-    else:
-        found.load(folder, loss_scale)
+    if (mine := _session_for("load_state", "read")) is not None:
+        mine.load(folder, loss_scale)
 
 
-def _session_for(call: str) -> EngineSession:
-    found = session()
-    if found is None:
+def _session_for(call: str, done: str) -> EngineSession | None:
+    """Return the session; None, with a notice, if its engine's checkpoints hold the state."""
+    here = session()
+    if here is None:
         todo = f"this process has no block, or torch.distributed is not up; do not call {call} here"
         raise ConfigError(BLOCK, NOTHING, todo)
-    return found
+    if here.kept_in:
+        here.say(f"{call}: {here.kept_in} hold this already; nothing is {done}")
+        return None
+    return here

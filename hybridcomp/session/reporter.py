@@ -129,9 +129,9 @@ class Reporter:
         """Return the bytes sent and seconds saved since the run began, by figure name."""
         entries = self._totals.values()
         raw, wire = sum(e.raw_nbytes for e in entries), sum(e.wire_nbytes for e in entries)
-        found = dict(zip(TOTALS, (raw / 1e6, wire / 1e6), strict=True))
+        sums = dict(zip(TOTALS, (raw / 1e6, wire / 1e6), strict=True))
         gains = self._channels.gains
-        return {**found, SAVED_S: gains.net_s} if gains.by_dimension else found
+        return {**sums, SAVED_S: gains.net_s} if gains.by_dimension else sums
 
     def take(self) -> list[Event]:
         """Return the events of the last report, once; for readers that log at other times."""
@@ -255,15 +255,10 @@ def describe_run(config: CompressionConfig | None) -> None:
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is None or CONFIG_CODECS in run.config:
         return
-    if config is None:
-        found: dict[str, Any] = {CONFIG_BLOCK: None, CONFIG_CODECS: {}}
-    else:
-        codecs = {
-            f"{dimension}/{way}": codec.spec
-            for (dimension, way), codec in config.codecs().items()
-            if codec is not None
-        }
+    block, codecs = None, {}
+    if config is not None:
         block = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        found = {CONFIG_BLOCK: block, CONFIG_CODECS: codecs}
+        named = ((f"{name}/{way}", codec) for (name, way), codec in config.codecs().items())
+        codecs = {name: codec.spec for name, codec in named if codec is not None}
     # GPT-NeoX writes its parsed block under the same name
-    run.config.update(found, allow_val_change=True)
+    run.config.update({CONFIG_BLOCK: block, CONFIG_CODECS: codecs}, allow_val_change=True)

@@ -48,7 +48,7 @@ class Saved:
     Attributes:
         state: the job's state; None if the folder has none.
         kept: residuals of the ranks; None if the job's groups have changed.
-        lost: what this run restarts because the folder lacks files; only on rank 0.
+        lost: states that restart because the folder lacks their files; only on rank 0.
         followed: the state from which each stateful follower continues, in their order.
     """
 
@@ -98,19 +98,19 @@ def read(session: SavedParts, folder: Path) -> Saved:
 
 
 def _lost(session: SavedParts, folder: Path, kept: checkpoint.StoredState | None) -> list[str]:
-    """Return what restarts because files are missing in ``folder``; no collective."""
+    """Return the states that restart because ``folder`` lacks their files; no collective."""
     lost = [] if kept is None else list(kept.lost)
     channels = session.channels
     deltas = channels["zero"].delta and channels.lossy("zero")
     if deltas and not any(folder.glob(f"{checkpoint_note.PARAMETERS}_*")):
         lost.append("deltas begin with an exact gather")
-    names = [one.name for one in session.followers.stateful]
+    names = [follower.name for follower in session.followers.stateful]
     return lost + [f"{n} begins anew" for n in names if not any(folder.glob(f"hybridcomp_{n}_*"))]
 
 
 def take_over(
     session: SavedParts,
-    found: Saved,
+    parts: Saved,
     loss_scale: float | None = None,
     step: int | None = None,
     bring: str = BRING,
@@ -126,8 +126,8 @@ def take_over(
     with together(checkpoint.WHAT, undo.close, error=CheckpointError):
         undo.callback(kept_state.put_back(session.channels))
         undo.callback(_restore, session, session.loaded, session.loss_scale)
-        _take_over(session, found, loss_scale, step, bring)
-    for follower, entries in zip(session.followers.stateful, found.followed, strict=True):
+        _take_over(session, parts, loss_scale, step, bring)
+    for follower, entries in zip(session.followers.stateful, parts.followed, strict=True):
         follower.resume(entries)
 
 
@@ -136,9 +136,9 @@ def _restore(session: SavedParts, loaded: bool, loss_scale: float) -> None:
 
 
 def _take_over(
-    session: SavedParts, found: Saved, loss_scale: float | None, step: int | None, bring: str
+    session: SavedParts, parts: Saved, loss_scale: float | None, step: int | None, bring: str
 ) -> None:
-    channels, state, folder = session.channels, found.state, found.folder
+    channels, state, folder = session.channels, parts.state, parts.folder
     session.loaded = True
     channels.residuals.clear()
     stored = 1.0 if state is None else state.loss_scale
@@ -149,13 +149,13 @@ def _take_over(
     else:
         channels.resync()
         if state is None:
-            lost = ["steps count from zero", *found.lost]
+            lost = ["steps count from zero", *parts.lost]
             session.say(*checkpoint_note.lacking(folder, lost, bring))
             return
         channels.step = state.step
-    if state is not None and found.lost:
+    if state is not None and parts.lost:
         bring = GONE
-    session.say(*checkpoint_note.lacking(folder, found.lost, bring))
+    session.say(*checkpoint_note.lacking(folder, parts.lost, bring))
     if state is not None and state.step != channels.step:
         session.say(
             f"{folder / checkpoint.STATE} is of step {state.step}, and the checkpoint beside it of "
@@ -163,8 +163,8 @@ def _take_over(
             "when: auto decided, begin anew"
         )
         return
-    if found.kept is None:
+    if parts.kept is None:
         assert state is not None
         session.say(f"{folder} is of another layout, {state.groups}; residuals start at zero")
         return
-    checkpoint.take_over(found.kept, channels, session.loss_scale, session.device)
+    checkpoint.take_over(parts.kept, channels, session.loss_scale, session.device)

@@ -57,20 +57,19 @@ class OpenRow:
 
 def added(before: dict[str, float], values: dict[str, float]) -> dict[str, float]:
     """Add the ``values`` of a report to earlier reports' where they are sums."""
-    found = {
+    summed = {
         name: value + before.get(name, 0.0) if name.rpartition("/")[2] in SUMS else value
         for name, value in values.items()
     }
-    for name in found:
+    for name in summed:
         place, _, figure = name.rpartition("/")
-        if figure == "ratio" and found.get(f"{place}/wire_MB"):
-            found[name] = found[f"{place}/raw_MB"] / found[f"{place}/wire_MB"]
-    return found
+        if figure == "ratio" and summed.get(f"{place}/wire_MB"):
+            summed[name] = summed[f"{place}/raw_MB"] / summed[f"{place}/wire_MB"]
+    return summed
 
 
 _row = OpenRow()
 
 
 def log(events: Iterable[tuple[str, float]], step: int) -> bool:
-    """Put the figures of one report into this process's W&B run; return whether there is one."""
     return _row.log(events, step)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from hybridcomp.config.error_messages import show
 from hybridcomp.config.sources import SOURCE
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.patches.rules.ds_settings import AUTO, ZERO, parsed
 
 #: attribute of ``DeepSpeedConfig`` for each section of the file

@@ -26,25 +26,25 @@ def sent_in_trials(together: bool) -> list[tuple[float, bool, bool]]:
     """Return bits per value, whether all ranks received it, whether it is new, by message."""
     where = TrialGroup(Group.of(None), torch.bfloat16, torch.device("cpu"))
     native, coded = gathers(make_codec("stepcode"), where)(StepTraffic(NUMELS, "gather", together))
-    found: list[tuple[Tensor, Tensor, Any]] = []
+    gathers_seen: list[tuple[Tensor, Tensor, Any]] = []
     plain = collectives.all_gather
 
     def noted(shard: Tensor, out: Tensor, via: Any, async_op: bool = False) -> Any:
-        found.append((shard, out, via.meter))
+        gathers_seen.append((shard, out, via.meter))
         return plain(shard, out, via, async_op)
 
     results, before = [], dict[int, Tensor]()
     with patch.object(collectives, "all_gather", noted):
         for run in (coded, coded, native, coded, native, native, coded, coded):
             run()
-            for index, (shard, out, meter) in enumerate(found):
+            for index, (shard, out, meter) in enumerate(gathers_seen):
                 bits = 8 * meter.wire_nbytes / shard.numel()
                 arrived = torch.empty_like(out)
                 dist.all_gather_into_tensor(arrived, shard)
                 moved = index not in before or not torch.equal(before[index], out)
                 results.append((bits, torch.equal(arrived, out), moved))
                 before[index] = out.clone()
-            found.clear()
+            gathers_seen.clear()
     return results
 
 

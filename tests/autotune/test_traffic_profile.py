@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,8 @@ from hybridcomp.autotune import trials
 from hybridcomp.autotune.trials import PlannedMessage
 from hybridcomp.channels import Channels, channels_of, online_tuner
 from hybridcomp.config import CompressionConfig
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
+from tests.selection import by_day
 from tests.stand_ins.link_clock import clock
 
 if find_spec("deepspeed") is None:
@@ -33,28 +33,18 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SLOW, FAST = (0.09, 0.01), (0.01, 0.02)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 def send_messages(channels: Channels, tensor: Any, odd_rank: int | None = None) -> list[bool]:
     """Send the messages of rank r (two tensor ranks, two stages); return if they are native."""
     rank = dist.get_rank()
     numel = 900 if rank == odd_rank else 1000
-    found = [channels["tp"].codec(numel, BF16, tensor, way) for way in ("forward", "backward")]
-    found += [channels["tp"].codec(7, BF16, tensor) for _ in range(3)]  # many messages of few bytes
+    codecs = [channels["tp"].codec(numel, BF16, tensor, way) for way in ("forward", "backward")]
+    codecs += [
+        channels["tp"].codec(7, BF16, tensor) for _ in range(3)
+    ]  # many messages of few bytes
     first, second = rank % 2, rank % 2 + 2
-    found.append(channels["pp"].codec(500, BF16, None, "forward", (first, second)))
-    found.append(channels["pp"].codec(400, BF16, None, "backward", (second, first)))
-    return [codec is None for codec in found]
+    codecs.append(channels["pp"].codec(500, BF16, None, "forward", (first, second)))
+    codecs.append(channels["pp"].codec(400, BF16, None, "backward", (second, first)))
+    return [codec is None for codec in codecs]
 
 
 def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any]:
@@ -65,59 +55,47 @@ def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any
     planned: list[tuple[Any, ...]] = []
 
     def kept(plan: list[PlannedMessage], device: torch.device) -> Any:
-        planned.extend((one.between, one.numel, one.codec.spec) for one in plan)
+        planned.extend((message.between, message.numel, message.codec.spec) for message in plan)
         return trials.messages(plan, device)
 
-    found: dict[str, Any] = {"native": [], "told": [], "planned": planned}
+    outcome: dict[str, Any] = {"native": [], "told": [], "planned": planned}
     with clock(*times), patch.object(online_tuner, "messages", kept):
         for step in (1, 2):
-            found["native"].append(send_messages(channels, tensor, odd_rank))
+            outcome["native"].append(send_messages(channels, tensor, odd_rank))
             channels.step = step
-            found["told"].append(channels.close_step(False, CPU))
-    found["native"].append(send_messages(channels, tensor))
-    found["verdicts"] = channels.verdicts.state()
-    found["since"] = dict(channels.ledger.native_since)
+            outcome["told"].append(channels.close_step(False, CPU))
+    outcome["native"].append(send_messages(channels, tensor))
+    outcome["verdicts"] = channels.verdicts.state()
+    outcome["since"] = dict(channels.ledger.native_since)
     assert not any(entry.messages for entry in channels.ledger.interval.values()), "no traffic"
     dist.destroy_process_group(tensor)
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize(("times", "pays"), [(SLOW, True), (FAST, False)])
 def test_the_first_step_is_native_and_is_what_is_timed(
-    pool: RankPool, times: tuple[float, float], pays: bool
+    module_ranks: RunRanks, times: tuple[float, float], pays: bool
 ) -> None:
-    for rank, found in enumerate(pool.run(two_steps, times, None)):
-        first, second, third = found["native"]
+    for rank, result in enumerate(module_ranks(4, two_steps, times, None)):
+        first, second, third = result["native"]
         assert all(first) and second == third == [not pays] * len(first)
-        assert {name: v["pays"] for name, v in found["verdicts"].items()} == {
-            "tp": pays,
-            "pp": pays,
-        }
-        assert {name: v["nbytes"] for name, v in found["verdicts"].items()} == {
-            "tp": 2000,
-            "pp": 1000,
-        }
-        assert found["since"] == ({} if pays else {"tp": 0, "pp": 0})
-        assert len(found["told"][0]) == (2 if pays else 3) and found["told"][1] == []
-        assert "0.002 MB take" in found["told"][0][0]
+        verdicts = {name: (v["pays"], v["nbytes"]) for name, v in result["verdicts"].items()}
+        assert verdicts == {"tp": (pays, 2000), "pp": (pays, 1000)}
+        assert result["since"] == ({} if pays else {"tp": 0, "pp": 0})
+        assert len(result["told"][0]) == (2 if pays else 3) and result["told"][1] == []
+        assert "0.002 MB take" in result["told"][0][0]
         down, up = (rank % 2, rank % 2 + 2), (rank % 2 + 2, rank % 2)
-        assert sorted(found["planned"], key=str) == sorted(
-            [
-                (None, 1000, "blockint(bits=8)"),
-                (None, 1000, "blockint(bits=8)"),
-                (down, 500, "blockint(bits=8)"),
-                (up, 400, "blockint(bits=4)"),
-            ],
-            key=str,
-        )
+        eight = "blockint(bits=8)"
+        planned = [(None, 1000, eight)] * 2 + [(down, 500, eight), (up, 400, "blockint(bits=4)")]
+        assert sorted(result["planned"], key=str) == sorted(planned, key=str)
 
 
-def test_what_a_group_does_not_agree_on_is_not_timed(pool: RankPool) -> None:
+def test_what_a_group_does_not_agree_on_is_not_timed(module_ranks: RunRanks) -> None:
     """A trial would hang. The other group runs trials, and all ranks follow its decision."""
-    for rank, found in enumerate(pool.run(two_steps, FAST, 1)):
-        collectives = [numel for hop, numel, _ in found["planned"] if hop is None]
+    for rank, result in enumerate(module_ranks(4, two_steps, FAST, 1)):
+        collectives = [numel for hop, numel, _ in result["planned"] if hop is None]
         assert collectives == ([] if rank < 2 else [1000, 1000])
-        assert not found["verdicts"]["tp"]["pays"]
+        assert not result["verdicts"]["tp"]["pays"]
 
 
 def two_steps_kept(times: tuple[float, float], odd_rank: int | None, folder: str) -> Any:
@@ -130,38 +108,40 @@ def two_steps_kept(times: tuple[float, float], odd_rank: int | None, folder: str
         ends.append(channels)
 
     with patch.dict(os.environ, HYBRIDCOMP_CACHE=folder), patch.object(Channels, "__init__", noted):
-        found = two_steps(times, odd_rank)
+        outcome = two_steps(times, odd_rank)
         (channels,) = ends
         for step in range(3, 13):
             channels.tuner.open_step(CPU)
             channels.step = step
             channels.close_step(False, CPU)
-    return found
+    return outcome
 
 
-def test_the_next_run_takes_over_what_is_sent_alike(pool: RankPool, tmp_path: Path) -> None:
+def test_the_next_run_takes_over_what_is_sent_alike(module_ranks: RunRanks, tmp_path: Path) -> None:
     """The first step is native and shows that the messages are the same."""
-    pool.run(two_steps_kept, SLOW, None, str(tmp_path))
-    for found in pool.run(two_steps_kept, FAST, None, str(tmp_path)):
-        assert not found["planned"], "no trial"
-        first, second, _ = found["native"]
+    module_ranks(4, two_steps_kept, SLOW, None, str(tmp_path))
+    for result in module_ranks(4, two_steps_kept, FAST, None, str(tmp_path)):
+        assert not result["planned"], "no trial"
+        first, second, _ = result["native"]
         assert all(first) and not any(second)
-        assert ["on the same machines" in line for line in found["told"][0]] == [True, True]
-    for found in pool.run(two_steps_kept, FAST, 1, str(tmp_path)):  # rank 1 sends another size
-        assert not found["verdicts"]["tp"]["pays"] and found["verdicts"]["pp"]["pays"]
+        assert ["on the same machines" in line for line in result["told"][0]] == [True, True]
+    for result in module_ranks(
+        4, two_steps_kept, FAST, 1, str(tmp_path)
+    ):  # rank 1 sends another size
+        assert not result["verdicts"]["tp"]["pays"] and result["verdicts"]["pp"]["pays"]
 
 
 def only_odd() -> tuple[Any, ...]:
     channels = Channels(CompressionConfig.parse({"tp": EIGHT, "min_bytes": 0}))
     channels["tp"].codec(10 + dist.get_rank(), BF16, None)
     channels.step = 1
-    told = channels.close_step(False, CPU)
-    return told, channels["tp"].codec(10, BF16, None) is None
+    said = channels.close_step(False, CPU)
+    return said, channels["tp"].codec(10, BF16, None) is None
 
 
-def test_where_nothing_can_be_timed_it_is_said_and_compressed(two: RankPool) -> None:
-    for told, native in two.run(only_odd):
-        assert len(told) == 1 and "tp: compressed, not timed" in told[0] and not native
+def test_where_nothing_can_be_timed_it_is_said_and_compressed(module_ranks: RunRanks) -> None:
+    for said, native in module_ranks(2, only_odd):
+        assert len(said) == 1 and "tp: compressed, not timed" in said[0] and not native
 
 
 def late() -> list[int]:
@@ -185,8 +165,8 @@ def late() -> list[int]:
     return looked
 
 
-def test_ranks_look_for_messages_more_and_more_rarely(two: RankPool) -> None:
-    assert two.run(late) == [[3, 4, 6, 10]] * 2
+def test_ranks_look_for_messages_more_and_more_rarely(module_ranks: RunRanks) -> None:
+    assert module_ranks(2, late) == [[3, 4, 6, 10]] * 2
 
 
 PIPE = {"pp": EIGHT, "min_bytes": 0}
@@ -199,24 +179,19 @@ def trained(times: tuple[float, float], block: dict[str, Any]) -> Any:
     return outcome
 
 
-def test_pipeline_of_deepspeed(two: RankPool) -> None:
+def test_pipeline_of_deepspeed(module_ranks: RunRanks) -> None:
     """A fast link gives native bits, a slow link compresses from step 1 on."""
-    off, on = two.run(trained, FAST, PIPE), two.run(trained, SLOW, PIPE)
-    plain = two.run(trained, FAST, {"pp": "none"})
-    always = two.run(
-        trained, FAST, {**PIPE, "pp": {"codec": "blockint", "bits": 8}, "start_step": 1}
+    off, on = module_ranks(2, trained, FAST, PIPE), module_ranks(2, trained, SLOW, PIPE)
+    plain = module_ranks(2, trained, FAST, {"pp": "none"})
+    always = module_ranks(
+        2, trained, FAST, {**PIPE, "pp": {"codec": "blockint", "bits": 8}, "start_step": 1}
     )
     for rank in range(2):
-        assert (off[rank].losses, off[rank].parameters) == (
-            plain[rank].losses,
-            plain[rank].parameters,
+        native, coded, *same = (
+            (run[rank].losses, run[rank].parameters, run[rank].messages)
+            for run in (off, on, plain, always)
         )
-        assert off[rank].messages == plain[rank].messages
-        assert (on[rank].losses, on[rank].parameters) == (
-            always[rank].losses,
-            always[rank].parameters,
-        )
-        assert on[rank].messages == always[rank].messages != off[rank].messages
+        assert [native, coded] == same and native[2] != coded[2]
 
 
 TIED = pipe_trainer.Job(steps=4, tied=True, bf16=True)
@@ -228,10 +203,12 @@ def tied(times: tuple[float, float], dp: Any) -> Any:
     return outcome
 
 
-def test_tied_weights_of_a_fast_link_are_summed_in_the_order_of_upstream(pool: RankPool) -> None:
+def test_tied_weights_of_a_fast_link_are_summed_in_the_order_of_upstream(
+    module_ranks: RunRanks,
+) -> None:
     """Tied weights are summed after the replicas' reduction only under lossy compression."""
-    off, plain = pool.run(tied, FAST, EIGHT), pool.run(tied, FAST, "none")
-    on = pool.run(tied, SLOW, EIGHT)
+    off, plain = module_ranks(4, tied, FAST, EIGHT), module_ranks(4, tied, FAST, "none")
+    on = module_ranks(4, tied, SLOW, EIGHT)
     for rank in range(4):
         assert off[rank].losses == plain[rank].losses != on[rank].losses
         assert off[rank].parameters == plain[rank].parameters
@@ -278,24 +255,20 @@ def resumed(
     return whole, losses, channels.verdicts.by_dimension["pp"].pays
 
 
-@pytest.mark.parametrize(("first", "second"), [(SLOW, FAST), (FAST, SLOW)], ids=["on", "off"])
+@pytest.mark.parametrize(("first", "second"), by_day([(SLOW, FAST), (FAST, SLOW)], [(SLOW, FAST)]))
 def test_a_resumed_pipeline_goes_on_as_it_was(
-    two: RankPool, tmp_path: Path, first: tuple[float, float], second: tuple[float, float]
+    module_ranks: RunRanks, tmp_path: Path, first: tuple[float, float], second: tuple[float, float]
 ) -> None:
-    for whole, losses, pays in two.run(resumed, str(tmp_path), first, second):
+    for whole, losses, pays in module_ranks(2, resumed, str(tmp_path), first, second):
         assert whole == losses and pays == (first == SLOW)
 
 
 def test_the_state_is_json() -> None:
     channels = Channels(CompressionConfig.parse(BLOCK))
     stored = {"pays": False, "nbytes": 10, "native_s": 0.1, "coded_s": 0.2}
-    told = channels.tuner.resume(json.loads(json.dumps({"pp": stored})))
-    assert told == ["pp: native, as measured in the run that is continued"]
+    said = channels.tuner.resume(json.loads(json.dumps({"pp": stored})))
+    assert said == ["pp: native, as measured in the run that is continued"]
     assert channels.seen.waiting == ("tp",) and channels.verdicts.native("pp", channels.step)
     assert channels.ledger.native_since == {"pp": 0}
     assert channels.verdicts.state() == {"pp": stored}
-    assert (
-        replace(channels.verdicts.by_dimension["pp"], pays=True)
-        .describe("pp")
-        .startswith("pp: 1e-05 MB")
-    )
+    assert channels.verdicts.by_dimension["pp"].describe("pp").startswith("pp: 1e-05 MB")

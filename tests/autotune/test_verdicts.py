@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +19,8 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
+from tests.selection import by_day
 from tests.stand_ins.link_clock import clock
 
 if find_spec("deepspeed") is None:
@@ -36,12 +36,6 @@ CPU = torch.device("cpu")
 LATE = Decision(False, 1024, 0.1, 0.2)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 def weighed(
     times: list[tuple[float, float]], hierarchy: int | str, numel: int = 1 << 20
 ) -> tuple[dict[str, Any], list[str], list[int], list[bool]]:
@@ -49,10 +43,10 @@ def weighed(
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
     channels.place([tuple(range(dist.get_world_size()))])
     with clock(*times[dist.get_rank()]) as sizes:
-        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, numel + dist.get_rank())
+        said = channels.tuner.run_autotune(None, torch.bfloat16, CPU, numel + dist.get_rank())
     assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
     native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
-    return channels.verdicts.state(), told, sizes, native
+    return channels.verdicts.state(), said, sizes, native
 
 
 @pytest.mark.parametrize(
@@ -67,33 +61,34 @@ def weighed(
     ],
 )
 def test_all_ranks_decide_alike(
-    pool: RankPool, times: list[tuple[float, float]], pays: bool, count: int
+    module_ranks: RunRanks, times: list[tuple[float, float]], pays: bool, count: int
 ) -> None:
     slowest = [max(pair[way] for pair in times) for way in (0, 1)]
-    for state, told, sizes, native in pool.run(weighed, times, "none"):
+    for state, said, sizes, native in module_ranks(2, weighed, times, "none"):
         for verdict in state.values():
             assert (verdict["native_s"], verdict["coded_s"]) == tuple(slowest)
             assert (verdict["pays"], verdict["nbytes"]) == (pays, 2 << (9 + count))
         assert list(state) == ["dp", "zero"] and native == [not pays] * 2
         assert sizes == [1 << (10 + index) for index in range(count)] * 2
-        assert ("native for this run" in told[0]) != pays
+        assert ("native for this run" in said[0]) != pays
         surely = not pays and slowest[1] >= 2 * slowest[0]  # no comparison of steps could change it
-        assert ["nothing is compressed in this run" in text for text in told[2:]] == [True] * surely
-        assert told[1].startswith("zero: ") and "(compression.zero.when: auto)" in told[1]
+        assert ["nothing is compressed in this run" in text for text in said[2:]] == [True] * surely
+        assert said[1].startswith("zero: ") and "(compression.zero.when: auto)" in said[1]
 
 
 @pytest.mark.parametrize(("numel", "count"), [(1 << 12, 3), (1030, 2), (3, 1)])
-def test_no_trial_is_larger_than_what_there_is(pool: RankPool, numel: int, count: int) -> None:
+def test_no_trial_is_larger_than_what_there_is(
+    module_ranks: RunRanks, numel: int, count: int
+) -> None:
     """If ranks of a group differ in numbers of values, the smallest counts."""
-    for state, _, sizes, _ in pool.run(weighed, [(0.02, 0.01)] * 2, "none", numel):
+    for state, _, sizes, _ in module_ranks(2, weighed, [(0.02, 0.01)] * 2, "none", numel):
         assert sizes == [min(1 << (10 + index), numel) for index in range(count)] * 2
         assert state["dp"]["nbytes"] == 2 * numel
 
 
-def test_two_levels_are_what_is_timed() -> None:
-    with RankPool(4) as ranks:
-        for state, _, _, native in ranks.run(weighed, [(0.02, 0.01)] * 4, 2):
-            assert state["dp"]["pays"] and native == [False, False]
+def test_two_levels_are_what_is_timed(module_ranks: RunRanks) -> None:
+    for state, _, _, native in module_ranks(4, weighed, [(0.02, 0.01)] * 4, 2):
+        assert state["dp"]["pays"] and native == [False, False]
 
 
 def trained(job: Job, times: tuple[float, float]) -> tuple[Any, ...]:
@@ -103,19 +98,19 @@ def trained(job: Job, times: tuple[float, float]) -> tuple[Any, ...]:
     channels = channels_of(engine)
     assert channels is not None
     rows = channels.ledger.rows(channels.ledger.interval)
-    found = losses, digests(engine), rows, channels.residuals.nbytes
+    outcome = losses, digests(engine), rows, channels.residuals.nbytes
     engine.destroy()
-    return found
+    return outcome
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_fast_link_makes_the_run_native(pool: RankPool, stage: int) -> None:
+@pytest.mark.parametrize("stage", by_day([0, 1, 2, 3], [1, 3]))
+def test_a_fast_link_makes_the_run_native(module_ranks: RunRanks, stage: int) -> None:
     """Bit for bit, without residuals; the ledger records the step of the decision."""
     job = Job(stage, steps=4, block=BLOCK if stage else {"dp": FEEDBACK, "min_bytes": 0})
     plain = {"dp": "none", "zero": "none"} if stage else {"dp": "none"}
-    off = pool.run(trained, job, (0.01, 0.02))
-    on = pool.run(trained, job, (0.09, 0.01))
-    native = pool.run(trained, replace(job, block=plain), (0.01, 0.02))
+    off = module_ranks(2, trained, job, (0.01, 0.02))
+    on = module_ranks(2, trained, job, (0.09, 0.01))
+    native = module_ranks(2, trained, replace(job, block=plain), (0.01, 0.02))
     for rank in range(2):
         losses, weights, rows, held = off[rank]
         assert (losses, weights) == native[rank][:2] != on[rank][:2]
@@ -150,13 +145,13 @@ def resumed(
 SLOW, FAST = (0.09, 0.01), (0.01, 0.02)
 
 
-@pytest.mark.parametrize(("first", "second"), [(SLOW, FAST), (FAST, SLOW)], ids=["on", "off"])
+@pytest.mark.parametrize(("first", "second"), by_day([(SLOW, FAST), (FAST, SLOW)], [(SLOW, FAST)]))
 def test_a_resumed_run_goes_on_as_it_was(
-    pool: RankPool, tmp_path: Path, first: tuple[float, float], second: tuple[float, float]
+    module_ranks: RunRanks, tmp_path: Path, first: tuple[float, float], second: tuple[float, float]
 ) -> None:
     pays = first == SLOW
-    for whole, losses, verdicts, since, held in pool.run(
-        resumed, str(tmp_path), first, second, BLOCK
+    for whole, losses, verdicts, since, held in module_ranks(
+        2, resumed, str(tmp_path), first, second, BLOCK
     ):
         assert whole == losses
         assert verdicts == {"dp": pays, "zero": pays}
@@ -164,26 +159,30 @@ def test_a_resumed_run_goes_on_as_it_was(
         assert (held > 0) == pays
 
 
-def test_residuals_that_nobody_will_send_are_dropped(pool: RankPool, tmp_path: Path) -> None:
+def test_residuals_that_nobody_will_send_are_dropped(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
     """The first run always compresses; the resumed run is native."""
     always = {
         name: {**BLOCK[name], "when": "always"}  # type: ignore[dict-item]
         for name in ("dp", "zero")
     }
-    found = pool.run(resumed, str(tmp_path), SLOW, FAST, {**always, "min_bytes": 0})
-    for _, losses, verdicts, _, held in found:
+    outcomes = module_ranks(2, resumed, str(tmp_path), SLOW, FAST, {**always, "min_bytes": 0})
+    for _, losses, verdicts, _, held in outcomes:
         assert len(losses) == 3 and verdicts == {"dp": False, "zero": False} and held == 0
 
 
 def test_what_changed_is_told() -> None:
-    one = Verdicts()
-    one.by_dimension["dp"] = Decision(False, 16 << 20, 0.01, 0.02)
+    verdicts = Verdicts()
+    verdicts.by_dimension["dp"] = Decision(False, 16 << 20, 0.01, 0.02)
     stored = Decision(True, 16 << 20, 0.3, 0.1)
-    assert one.restore({}) == [] and one.native("dp", 0)
-    (told,) = one.restore({"dp": vars(stored)})
-    assert told.startswith("dp: stays compressed, as in the run that is continued")
-    assert "16.8 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
-    assert one.by_dimension["dp"] == stored and not one.native("dp", 0)
+    assert verdicts.restore({}) == [] and verdicts.native("dp", 0)
+    (sentence,) = verdicts.restore({"dp": vars(stored)})
+    assert sentence.startswith("dp: stays compressed, as in the run that is continued")
+    assert (
+        "16.8 MB now takes 20.0 ms and native 10.0 ms" in sentence and '"codec": "none"' in sentence
+    )
+    assert verdicts.by_dimension["dp"] == stored and not verdicts.native("dp", 0)
 
 
 def unmeasured() -> str:
@@ -194,8 +193,8 @@ def unmeasured() -> str:
     return str(error.value)
 
 
-def test_what_was_not_measured_is_an_error(pool: RankPool) -> None:
-    for said in pool.run(unmeasured):
+def test_what_was_not_measured_is_an_error(module_ranks: RunRanks) -> None:
+    for said in module_ranks(2, unmeasured):
         assert "compression.dp.when" in said and 'write "always"' in said
 
 
@@ -223,9 +222,9 @@ def foretold(stage: int, persistent: int) -> tuple[Any, ...]:
     return {name: sent.numels for name, sent in known.items()}, seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_said_to_be_sent_is_sent(pool: RankPool, stage: int) -> None:
-    for known, seen in pool.run(foretold, stage, 0):
+@pytest.mark.parametrize("stage", by_day([0, 1, 2, 3], [1, 3]))
+def test_what_is_said_to_be_sent_is_sent(module_ranks: RunRanks, stage: int) -> None:
+    for known, seen in module_ranks(2, foretold, stage, 0):
         assert sorted(known["dp"]) == pytest.approx(sorted(seen["dp"]), rel=1e-3)
         assert sum(known.get("zero", ())) == pytest.approx(sum(seen["zero"]), rel=1e-3)
         assert max(known.get("zero", (0,))) * 2 >= max(seen["zero"], default=0)
@@ -240,7 +239,7 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
         "zero": StepTraffic(numels, "gather", True),
     }
     with clock(*times) as sizes:
-        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
+        said = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
     scattered = StepTraffic((2000, 7, 1), "scatter")
     with clock(*times):
         runs = sum_trials.reductions(
@@ -250,38 +249,38 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
         )
         for run in runs(scattered):
             run()
-    return channels.verdicts.by_dimension, told, sizes
+    return channels.verdicts.by_dimension, said, sizes
 
 
-def test_all_messages_of_a_step_are_timed_together(pool: RankPool) -> None:
-    for verdicts, told, sizes in pool.run(weighed_whole, (0.02, 0.01), None):
+def test_all_messages_of_a_step_are_timed_together(module_ranks: RunRanks) -> None:
+    for verdicts, said, sizes in module_ranks(2, weighed_whole, (0.02, 0.01), None):
         assert sizes == [1024, 2000, 2901] * 2
         assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(5802, 2, 0)}
-        assert told[0].startswith("dp: 0.0058 MB in 2 messages take 20.0 ms natively")
+        assert said[0].startswith("dp: 0.0058 MB in 2 messages take 20.0 ms natively")
 
 
-def test_messages_that_ranks_see_differently_are_not_sent(pool: RankPool) -> None:
+def test_messages_that_ranks_see_differently_are_not_sent(module_ranks: RunRanks) -> None:
     """Ranks would wait for each other forever."""
-    for verdicts, _, sizes in pool.run(weighed_whole, (0.02, 0.01), 1):
+    for verdicts, _, sizes in module_ranks(2, weighed_whole, (0.02, 0.01), 1):
         assert sizes == [1024, 2048, 4096] * 2
         assert {verdict.messages for verdict in verdicts.values()} == {1}
 
 
-def test_what_there_is_no_time_for_is_said(pool: RankPool) -> None:
+def test_what_there_is_no_time_for_is_said(module_ranks: RunRanks) -> None:
     """Trials of both messages would exceed the time, or no time is left."""
     for times, last in (((0.12, 0.11), [1484]), ((0.4, 0.25), [])):
-        for verdicts, told, sizes in pool.run(weighed_whole, times, None):
+        for verdicts, said, sizes in module_ranks(2, weighed_whole, times, None):
             assert sizes == [1024, *last] * 2
             nbytes = 2 * sizes[-1]
             assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(nbytes, 1, 5802)}
-            assert told[1].startswith(f"zero: {nbytes / 1e6:.3g} MB (of 0.0058 MB a step) take ")
+            assert said[1].startswith(f"zero: {nbytes / 1e6:.3g} MB (of 0.0058 MB a step) take ")
             gains = [verdict.gain_s for verdict in verdicts.values()]
             assert gains == pytest.approx([(times[0] - times[1]) * 5802 / nbytes] * 2)
 
 
-def test_a_link_that_is_surely_slow_is_not_waited_for(pool: RankPool) -> None:
+def test_a_link_that_is_surely_slow_is_not_waited_for(module_ranks: RunRanks) -> None:
     """If encoding a small message is three times as fast, larger trials are skipped."""
-    for verdicts, _, sizes in pool.run(weighed_whole, (0.04, 0.01), None):
+    for verdicts, _, sizes in module_ranks(2, weighed_whole, (0.04, 0.01), None):
         assert sizes == [1024] * 2 and all(verdict.pays for verdict in verdicts.values())
 
 
@@ -290,15 +289,15 @@ def left_out() -> tuple[Any, ...]:
     channels = Channels(CompressionConfig.parse({"preset": "recommended", "min_bytes": 0}))
     channels.leave_out({"zero", "tp", "pp"})
     with clock(*FAST):
-        told = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000)
+        said = channels.tuner.run_autotune(None, torch.bfloat16, CPU, 5000)
     codec = channels["dp"].codec(1000, torch.bfloat16, None)
-    return told, codec, channels.seen.waiting, list(channels.verdicts.by_dimension)
+    return said, codec, channels.seen.waiting, list(channels.verdicts.by_dimension)
 
 
-def test_the_preset_measures_what_the_job_has(pool: RankPool) -> None:
-    for told, codec, waiting, judged in pool.run(left_out):
+def test_the_preset_measures_what_the_job_has(module_ranks: RunRanks) -> None:
+    for said, codec, waiting, judged in module_ranks(2, left_out):
         assert codec is None and waiting == () and judged == ["dp"]
-        assert len(told) == 1 and "native for this run" in told[0]
+        assert len(said) == 1 and "native for this run" in said[0]
 
 
 def preset_unmeasured() -> tuple[Any, ...]:
@@ -308,10 +307,10 @@ def preset_unmeasured() -> tuple[Any, ...]:
     return codec, channels.close_step(False, CPU)
 
 
-def test_a_preset_that_cannot_be_measured_compresses_and_says_so(pool: RankPool) -> None:
-    for codec, told in pool.run(preset_unmeasured):
+def test_a_preset_that_cannot_be_measured_compresses_and_says_so(module_ranks: RunRanks) -> None:
+    for codec, said in module_ranks(2, preset_unmeasured):
         assert codec is not None
-        assert [line for line in told if line.startswith("dp, zero: compressed, not timed")]
+        assert [line for line in said if line.startswith("dp, zero: compressed, not timed")]
 
 
 def test_a_part_of_what_is_sent() -> None:

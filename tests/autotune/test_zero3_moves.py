@@ -24,7 +24,7 @@ def trace_of(layers: int, persistent: int = 0) -> Trace:
 
 
 def least_recent(trace: Trace, limit: int) -> int:
-    """Elements that a pass gathers where what was used longest ago goes first."""
+    """Return the elements that a pass gathers if it evicts the least recently used parameter."""
     held: dict[int, None] = {}  # by their last use
     total = 0
     for p in (p for own in trace.order for p in own):
@@ -32,7 +32,7 @@ def least_recent(trace: Trace, limit: int) -> int:
             del held[p]
         else:
             total += trace.sizes[p]
-        while sum(trace.sizes[one] for one in held) + trace.sizes[p] > limit:
+        while sum(trace.sizes[kept] for kept in held) + trace.sizes[p] > limit:
             del held[next(iter(held))]
         held[p] = None
     return total
@@ -113,6 +113,6 @@ def test_the_bound_is_the_optimum_for_equal_sizes() -> None:
 def test_parameters_that_stay_until_the_step_are_gathered_once_in_it() -> None:
     trace = trace_of(3)
     outside = Trace(trace.events, trace.uses, trace.sizes, external=frozenset({1}))
-    one, three = simulate(outside, Knobs(0, 0, 0)), simulate(outside, Knobs(0, 0, 0), passes=3)
-    assert one.gathered == 2 * trace.moved - LAYER[1]
-    assert three.gathered == 3 * one.gathered - 2 * LAYER[1]
+    single, three = simulate(outside, Knobs(0, 0, 0)), simulate(outside, Knobs(0, 0, 0), passes=3)
+    assert single.gathered == 2 * trace.moved - LAYER[1]
+    assert three.gathered == 3 * single.gathered - 2 * LAYER[1]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hybridcomp.config import CompressionConfig, describe
-from hybridcomp.config.async_pipeline import FITS
 from hybridcomp.errors import ConfigError
 
 
@@ -15,10 +14,8 @@ from hybridcomp.errors import ConfigError
     ("settings", "key", "fragment"),
     [
         ({"versions": 3}, "versions", 'expected "flush", 2, "stash" or 1'),
-        ({"versions": True}, "versions", "expected"),
         ({"correction": "look_ahead"}, "correction", 'set pipeline.versions to "stash" or 2 or 1'),
         ({"versions": "stash", "correction": "spike"}, "correction", "versions to 1"),
-        ({"versions": 1, "correction": "error_feedback"}, "correction", "versions to 2"),
         ({"versions": 2, "correction": "momentum"}, "correction", "look_ahead"),
         ({"versions": 2, "momentum": 0.9}, "momentum", "only correction"),
         ({"versions": 1, "anneal": 10}, "anneal", "only correction"),
@@ -42,15 +39,6 @@ def test_islands_have_no_pipeline() -> None:
     with pytest.raises(ConfigError, match=words):
         CompressionConfig.parse(block)
     CompressionConfig.parse({**block, "enabled": False})
-
-
-def test_what_fits() -> None:
-    for correction, versions in FITS.items():
-        for one in versions:
-            block = CompressionConfig.parse(
-                {"pipeline": {"versions": one, "correction": correction}, "dp": "bf16"}
-            )
-            assert block.pipeline.waitless == (one != "flush")
 
 
 def test_ranks_agree_on_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -17,335 +18,158 @@ from tests.config.common import parse
 
 BLOCKINT = {"codec": "blockint", "bits": 8}
 
-#: block, key of the error, fragments of its message
-BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
-    (True, "compression", ("found true", "expected an object")),
-    ([], "compression", ("expected an object", "recommended")),
-    ("recommended", "compression", ("expected an object", '"preset"')),
-    ({}, "compression", ("names no dimension", '"preset": "none" where that is meant')),
-    ({"min_bytes": 1024}, "compression", ("names no dimension",)),
-    ({"preset": "recomended"}, "compression.preset", ("did you mean 'recommended'",)),
-    ({"preset": 3}, "compression.preset", ("found 3", "zhybrid")),
-    ({"zer": "bf16", "dp": "bf16"}, "compression.zer", ("unknown key", "did you mean 'zero'")),
-    ({"Min_Bytes": 1, "dp": "bf16"}, "compression.Min_Bytes", ("did you mean 'min_bytes'",)),
-    ({"warp": 9, "dp": "bf16"}, "compression.warp", ("unknown key", "known keys are")),
-    ({"dp": {"codec": "bf16", "offload": True}}, "compression.dp.offload", ("unknown key",)),
-    ({"bits": 4, "dp": "blockint"}, "compression.bits", ("belongs inside dp",)),
-    ({"dp": None}, "compression.dp", ("found null", '"none"')),
-    ({"dp": 4}, "compression.dp", ("found 4", "expected a codec name")),
-    ({"dp": {"bits": 4}}, "compression.dp.codec", ("found nothing", "blockint")),
-    ({"dp": {"codec": 4}}, "compression.dp.codec", ("found 4", "expected a string")),
-    ({"dp": "blokint"}, "compression.dp.codec", ("did you mean 'blockint'",)),
-    ({"dp": "radix"}, "compression.dp.error_bound", ("found nothing", "radix needs error_bound")),
-    ({"dp": "auto"}, "compression.dp.error_bound", ("found nothing", "auto needs error_bound")),
-    ({"pp": {"codec": "expcode", "dim": 1}}, "compression.pp.dim", ("expcode has no settings",)),
-    ({"dp": {"error_bound": 1}}, "compression.dp.error_bound", ("found 1.0;", "below 1")),
-    ({"dp": {"error_bound": 0.0}}, "compression.dp.error_bound", ("found 0.0", "greater than 0")),
-    ({"dp": {"error_bound": float("inf")}}, "compression.dp.error_bound", ("a finite number",)),
-    ({"dp": {"error_bound": "1%"}}, "compression.dp.error_bound", ("expected a number",)),
-    (
-        {"dp": {"codec": "expcode", "error_bound": 0.01}},
-        "compression.dp.error_bound",
-        ("never used", "expcode is lossless"),
-    ),
-    (
-        {"dp": {"codec": "none", "error_bound": 0.01}},
-        "compression.dp.error_bound",
-        ("no settings",),
-    ),
-    ({"dp": {**BLOCKINT, "segment": 64}}, "compression.dp.segment", ("only with error_bound",)),
-    (
-        {"dp": {**BLOCKINT, "error_bound_mode": "abs"}},
-        "compression.dp.error_bound_mode",
-        ("only with error_bound",),
-    ),
-    (
-        {"dp": {"error_bound": 0.01, "segment": 100}},
-        "compression.dp.segment",
-        ("found 100", "multiple of 16 from 64 to 4096"),
-    ),
-    (
-        {"dp": {"codec": "blockint", "error_bound": 0.1, "segment": 512}},
-        "compression.dp.segment",
-        ("multiple of 1024 for blockint",),
-    ),
-    ({"dp": {"error_bound": 0.01, "bits": 8}}, "compression.dp.bits", ("means auto",)),
-    (
-        {"dp": {"codec": "zfp", "error_bound": 0.1, "error_bound_mode": "abs"}},
-        "compression.dp.error_bound_mode",
-        ("must be rel for zfp", "radix keeps absolute"),
-    ),
-    (
-        {"dp": {"codec": "blockint", "error_bound": 0.005}},
-        "compression.dp.error_bound",
-        ("blockint at its finest guarantees 0.00839 over the two", '"auto"'),
-    ),
-    (
-        {"zero": {"codec": "blockint", "bits": 6, "error_bound": 0.01}},
-        "compression.zero.error_bound",
-        ("blockint(bits=6) guarantees 0.0171", "blockint(bits=7)"),
-    ),
-    (
-        {"pp": {"error_bound": 0.1, "backward": {"codec": "fp8", "error_bound": 0.01}}},
-        "compression.pp.backward.error_bound",
-        ("fp8 at its finest guarantees 0.0357",),
-    ),
-    (
-        {"tp": {"error_bound": 0.1, "forward": "mpc", "backward": {"error_bound": 0.2}}},
-        "compression.tp.error_bound",
-        ("never used",),
-    ),
-    ({"dp": {"codec": "blockint", "bits": 9}}, "compression.dp.bits", ("found 9", "from 2 to 8")),
-    ({"dp": {"codec": "blockint", "bits": 1}}, "compression.dp.bits", ("found 1", "from 2 to 8")),
-    ({"dp": {"codec": "blockint", "bits": "4"}}, "compression.dp.bits", ('"4"', "an integer")),
-    ({"dp": {"codec": "blockint", "bits": 4.5}}, "compression.dp.bits", ("4.5", "an integer")),
-    ({"dp": {"codec": "blockint", "bits": True}}, "compression.dp.bits", ("true", "an integer")),
-    ({"tp": "powersgd"}, "compression.tp.codec", ("only dp can have it", "blockint")),
-    ({"tp": {**BLOCKINT, "rank": 4}}, "compression.tp.rank", ("only dp can have rank",)),
-    ({"dp": {"codec": "powersgd", "rank": 0}}, "compression.dp.rank", ("found 0", "from 1 up")),
-    ({"dp": {**BLOCKINT, "rank": 4}}, "compression.dp.rank", ("blockint takes bits",)),
-    (
-        {"dp": {"codec": "powersgd", "error_feedback": False}},
-        "compression.dp.error_feedback",
-        ("found false", "does not converge"),
-    ),
-    (
-        {"dp": {"codec": "powersgd", "error_bound": 0.01}},
-        "compression.dp.error_bound",
-        ("powersgd bounds no error", "radix"),
-    ),
-    ({"dp": "powersgd", "hierarchy": 2}, "compression.hierarchy", ("in one level", "remove it")),
-    (
-        {"tp": {"codec": "blockint", "bits": 5, "rotate": True}},
-        "compression.tp.rotate",
-        ("found true", "4 bits and fewer"),
-    ),
-    (
-        {"tp": {"codec": "blockint", "bits": 4, "rotate": True, "error_bound": 0.5}},
-        "compression.tp.rotate",
-        ("keeps no bound", "error_bound"),
-    ),
-    (
-        {"tp": {"codec": "blockint", "levels": "gaussian"}},
-        "compression.tp.levels",
-        ('"gaussian"', "for 4 bits and not 8"),
-    ),
-    (
-        {"dp": {"codec": "blockint", "bits": 4, "levels": "gaussian", "rounding": "random"}},
-        "compression.dp.rounding",
-        ('"random"', "evenly spaced"),
-    ),
-    (
-        {"dp": {**BLOCKINT, "bits": 4, "rounding": "random", "error_feedback": {"bits": 8}}},
-        "compression.dp.error_feedback",
-        ("leaves nothing out in the mean", "remove it"),
-    ),
-    (
-        {"zero": {**BLOCKINT, "bits": 4, "rounding": "random", "delta": True}},
-        "compression.zero.delta",
-        ("leaves nothing out in the mean", "remove it"),
-    ),
-    (
-        {"dp": {"codec": "blockint", "rate": 8}},
-        "compression.dp.rate",
-        ("takes bits", "remove rate"),
-    ),
-    ({"dp": {"codec": "zfp", "bits": 8}}, "compression.dp.bits", ("takes rate", "remove bits")),
-    ({"dp": {"codec": "zfp", "rate": 2}}, "compression.dp.rate", ("found 2", "from 2.5 to 32")),
-    ({"dp": {"codec": "zfp", "rate": 33}}, "compression.dp.rate", ("found 33",)),
-    ({"dp": {"codec": "zfp", "rate": "8"}}, "compression.dp.rate", ("expected a number",)),
-    ({"tp": {"codec": "fp8", "format": "e3m4"}}, "compression.tp.format", ("'e4m3' or 'e5m2'",)),
-    ({"pp": {"codec": "mpc", "dim": 0}}, "compression.pp.dim", ("from 1 to 32",)),
-    ({"pp": {"codec": "none", "dim": 1}}, "compression.pp.dim", ("none has no settings",)),
-    ({"pp": {"codec": "bf16", "bits": 16}}, "compression.pp.bits", ("bf16 has no settings",)),
-    (
-        {"zero": {**BLOCKINT, "error_feedback": True}},
-        "compression.zero.error_feedback",
-        ("only dp, sync can have error_feedback",),
-    ),
-    ({"dp": {**BLOCKINT, "delta": True}}, "compression.dp.delta", ("only zero can have delta",)),
-    (
-        {"zero": {"codec": "none", "delta": True}},
-        "compression.zero.delta",
-        ("none sends exact parameters",),
-    ),
-    (
-        {"zero": {"codec": "zfp", "rate": 4, "delta": True}},
-        "compression.zero.delta",
-        ("diverges with zfp below rate 6",),
-    ),
-    (
-        {"zero": {**BLOCKINT, "resync_every": 5}},
-        "compression.zero.resync_every",
-        ("found 5", "add delta"),
-    ),
-    (
-        {"zero": {"codec": "stepcode", "delta": False}},
-        "compression.zero.delta",
-        ("found false", "stepcode always sends what changed", "remove it"),
-    ),
-    ({"zero": {"codec": "stepcode", "bits": 4}}, "compression.zero.bits", ("has no settings",)),
-    ({"dp": "stepcode"}, "compression.dp.codec", ("only zero can have it",)),
-    (
-        {"zero": {"secondary": {"bits": 4}}},
-        "compression.zero.secondary",
-        ('found {"bits": 4}', 'expected "exact", "native" or {"bits": 8}'),
-    ),
-    ({"zero": {"secondary": "int8"}}, "compression.zero.secondary", ('expected "exact"',)),
-    (
-        {"zero": {"secondary": "exact", "codec": "blockint"}},
-        "compression.zero.codec",
-        ('found "blockint"', "sent by expcode and steps by stepcode", "remove the codec"),
-    ),
-    (
-        {"zero": {"secondary": {"bits": 8}, "bits": 4, "codec": "blockint"}},
-        "compression.zero.codec",
-        ("sent by blockint", "remove the codec"),
-    ),
-    ({"zero": {"secondary": "exact", "delta": True}}, "compression.zero.delta", ("remove it",)),
-    ({"dp": {"codec": "blockint", "secondary": "exact"}}, "compression.dp.secondary", ()),
-    ({"zero": {"frozen": "disk"}}, "compression.zero.frozen", ('"device", "host" or an object',)),
-    ({"zero": {"frozen": {"bits": 5}}}, "compression.zero.frozen", ("4 or 8",)),
-    (
-        {"tp": {"codec": "expcode", "backward": {"codec": "stepcode"}}},
-        "compression.tp.backward.codec",
-        ("only zero can have it",),
-    ),
-    ({"zero": "powersgd"}, "compression.zero.codec", ("only dp can have it",)),
-    (
-        {"zero": {**BLOCKINT, "delta": True, "resync_every": -1}},
-        "compression.zero.resync_every",
-        ("found -1",),
-    ),
-    (
-        {"tp": {**BLOCKINT, "scatter_gather": True}},
-        "compression.tp.scatter_gather",
-        ("only pp can have scatter_gather",),
-    ),
-    ({"dp": "bf16", "ledger": {"every": 0}}, "compression.ledger.every", ("found 0",)),
-    (
-        {"dp": {"codec": "mpc", "error_feedback": True}},
-        "compression.dp.error_feedback",
-        ("leaves nothing out",),
-    ),
-    (
-        {"dp": {"codec": "none", "error_feedback": True}},
-        "compression.dp.error_feedback",
-        ("leaves nothing out",),
-    ),
-    (
-        {"dp": {"codec": "zfp", "rate": 4, "error_feedback": True}},
-        "compression.dp.error_feedback",
-        ("diverges with zfp below rate 6", "the rate is 4"),
-    ),
-    (
-        {"dp": {**BLOCKINT, "error_feedback": 1}},
-        "compression.dp.error_feedback",
-        ("true or false",),
-    ),
-    ({"dp": {"codec": "none", "accumulate": "node"}}, "compression.dp.accumulate", ("expcode",)),
-    (
-        {"dp": {"codec": "powersgd", "accumulate": "node"}},
-        "compression.dp.accumulate",
-        ("in one level",),
-    ),
-    ({"dp": {**BLOCKINT, "accumulate": "rank"}}, "compression.dp.accumulate", ("'node'",)),
-    *(
-        (
-            {"dp": {**BLOCKINT, "accumulate": "node"}, "hierarchy": found},
-            "compression.hierarchy",
-            ("nodes of several ranks", "remove dp.accumulate"),
-        )
-        for found in ("none", 1)
-    ),
-    ({"dp": {**BLOCKINT, "backward": "none"}}, "compression.dp.backward", ("only tp, pp, ep, cp",)),
-    ({"tp": {**BLOCKINT, "backward": {"bits": 9}}}, "compression.tp.backward.bits", ("found 9",)),
-    (
-        {"tp": {**BLOCKINT, "backward": {"rate": 8}}},
-        "compression.tp.backward.rate",
-        ("takes bits",),
-    ),
-    ({"tp": {**BLOCKINT, "backward": "zpf"}}, "compression.tp.backward.codec", ("'zfp'",)),
-    ({"tp": {"backward": "bf16"}}, "compression.tp.codec", ("found nothing",)),
-    (
-        {"tp": {**BLOCKINT, "forward": "bf16", "backward": "mpc"}},
-        "compression.tp.codec",
-        ("never used", "forward and backward both"),
-    ),
-    ({"dp": "bf16", "min_bytes": -1}, "compression.min_bytes", ("found -1", "equal to 0")),
-    ({"dp": "bf16", "start_step": 1.5}, "compression.start_step", ("expected an integer",)),
-    (
-        {"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 3, "steps": 9}}},
-        "compression.dp.ramp.from",
-        ("above bits, which is 4",),
-    ),
-    (
-        {"dp": {"error_bound": 1e-3, "ramp": {"from": 1e-2, "steps": 9}}},
-        "compression.dp.ramp.from",
-        ("below error_bound",),
-    ),
-    (
-        {"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 9, "steps": 9}}},
-        "compression.dp.ramp.from",
-        ("found 9", "bits 9"),
-    ),
-    (
-        {"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 5.5, "steps": 9}}},
-        "compression.dp.ramp.from",
-        ("bits are whole",),
-    ),
-    (
-        {"pp": {"codec": "mpc", "ramp": {"from": 8, "steps": 9}}},
-        "compression.pp.ramp",
-        ("none of",),
-    ),
-    (
-        {"dp": {**BLOCKINT, "ramp": {"from": 8, "stps": 9}}},
-        "compression.dp.ramp.steps",
-        ("required",),
-    ),
-    ({"dp": {"codec": "none", "when": "auto"}}, "compression.dp.when", ("none is native",)),
-    ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
-    ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
-    ({"pp": {"codec": "none", "when": "auto"}}, "compression.pp.when", ("none is native",)),
-    ({"dp": "bf16", "remember": False}, "compression.remember", ("no dimension has it",)),
-    ({"preset": "recommended", "remember": "x"}, "compression.remember", ("true or false",)),
-    ({"ep": "bf16", "when": "auto"}, "compression.when", ("dp, zero, tp, pp can be measured",)),
-    (
-        {"offload": {"codec": "none", "when": "auto"}},
-        "compression.offload.when",
-        ("none is native",),
-    ),
-    (
-        {"offload": {"codec": "bf16", "backward": "none", "sums": "host"}},
-        "compression.offload.sums",
-        ("as DeepSpeed does",),
-    ),
-    (
-        {"ep": {"codec": "bf16", "when": "auto"}},
-        "compression.ep.when",
-        ("dp, zero, tp, pp, offload can",),
-    ),
-    ({"dp": "bf16", "hierarchy": "nodes"}, "compression.hierarchy", ('"auto", "none" or the',)),
-    ({"dp": "bf16", "hierarchy": True}, "compression.hierarchy", ("found true",)),
-    ({"dp": "bf16", "hierarchy": 0}, "compression.hierarchy", ("found 0",)),
-    ({"pp": "bf16", "hierarchy": 2}, "compression.hierarchy", ("only dp and zero",)),
-    *(
-        ({"dp": "bf16", "hierarchy": found}, "compression.hierarchy", ("found [", "such as [8, 4]"))
-        for found in ([], [8], [8, 1], [8, True], [8, "none"], [2, 2.0], ["auto", [2]])
-    ),
-    ({"dp": "bf16", "on_unsupported": "warn"}, "compression.on_unsupported", ("'native'",)),
-    ({"dp": "bf16", "enabled": "yes"}, "compression.enabled", ("expected true or false",)),
-    ({"dp": "bf16", "ledger": None}, "compression.ledger", ("found null", "expected an object")),
-    ({"dp": "bf16", "ledger": {"json": "a"}}, "compression.ledger.json", ("'jsonl'",)),
-    ({"dp": "bf16", "ledger": {"jsonl": ""}}, "compression.ledger.jsonl", ("not empty",)),
-    ({"dp": "bf16", "ledger": {"sample_every": -1}}, "compression.ledger.sample_every", ("-1",)),
-    ({"preset": "zhybrid", "dp": {"bits": 4}}, "compression.dp.bits", ("zfp takes rate",)),
-]
+#: block, key of the error below "compression", fragments of its message
+BROKEN: list[tuple[Any, ...]] = [
+    (True, "", "found true", "expected an object", "recommended"),
+    ({}, "", "names no dimension", '"preset": "none" where that is meant'),
+    ({"preset": "recomended"}, "preset", "did you mean 'recommended'"),
+    ({"preset": 3}, "preset", "found 3", "zhybrid"),
+    ({"zer": "bf16", "dp": "bf16"}, "zer", "unknown key", "did you mean 'zero'"),
+    ({"Min_Bytes": 1, "dp": "bf16"}, "Min_Bytes", "did you mean 'min_bytes'"),
+    ({"warp": 9, "dp": "bf16"}, "warp", "unknown key", "known keys are"),
+    ({"dp": {"codec": "bf16", "offload": True}}, "dp.offload", "unknown key"),
+    ({"bits": 4, "dp": "blockint"}, "bits", "belongs inside dp"),
+    ({"dp": None}, "dp", "found null", '"none"'),
+    ({"dp": 4}, "dp", "found 4", "expected a codec name"),
+    ({"dp": {"bits": 4}}, "dp.codec", "found nothing", "blockint"),
+    ({"dp": {"codec": 4}}, "dp.codec", "found 4", "expected a string"),
+    ({"dp": "blokint"}, "dp.codec", "did you mean 'blockint'"),
+    ({"dp": "radix"}, "dp.error_bound", "found nothing", "radix needs error_bound"),
+    ({"dp": "auto"}, "dp.error_bound", "found nothing", "auto needs error_bound"),
+    ({"dp": {"error_bound": 1}}, "dp.error_bound", "found 1.0;", "below 1"),
+    ({"dp": {"error_bound": 0.0}}, "dp.error_bound", "found 0.0", "greater than 0"),
+    ({"dp": {"error_bound": float("inf")}}, "dp.error_bound", "a finite number"),
+    ({"dp": {"codec": "expcode", "error_bound": 0.01}}, "dp.error_bound", "never used",
+     "expcode is lossless"),
+    ({"dp": {**BLOCKINT, "segment": 64}}, "dp.segment", "only with error_bound"),
+    ({"dp": {**BLOCKINT, "error_bound_mode": "abs"}}, "dp.error_bound_mode",
+     "only with error_bound"),
+    ({"dp": {"error_bound": 0.01, "segment": 100}}, "dp.segment", "found 100",
+     "multiple of 16 from 64 to 4096"),
+    ({"dp": {"codec": "blockint", "error_bound": 0.1, "segment": 512}}, "dp.segment",
+     "multiple of 1024 for blockint"),
+    ({"dp": {"error_bound": 0.01, "bits": 8}}, "dp.bits", "means auto"),
+    ({"dp": {"codec": "zfp", "error_bound": 0.1, "error_bound_mode": "abs"}}, "dp.error_bound_mode",
+     "must be rel for zfp", "radix keeps absolute"),
+    ({"dp": {"codec": "blockint", "error_bound": 0.005}}, "dp.error_bound",
+     "blockint at its finest guarantees 0.00839 over the two", '"auto"'),
+    ({"zero": {"codec": "blockint", "bits": 6, "error_bound": 0.01}}, "zero.error_bound",
+     "blockint(bits=6) guarantees 0.0171", "blockint(bits=7)"),
+    ({"pp": {"error_bound": 0.1, "backward": {"codec": "fp8", "error_bound": 0.01}}},
+     "pp.backward.error_bound", "fp8 at its finest guarantees 0.0357"),
+    ({"tp": {"error_bound": 0.1, "forward": "mpc", "backward": {"error_bound": 0.2}}},
+     "tp.error_bound", "never used"),
+    ({"dp": {"codec": "blockint", "bits": 9}}, "dp.bits", "found 9", "from 2 to 8"),
+    ({"dp": {"codec": "blockint", "bits": 4.5}}, "dp.bits", "4.5", "an integer"),
+    ({"tp": "powersgd"}, "tp.codec", "only dp can have it", "blockint"),
+    ({"tp": {**BLOCKINT, "rank": 4}}, "tp.rank", "only dp can have rank"),
+    ({"dp": {"codec": "powersgd", "rank": 0}}, "dp.rank", "found 0", "from 1 up"),
+    ({"dp": {"codec": "powersgd", "error_feedback": False}}, "dp.error_feedback", "found false",
+     "does not converge"),
+    ({"dp": {"codec": "powersgd", "error_bound": 0.01}}, "dp.error_bound",
+     "powersgd bounds no error", "radix"),
+    ({"dp": "powersgd", "hierarchy": 2}, "hierarchy", "in one level", "remove it"),
+    ({"tp": {"codec": "blockint", "bits": 5, "rotate": True}}, "tp.rotate", "found true",
+     "4 bits and fewer"),
+    ({"tp": {"codec": "blockint", "bits": 4, "rotate": True, "error_bound": 0.5}}, "tp.rotate",
+     "keeps no bound", "error_bound"),
+    ({"tp": {"codec": "blockint", "levels": "gaussian"}}, "tp.levels", '"gaussian"',
+     "for 4 bits and not 8"),
+    ({"dp": {"codec": "blockint", "bits": 4, "levels": "gaussian", "rounding": "random"}},
+     "dp.rounding", '"random"', "evenly spaced"),
+    ({"dp": {**BLOCKINT, "bits": 4, "rounding": "random", "error_feedback": {"bits": 8}}},
+     "dp.error_feedback", "leaves nothing out in the mean", "remove it"),
+    ({"zero": {**BLOCKINT, "bits": 4, "rounding": "random", "delta": True}}, "zero.delta",
+     "leaves nothing out in the mean", "remove it"),
+    ({"dp": {"codec": "zfp", "bits": 8}}, "dp.bits", "takes rate", "remove bits"),
+    ({"dp": {"codec": "zfp", "rate": 2}}, "dp.rate", "found 2", "from 2.5 to 32"),
+    ({"tp": {"codec": "fp8", "format": "e3m4"}}, "tp.format", "'e4m3' or 'e5m2'"),
+    ({"pp": {"codec": "mpc", "dim": 0}}, "pp.dim", "from 1 to 32"),
+    ({"pp": {"codec": "none", "dim": 1}}, "pp.dim", "none has no settings"),
+    ({"zero": {**BLOCKINT, "error_feedback": True}}, "zero.error_feedback",
+     "only dp, sync can have error_feedback"),
+    ({"dp": {**BLOCKINT, "delta": True}}, "dp.delta", "only zero can have delta"),
+    ({"zero": {"codec": "none", "delta": True}}, "zero.delta", "none sends exact parameters"),
+    ({"zero": {"codec": "zfp", "rate": 4, "delta": True}}, "zero.delta",
+     "diverges with zfp below rate 6"),
+    ({"zero": {**BLOCKINT, "resync_every": 5}}, "zero.resync_every", "found 5", "add delta"),
+    ({"zero": {"codec": "stepcode", "delta": False}}, "zero.delta", "found false",
+     "stepcode always sends what changed", "remove it"),
+    ({"dp": "stepcode"}, "dp.codec", "only zero can have it"),
+    ({"zero": {"secondary": {"bits": 4}}}, "zero.secondary", 'found {"bits": 4}',
+     'expected "exact", "native" or {"bits": 8}'),
+    ({"zero": {"secondary": "int8"}}, "zero.secondary", 'expected "exact"'),
+    ({"zero": {"secondary": "exact", "codec": "blockint"}}, "zero.codec", 'found "blockint"',
+     "sent by expcode and steps by stepcode", "remove the codec"),
+    ({"zero": {"secondary": {"bits": 8}, "bits": 4, "codec": "blockint"}}, "zero.codec",
+     "sent by blockint", "remove the codec"),
+    ({"zero": {"secondary": "exact", "delta": True}}, "zero.delta", "remove it"),
+    ({"dp": {"codec": "blockint", "secondary": "exact"}}, "dp.secondary"),
+    ({"zero": {"frozen": "disk"}}, "zero.frozen", '"device", "host" or an object'),
+    ({"zero": {"frozen": {"bits": 5}}}, "zero.frozen", "4 or 8"),
+    ({"tp": {"codec": "expcode", "backward": {"codec": "stepcode"}}}, "tp.backward.codec",
+     "only zero can have it"),
+    ({"zero": {**BLOCKINT, "delta": True, "resync_every": -1}}, "zero.resync_every", "found -1"),
+    ({"tp": {**BLOCKINT, "scatter_gather": True}}, "tp.scatter_gather",
+     "only pp can have scatter_gather"),
+    ({"dp": "bf16", "ledger": {"every": 0}}, "ledger.every", "found 0"),
+    ({"dp": {"codec": "mpc", "error_feedback": True}}, "dp.error_feedback", "leaves nothing out"),
+    ({"dp": {"codec": "none", "error_feedback": True}}, "dp.error_feedback", "leaves nothing out"),
+    ({"dp": {"codec": "zfp", "rate": 4, "error_feedback": True}}, "dp.error_feedback",
+     "diverges with zfp below rate 6", "the rate is 4"),
+    ({"dp": {**BLOCKINT, "error_feedback": 1}}, "dp.error_feedback", "true or false"),
+    ({"dp": {"codec": "none", "accumulate": "node"}}, "dp.accumulate", "expcode"),
+    ({"dp": {"codec": "powersgd", "accumulate": "node"}}, "dp.accumulate", "in one level"),
+    ({"dp": {**BLOCKINT, "accumulate": "rank"}}, "dp.accumulate", "'node'"),
+    *(({"dp": {**BLOCKINT, "accumulate": "node"}, "hierarchy": hierarchy}, "hierarchy",
+       "nodes of several ranks", "remove dp.accumulate") for hierarchy in ("none", 1)),
+    ({"dp": {**BLOCKINT, "backward": "none"}}, "dp.backward", "only tp, pp, ep, cp"),
+    ({"tp": {**BLOCKINT, "backward": {"bits": 9}}}, "tp.backward.bits", "found 9"),
+    ({"tp": {**BLOCKINT, "backward": "zpf"}}, "tp.backward.codec", "'zfp'"),
+    ({"tp": {"backward": "bf16"}}, "tp.codec", "found nothing"),
+    ({"tp": {**BLOCKINT, "forward": "bf16", "backward": "mpc"}}, "tp.codec", "never used",
+     "forward and backward both"),
+    ({"dp": "bf16", "min_bytes": -1}, "min_bytes", "found -1", "equal to 0"),
+    ({"dp": "bf16", "start_step": 1.5}, "start_step", "expected an integer"),
+    ({"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 3, "steps": 9}}}, "dp.ramp.from",
+     "above bits, which is 4"),
+    ({"dp": {"error_bound": 1e-3, "ramp": {"from": 1e-2, "steps": 9}}}, "dp.ramp.from",
+     "below error_bound"),
+    ({"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 9, "steps": 9}}}, "dp.ramp.from", "found 9",
+     "bits 9"),
+    ({"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 5.5, "steps": 9}}}, "dp.ramp.from",
+     "bits are whole"),
+    ({"pp": {"codec": "mpc", "ramp": {"from": 8, "steps": 9}}}, "pp.ramp", "none of"),
+    ({"dp": {**BLOCKINT, "ramp": {"from": 8, "stps": 9}}}, "dp.ramp.steps", "required"),
+    ({"dp": {"codec": "none", "when": "auto"}}, "dp.when", "none is native"),
+    ({"dp": {"codec": "powersgd", "when": "auto"}}, "dp.when", "not measured"),
+    ({"zero": {"codec": "bf16", "when": "fast"}}, "zero.when", "'auto'"),
+    ({"pp": {"codec": "none", "when": "auto"}}, "pp.when", "none is native"),
+    ({"dp": "bf16", "remember": False}, "remember", "no dimension has it"),
+    ({"preset": "recommended", "remember": "x"}, "remember", "true or false"),
+    ({"ep": "bf16", "when": "auto"}, "when", "dp, zero, tp, pp can be measured"),
+    ({"offload": {"codec": "none", "when": "auto"}}, "offload.when", "none is native"),
+    ({"offload": {"codec": "bf16", "backward": "none", "sums": "host"}}, "offload.sums",
+     "as DeepSpeed does"),
+    ({"ep": {"codec": "bf16", "when": "auto"}}, "ep.when", "dp, zero, tp, pp, offload can"),
+    ({"dp": "bf16", "hierarchy": "nodes"}, "hierarchy", '"auto", "none" or the'),
+    ({"dp": "bf16", "hierarchy": 0}, "hierarchy", "found 0"),
+    ({"pp": "bf16", "hierarchy": 2}, "hierarchy", "only dp and zero"),
+    *(({"dp": "bf16", "hierarchy": hierarchy}, "hierarchy", "found [", "such as [8, 4]")
+      for hierarchy in ([8], [8, 1], [8, True], [2, 2.0], ["auto", [2]])),
+    ({"dp": "bf16", "on_unsupported": "warn"}, "on_unsupported", "'native'"),
+    ({"dp": "bf16", "ledger": None}, "ledger", "found null", "expected an object"),
+    ({"dp": "bf16", "ledger": {"json": "a"}}, "ledger.json", "'jsonl'"),
+    ({"dp": "bf16", "ledger": {"jsonl": ""}}, "ledger.jsonl", "not empty"),
+    ({"dp": "bf16", "ledger": {"sample_every": -1}}, "ledger.sample_every", "-1"),
+    ({"preset": "zhybrid", "dp": {"bits": 4}}, "dp.bits", "zfp takes rate"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("block", "key", "fragments"), BROKEN, ids=lambda v: str(v)[:50])
-def test_broken_block(block: Any, key: str, fragments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("row", BROKEN, ids=lambda row: str(row[:2])[:50])
+def test_broken_block(row: tuple[Any, ...]) -> None:
+    block, below, *fragments = row
+    key = f"compression.{below}".removesuffix(".")
     with pytest.raises(ConfigError) as caught:
         load_config({"train_batch_size": 8, "compression": block})
     message = str(caught.value)
@@ -432,28 +256,50 @@ def test_policy_resolves_directions_sizes_and_steps() -> None:
 def test_flat_names_every_dimension() -> None:
     flat = parse({"dp": {"codec": "blockint", "bits": 4}}).flat()
     assert flat["compression.dp.forward"] == "blockint(bits=4)"
-    low_rank = parse({"dp": "powersgd"})
-    assert low_rank.flat()["compression.dp.forward"] == "powersgd(rank=4)"
-    assert low_rank.flat()["compression.dp.error_feedback"] is True
-    assert "no bound on the error" in describe(low_rank)[0]
-    assert not notes(low_rank, torch.bfloat16)
-    rotated = parse({"tp": {**BLOCKINT, "bits": 4, "rotate": True, "levels": "gaussian"}}).flat()
-    assert rotated["compression.tp.backward"] == "blockint(bits=4, rotate=True, levels=gaussian)"
     assert flat["compression.pp.backward"] == "none"
     assert "compression.dp.backward" not in flat
     json.dumps(flat)
 
 
-def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
-    plain = parse({"pp": "none"})
-    shared = parse({"pp": {"codec": "none", "scatter_gather": True}, "ledger": {"every": 3}})
-    assert plain.flat()["compression.pp.scatter_gather"] is False
-    assert shared.flat()["compression.pp.scatter_gather"] is True
-    assert (plain.ledger.interval, shared.ledger.interval) == (10, 3)
-    assert plain.digest() != shared.digest()
-    assert any("pp, cut among tensor ranks" in line for line in describe(shared))
-    lossy = parse({"preset": "recommended", "pp": {"scatter_gather": True}})
-    assert any(line.endswith("bf16, cut among tensor ranks") for line in describe(lossy))
+#: block -> a key of ``flat`` that differs from the block beside it, and the line of ``describe``
+AGREED: list[tuple[dict[str, Any], dict[str, Any], str, Any, str]] = [
+    ({"dp": "powersgd"}, {"dp": "none"}, "dp.error_feedback", True, "dp .*no bound on the error"),
+    (
+        {"tp": {**BLOCKINT, "bits": 4, "rotate": True, "levels": "gaussian"}}, {"tp": BLOCKINT},
+        "tp.backward", "blockint(bits=4, rotate=True, levels=gaussian)", "tp ",
+    ),
+    (
+        {"pp": {"codec": "none", "scatter_gather": True}}, {"pp": "none"},
+        "pp.scatter_gather", True, "native .*pp, cut among tensor ranks",
+    ),
+    (
+        {"preset": "recommended", "zero": {"delta": True, "resync_every": 100}},
+        {"preset": "recommended"}, "zero.resync_every", 100,
+        "zero .*blockint.*, of what changed, exact every 100 steps$",
+    ),
+    (
+        {"dp": {"codec": "expcode", "accumulate": "node"}, "hierarchy": 2},
+        {"dp": {"codec": "expcode", "accumulate": "native"}, "hierarchy": 2},
+        "dp.accumulate", "node", "dp .*micro-batches summed in the node",
+    ),
+    (
+        {"dp": "powersgd", "zero": BLOCKINT, "hierarchy": 2}, {"dp": "powersgd", "zero": BLOCKINT},
+        "hierarchy", 2, "nodes .*every 2 consecutive ranks",
+    ),
+    ({"dp": "bf16", "ledger": {"every": 3}}, {"dp": "bf16"}, "ledger.every", 3, "dp "),
+    (
+        {"memory": {"policy": "planned", "device_gb": 40}}, {"memory": {"policy": "planned"}},
+        "memory.device_gb", 40, "native ",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "other", "key", "value", "line"), AGREED)
+def test_ranks_agree_on(block: Any, other: Any, key: str, value: Any, line: str) -> None:
+    config, beside = parse(block), parse(other)
+    assert config.flat()[f"compression.{key}"] == value != beside.flat().get(f"compression.{key}")
+    assert config.digest() != beside.digest()
+    assert [text for text in describe(config) if re.match(line, text)]
 
 
 def test_states_of_offload_are_apart_from_copies() -> None:
@@ -472,9 +318,8 @@ def test_states_of_offload_are_apart_from_copies() -> None:
 
 
 def test_memory_is_planned_by_its_own_key() -> None:
-    """It needs no dimension; its sizes require it; all ranks agree on them."""
-    planned = parse({"memory": {"policy": "planned", "device_gb": 40}})
-    assert planned.memory.planned and planned.flat()["compression.memory.device_gb"] == 40
+    """Needs no dimension; sizes need the policy."""
+    assert parse({"memory": {"policy": "planned", "device_gb": 40}}).memory.planned
     with pytest.raises(ConfigError, match='only "policy": "planned" reads it'):
         parse({"dp": "none", "memory": {"device_gb": 40}})
     with pytest.raises(ConfigError, match="device_gb"):
@@ -490,12 +335,12 @@ def test_when() -> None:
     assert "measured      zero: native where that is faster, timed at start-up" in describe(config)
     config = parse({"pp": {"codec": "none", "backward": "bf16", "when": "auto"}, "tp": "bf16"})
     assert config.measured() == ("pp",)
-    found = [line for line in describe(config) if line.startswith("measured")]
-    assert found == ["measured      pp: native where that is faster, timed after the first step"]
+    lines = [line for line in describe(config) if line.startswith("measured")]
+    assert lines == ["measured      pp: native where that is faster, timed after the first step"]
     config = parse({"offload": {"codec": "bf16", "when": "auto", "sums": "host"}})
     assert config.measured() == () and config.flat()["compression.offload.sums"] == "host"
-    found = [line for line in describe(config) if line.startswith("measured")]
-    assert found == ["measured      offload: native where that is faster, timed in real steps"]
+    lines = [line for line in describe(config) if line.startswith("measured")]
+    assert lines == ["measured      offload: native where that is faster, timed in real steps"]
 
 
 def test_when_of_the_whole_block() -> None:
@@ -525,22 +370,10 @@ def test_hierarchy() -> None:
     sites = parse({"dp": "bf16", "hierarchy": [8, 4]})
     assert sites.flat()["compression.hierarchy"] == [8, 4]
     assert any("nodes of 8 ranks, units of 4 nodes: native" in line for line in describe(sites))
-    found = {parse({"dp": "bf16", "hierarchy": each}).digest() for each in (8, [8, 4], ["auto", 4])}
-    assert len(found) == 3, "ranks agree on levels"
-
-
-def test_ranks_agree_on_deltas() -> None:
-    plain = parse({"preset": "recommended"})
-    deltas = parse({"preset": "recommended", "zero": {"delta": True, "resync_every": 100}})
-    assert deltas.policy().codecs == plain.policy().codecs, "the preset's codec stays"
-    assert deltas.flat()["compression.zero.delta"] is True
-    assert deltas.flat()["compression.zero.resync_every"] == 100
-    assert plain.digest() != deltas.digest()
-    assert any(
-        line.startswith("zero") and line.endswith(", of what changed, exact every 100 steps")
-        for line in describe(deltas)
-    )
-    assert not any("what changed" in line for line in describe(plain))
+    digests = {
+        parse({"dp": "bf16", "hierarchy": each}).digest() for each in (8, [8, 4], ["auto", 4])
+    }
+    assert len(digests) == 3, "ranks agree on levels"
 
 
 def test_frozen_weights_need_no_codec() -> None:
@@ -573,14 +406,6 @@ def test_secondary_copies_have_codecs_of_their_own() -> None:
     assert "whole every 9 steps" in every.zero.remark
 
 
-def test_ranks_agree_on_where_micro_batches_are_summed() -> None:
-    config = parse({"dp": {"codec": "expcode", "accumulate": "node"}, "hierarchy": 2})
-    assert config.flat()["compression.dp.accumulate"] == "node"
-    assert any("micro-batches summed in the node" in line for line in describe(config))
-    native = parse({"dp": {"codec": "expcode", "accumulate": "native"}})
-    assert native.digest() == parse({"dp": "expcode"}).digest()
-
-
 @pytest.mark.parametrize("zero", ["stepcode", {"codec": "stepcode", "delta": True}])
 def test_stepcode_implies_deltas(zero: Any) -> None:
     config = parse({"zero": zero})
@@ -607,11 +432,6 @@ LEVELS = [8, {"size": 4, "codec": "blockint", "bits": 8}]
 ENCODED = {"dp": {"codec": "blockint", "bits": 4}}
 
 
-def test_levels_act_where_only_one_dimension_sums_in_one_level() -> None:
-    config = parse({"dp": "powersgd", "zero": {"codec": "blockint", "bits": 8}, "hierarchy": 2})
-    assert config.widths == 2 and config.flat()["compression.hierarchy"] == 2
-
-
 def test_a_level_may_have_a_codec_on_which_ranks_agree() -> None:
     config = parse({**ENCODED, "hierarchy": LEVELS})
     assert config.widths == [8, 4]
@@ -620,8 +440,8 @@ def test_a_level_may_have_a_codec_on_which_ranks_agree() -> None:
     same = parse({**ENCODED, "hierarchy": [8, {"size": 4}]})
     assert plain.level_codecs == same.level_codecs == (None, None)
     assert plain.flat() == same.flat() != config.flat()
-    told = "nodes of 8 ranks, units of 4 nodes with blockint(bits=8): native inside but for these"
-    assert any(told in line for line in describe(config))
+    levels = "nodes of 8 ranks, units of 4 nodes with blockint(bits=8): native inside but for these"
+    assert any(levels in line for line in describe(config))
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def test_messages_are_native_unless_it_says_so() -> None:
     block = CompressionConfig.parse({**training, "generate": {"pp": EIGHT, "min_bytes": 0}})
     assert block.generate is not None
     within = CompressionConfig.parse(block.generate.block(block.min_bytes))
-    found = {name for (name, _), codec in within.codecs().items() if codec is not None}
-    assert found == {"pp"} and within.min_bytes == 0 and within.ledger.sample_every == 0
+    encoded = {name for (name, _), codec in within.codecs().items() if codec is not None}
+    assert encoded == {"pp"} and within.min_bytes == 0 and within.ledger.sample_every == 0
 
 
 def test_it_may_stand_alone() -> None:

@@ -29,24 +29,16 @@ def said(block: Any) -> ConfigError:
     ("codec", "written"),
     [
         ("int4", '"codec": "blockint", "bits": 4'),
-        ("INT8", '"codec": "blockint", "bits": 8'),
         ("uint8", '"codec": "blockint", "bits": 8'),
         ("q4_0", '"codec": "blockint", "bits": 4'),
         ("8-bit", '"codec": "blockint", "bits": 8'),
-        ("4bit", '"codec": "blockint", "bits": 4'),
         ("int1", '"codec": "blockint", "bits": 2'),
-        ("fp4", '"codec": "blockint", "bits": 4'),
         ("nf4", '"codec": "blockint", "bits": 4, "levels": "gaussian"'),
-        ("bitsandbytes", '"codec": "blockint", "bits": 8'),
         ("1-bit", '"codec": "blockint", "bits": 2'),
         ("OneBitAdam", '"codec": "blockint", "bits": 2'),
-        ("fp8_e4m3", '"codec": "fp8"'),
         ("float8_e5m2", '"codec": "fp8", "format": "e5m2"'),
-        ("bfloat16", '"codec": "bf16"'),
         ("fp32", '"codec": "none"'),
-        ("zero++", '"codec": "blockint", "bits": 4'),
         ("PowerSGD_hook", '"codec": "powersgd"'),
-        ("zstd", '"codec": "expcode"'),
         ("sz3", '"error_bound": 0.01'),
     ],
 )
@@ -58,7 +50,7 @@ def test_a_codec_of_other_tools(codec: str, written: str) -> None:
     assert parse({"dp": json.loads(f"{{{written}}}")})
 
 
-def test_every_answer_about_a_codec_is_one_that_some_dimension_takes() -> None:
+def test_every_answer_about_a_codec_is_a_codec_of_some_dimension() -> None:
     for ours in set(other_names.CODECS.values()):
         settings = json.loads(f"{{{ours}}}")
         home = {"topk": "sync"}.get(settings.get("codec", AUTO), "dp")
@@ -76,12 +68,8 @@ def test_a_codec_that_this_dimension_cannot_have() -> None:
 @pytest.mark.parametrize(
     ("word", "key"),
     [
-        ("gradients", "dp"), ("grads", "dp"), ("all-reduce", "dp"), ("allreduce", "dp"),
-        ("weights", "zero"), ("params", "zero"), ("all_gather", "zero"), ("fsdp", "zero"),
-        ("activations", "tp"), ("tensor_parallel", "tp"), ("pipeline_parallel", "pp"),
-        ("moe", "ep"), ("ulysses", "cp"), ("optimizer_states", "offload"), ("diloco", "sync"),
-        ("rollout", "publish"), ("warmup_steps", "start_step"), ("min_size", "min_bytes"),
-        ("logging", "ledger"),
+        ("gradients", "dp"), ("all-reduce", "dp"), ("Fsdp", "zero"), ("rollout", "publish"),
+        ("warmup_steps", "start_step"),
     ],
 )  # fmt: skip
 def test_a_key_of_other_tools(word: str, key: str) -> None:
@@ -120,10 +108,7 @@ def test_what_stands_at_the_wrong_place() -> None:
     assert said({BLOCK: {"preset": "recommended"}}).todo.startswith("the block stands in itself")
     assert 'beside "compression"' in said({"dp": "bf16", "zero_optimization": {}}).todo
     assert 'for type write "codec", in a dimension' in said({"dp": "bf16", "type": "int8"}).todo
-
-
-def test_presets_of_other_words() -> None:
-    for word, preset in {"auto": "recommended", "default": "recommended", "off": "none"}.items():
+    for word, preset in {"default": "recommended", "off": "none"}.items():
         assert f"did you mean '{preset}'?" in said({"preset": word}).todo
 
 
@@ -148,7 +133,6 @@ def test_a_bound_without_a_codec_means_auto_and_says_so() -> None:
         ({"publish": True}, 'expected an object; write {"to": "runs/weights"}'),
         ({"dp": "bf16", "ledger": "a.jsonl"}, 'expected an object; write {"jsonl": "a.jsonl"}'),
         ({"dp": {"bits": "int4", "codec": "blockint"}}, f"{INTEGER} write 4, without quotes"),
-        ({"dp": {"bits": "4", "codec": "blockint"}}, f"{INTEGER} write 4, without quotes"),
         ({"dp": {"error_bound": "1%"}}, "expected a number; write 0.01, without quotes"),
         ({"dp": "bf16", "enabled": "False"}, "expected true or false; write false, without quotes"),
         ({"dp": "bf16", "min_bytes": "64k"}, "expected an integer"),
@@ -160,16 +144,16 @@ def test_a_value_of_the_wrong_type(block: Any, todo: str) -> None:
 
 def objects(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Return the paths of all keys that take only an object."""
-    found = []
+    paths = []
     for name, field in model.model_fields.items():
         key = (*path, field.alias or name)
         inner = _model_in(field.annotation)
         if inner is not None and len(key) < 3:
-            only = [one for one in get_args(field.annotation) if one is not type(None)]
+            only = [member for member in get_args(field.annotation) if member is not type(None)]
             if field.annotation is inner or only == [inner]:
-                found.append(key)
-            found += objects(inner, key)
-    return found
+                paths.append(key)
+            paths += objects(inner, key)
+    return paths
 
 
 def test_every_key_that_takes_an_object_shows_one_that_is_valid() -> None:

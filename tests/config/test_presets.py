@@ -48,11 +48,9 @@ def test_an_override_drops_levels_of_the_preset_that_do_not_go_with_it() -> None
     ("preset", "dimension", "codec"),
     [
         ("naive-zfp", "dp", Zfp(8)),
-        ("naive-zfp", "pp", Zfp(8)),
         ("naive-mpc", "dp", Mpc()),
         ("mzhybrid", "dp", Zfp(8)),
         ("mzhybrid", "tp", Mpc()),
-        ("zhybrid", "dp", Zfp(8)),
         ("zhybrid", "zero", Zfp(16)),
         ("recommended", "dp", BlockInt(4)),
         ("recommended", "ep", BlockInt(8)),

@@ -15,11 +15,11 @@ from tests.config.common import parse
 def specs_of(block: dict[str, Any], dimension: Any, direction: Any = "forward") -> list[str]:
     """Return a message's codec in every step up to 12, run by run."""
     policy = parse({**block, "min_bytes": 0}).policy()
-    found = [
+    codecs = [
         policy.choose(Traffic(dimension, direction, torch.float32, 1 << 20, 2, step))
         for step in range(12)
     ]
-    return [codec.spec if codec is not None else "none" for codec in found]
+    return [codec.spec if codec is not None else "none" for codec in codecs]
 
 
 def test_ramp_of_bits_and_rates() -> None:

@@ -71,8 +71,8 @@ def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False, **gi
     }
     if block is not None:
         settings["compression"] = block
-    found, *_ = deepspeed.initialize(model=module, config=settings)
-    return found
+    built, *_ = deepspeed.initialize(model=module, config=settings)
+    return built
 
 
 def whole_model(tied: bool = False) -> Any:
@@ -93,6 +93,16 @@ def greedy(model: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], T
         rows.append(model(torch.tensor([ids]))[0, -1])
         ids.append(int(rows[-1].argmax()))
     return ids[len(prompt) :], torch.stack(rows)
+
+
+class Tokenizer:
+    """Stand-in for a tokenizer of so many tokens."""
+
+    def __init__(self, size: int = VOCAB, pad: int | None = 0, eos: Any = 3) -> None:
+        self.size, self.pad_token_id, self.eos_token_id = size, pad, eos
+
+    def __len__(self) -> int:
+        return self.size
 
 
 class Recording:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,10 @@ from hybridcomp.generation.drafting import TRIED, DraftFigures, DraftPicker
 from hybridcomp.generation.past import PackedPass, SequencePart
 from hybridcomp.generation.picking import Sampling
 from tests.generation import generating_jobs as jobs
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.selection import by_day
 
-LENGTH, TOKENS, PROMPTS = 32, 20, 12
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
+LENGTH, TOKENS, PROMPTS = 32, 16, 6
 
 
 def text(rows: int, seed: int) -> Tensor:
@@ -53,7 +46,7 @@ def trained() -> Any:
                 if "norm" not in name:
                     weight.div_(1.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(200):
+    for step in range(150):
         ids = text(16, step)
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
@@ -88,7 +81,7 @@ def drafted(folder: Path, kind: str) -> Any:
         engine = engine_of(model, batch)
         if batch == 4:
             before = [p.detach().clone() for p in engine.module.parameters()]
-            draft = hybridcomp.train_draft(engine, text(1200, 5), kind=kind)  # type: ignore[arg-type]
+            draft = hybridcomp.train_draft(engine, text(800, 5), kind=kind)  # type: ignore[arg-type]
             agreement = draft.agreement
             assert (draft.module is not None) == (dist.get_rank() == 1)
             draft.save(folder / "draft")
@@ -98,20 +91,20 @@ def drafted(folder: Path, kind: str) -> Any:
         draft = hybridcomp.Draft.load(folder / "draft")
         for cape in (False, True):
             figures, trips = DraftFigures(), GenerationFigures()
-            found = hybridcomp.generate(
+            answers = hybridcomp.generate(
                 engine, prompts, tokens=TOKENS, draft=draft, cape=cape, drafted=figures,
                 figures=trips,
             )  # fmt: skip
-            equal = sum(a.tolist() == b for a, b in zip(found, want, strict=True))
+            equal = sum(a.tolist() == b for a, b in zip(answers, want, strict=True))
             rows[f"{cape} {batch}"] = equal, figures.tokens_a_pass, figures.verified, trips.hops
     return rows, agreement
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize("kind", by_day(["glide", "plain"], ["glide"]))
-def test_every_answer_is_greedys(two: RankPool, kind: str, tmp_path: Path) -> None:
-    (first, _), (rows, agreement) = two.run(drafted, tmp_path, kind)
-    assert [equal for equal, *_ in rows.values()] == [PROMPTS] * 4, "48 answers"
+def test_every_answer_is_greedys(module_ranks: RunRanks, kind: str, tmp_path: Path) -> None:
+    (first, _), (rows, agreement) = module_ranks(2, drafted, tmp_path, kind)
+    assert [equal for equal, *_ in rows.values()] == [PROMPTS] * 4
     assert agreement[kind] > 0.3
     for batch in (1, 4):
         narrow, wide = rows[f"False {batch}"], rows[f"True {batch}"]
@@ -147,8 +140,8 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
-def test_what_drafts_cannot_do(two: RankPool) -> None:
-    first, said = two.run(refusals)
+def test_what_drafts_cannot_do(module_ranks: RunRanks) -> None:
+    first, said = module_ranks(2, refusals)
     assert first[:5] == said[:5], "one line on all ranks"
     assert "rank 1: generate: draft: found" in first[5]
     assert "temperature 0.5; drafts are verified against the most likely token" in said[0]

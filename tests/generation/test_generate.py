@@ -45,7 +45,7 @@ def answered(tp: int, pp: int, count: int, block: Any = None) -> Answered:
     stage = jobs.settle(engine, batch=8, room=64)
     recording, figures = jobs.Recording(Sampling()), GenerationFigures()
     trace = watched()
-    found = answer(
+    answers = answer(
         stage, jobs.prompts(count), TOKENS, Sampling(stop=STOP), in_flight=4, picker=recording,
         figures=figures,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def answered(tp: int, pp: int, count: int, block: Any = None) -> Answered:
     )  # fmt: skip
     logits = {number: torch.stack(rows) for number, rows in recording.logits.items()}
     return Answered(
-        found, logits, [one.tolist() for one in sampled], figures, max(trace, default=0)
+        answers, logits, [ids.tolist() for ids in sampled], figures, max(trace, default=0)
     )
 
 
@@ -82,35 +82,36 @@ def watched() -> list[int]:
 
 def in_one_piece(count: int) -> list[tuple[list[int], Tensor]]:
     """Return the same answers by full passes of the whole model, up to a stop."""
-    model, found = jobs.whole_model(), []
+    model, answers = jobs.whole_model(), []
     for prompt in jobs.prompts(count):
         ids, logits = jobs.greedy(model, prompt, TOKENS)
         stop = Sampling(stop=STOP).stops(ids, 0) or TOKENS
-        found.append((ids[:stop], logits[:stop]))
-    return found
+        answers.append((ids[:stop], logits[:stop]))
+    return answers
 
 
 def test_tensor_ranks_and_stages_answer_as_one_process() -> None:
-    """200 prompts of random lengths, four batches in flight; finished answers make room."""
-    want = in_one_piece(200)
-    ranks = run_ranks(4, answered, 2, 2, 200)
+    """Prompts of random lengths, four batches in flight; finished answers make room."""
+    count = 200
+    want = in_one_piece(count)
+    ranks = run_ranks(4, answered, 2, 2, count)
     for rank in ranks:
         assert rank.greedy == [ids for ids, _ in want]
     assert len({len(ids) for ids, _ in want}) > 4  # many end early
     for rank in ranks[2:]:  # the ranks of the last stage
         for number, (_, logits) in enumerate(want):
-            found = rank.logits[number][:, : jobs.VOCAB]  # the rest is padding
-            torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
-    real = sum(len(prompt) for prompt in jobs.prompts(200)) + sum(len(ids) - 1 for ids, _ in want)
+            logits_of_rank = rank.logits[number][:, : jobs.VOCAB]  # the rest is padding
+            torch.testing.assert_close(logits_of_rank, logits, atol=1e-5, rtol=1e-5)
+    real = sum(len(prompt) for prompt in jobs.prompts(count)) + sum(len(ids) - 1 for ids, _ in want)
     for rank in ranks:
         assert rank.figures.tokens == real  # no padding, no recomputation
     assert [rank.figures.hops for rank in ranks] == [ranks[0].figures.passes] * 2 + [0] * 2
     assert ranks[0].under_way == 4
-    # 25 sequential batches would take 8 passes each
-    assert ranks[0].figures.passes < 25 * TOKENS
-    one, two, four = run_ranks(1, answered, 1, 1, 9), run_ranks(2, answered, 1, 2, 9), ranks
-    assert [rank.sampled for rank in (*one, *two, *four)] == [one[0].sampled] * 7
-    texts = one[0].sampled
+    # sequential batches of 8 would take TOKENS passes each
+    assert ranks[0].figures.passes < count // 8 * TOKENS
+    single, two, four = run_ranks(1, answered, 1, 1, 9), run_ranks(2, answered, 1, 2, 9), ranks
+    assert [rank.sampled for rank in (*single, *two, *four)] == [single[0].sampled] * 7
+    texts = single[0].sampled
     assert len(texts) == 60 and texts[0::2] != texts[1::2]
 
 
@@ -136,8 +137,8 @@ def trained(generating: bool) -> dict[str, Any]:
         if generating and step < 2:
             before = state(engine, channels)
             count = 3 + 5 * engine.grid.get_data_parallel_id()  # replicas have different prompts
-            found = hybridcomp.generate(engine, jobs.prompts(count), tokens=4, temperature=1.0)
-            assert [len(one) for one in found] == [4] * count
+            answers = hybridcomp.generate(engine, jobs.prompts(count), tokens=4, temperature=1.0)
+            assert [len(ids) for ids in answers] == [4] * count
             after = state(engine, channels)
             assert before == after
     parameters = {name: jobs.digest(p) for name, p in engine.module.named_parameters()}
@@ -145,11 +146,11 @@ def trained(generating: bool) -> dict[str, Any]:
 
 
 def state(engine: Any, channels: Any) -> list[Any]:
-    """Return the state that a training step reads, besides the data."""
+    """Return the state that a training step reads, without the data."""
     parameters = list(engine.module.parameters())
     gradients = [None if p.grad is None else jobs.digest(p.grad) for p in parameters]
     return [
-        [one.training for one in engine.module.modules()], gradients, channels.residuals.norm(),
+        [part.training for part in engine.module.modules()], gradients, channels.residuals.norm(),
         jobs.digest(torch.get_rng_state()), channels.step, channels.passes,
         channels["pp"].state is channels, torch.is_grad_enabled(),
         [jobs.digest(p) for p in parameters],
@@ -170,12 +171,12 @@ def hops(block: Any) -> tuple[list[list[int]], float, float, float]:
     hybridcomp.install()
     engine = jobs.engine(1, 2, block)
     stage = jobs.settle(engine, batch=16)
-    found = answer(stage, jobs.prompts(200), 1, Sampling())
+    answers = answer(stage, jobs.prompts(200), 1, Sampling())
     channels = channels_of(engine)
     assert channels is not None
     assert not channels.ledger.interval["pp", "forward"].messages
     entry = channels.ledger.interval["generate", "pp"]  # type: ignore[index]
-    return found, entry.raw_nbytes, entry.wire_nbytes, entry.messages
+    return answers, entry.raw_nbytes, entry.wire_nbytes, entry.messages
 
 
 def test_eight_bits_on_hops_keep_tokens() -> None:
@@ -215,8 +216,8 @@ def sliced() -> list[list[int]]:
     settings = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9,
                 "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}  # fmt: skip
     engine, *_ = deepspeed.initialize(model=module, mpu=grid, config=settings)
-    found = hybridcomp.generate(engine, jobs.prompts(20), tokens=4)
-    return [one.tolist() for one in found]
+    answers = hybridcomp.generate(engine, jobs.prompts(20), tokens=4)
+    return [ids.tolist() for ids in answers]
 
 
 def test_stages_of_token_slices_answer() -> None:
@@ -224,18 +225,6 @@ def test_stages_of_token_slices_answer() -> None:
     model = jobs.whole_model()
     want = [jobs.greedy(model, prompt, 4)[0] for prompt in jobs.prompts(20)]
     assert run_ranks(2, sliced) == [want, want]
-
-
-class Tokenizer:
-    """Stand-in for a tokenizer with so many tokens."""
-
-    pad_token_id, eos_token_id = 0, 3
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
 
 
 def mistakes() -> list[str]:
@@ -251,7 +240,7 @@ def mistakes() -> list[str]:
     def roll(size: int, mask: int = 1) -> Callable[[], object]:
         ids = torch.ones(2, 3, dtype=torch.int64)
         request = RolloutRequest(ids, torch.tensor([[1, 1, 1], [mask] * 3]))
-        rollout = hybridcomp.rollout(engine, Tokenizer(size))
+        rollout = hybridcomp.rollout(engine, jobs.Tokenizer(size))
         return lambda: rollout.generate(request, SamplingConfig(2, temperature=0.0))
 
     calls = [
@@ -280,8 +269,8 @@ def raising(module: nn.Module, given: Any) -> None:
 
 def test_mistakes_are_one_line_on_all_ranks() -> None:
     first, second = run_ranks(2, mistakes)
-    for found in (first, second):
-        assert all("\n" not in line for line in found)
+    for errors in (first, second):
+        assert all("\n" not in line for line in errors)
     both = [
         "prompt 1: found no tokens",
         "prompt 0: found 4000 tokens and an answer of up to 97; room is 4096",
@@ -310,11 +299,11 @@ def elsewhere() -> dict[str, str]:
     from hybridcomp.generation.draft import Draft, DraftModule, DraftSizes
     from tests.training.in_turn import start_deepspeed
 
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
 
     def tried(name: str, engine: Any, call: Any = hybridcomp.generate, **more: Any) -> None:
         asked = {"prompts": [[1, 2]], "tokens": 2} if call is hybridcomp.generate else {}
-        found[name] = jobs.refused(lambda: call(engine, **asked, **more))
+        errors[name] = jobs.refused(lambda: call(engine, **asked, **more))
 
     start_deepspeed()
     settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
@@ -327,11 +316,11 @@ def elsewhere() -> dict[str, str]:
     tried("megatron", type("GPTModel", (nn.Module,), {"__module__": "megatron.core.models.gpt"})())
     tried("fsdp2", type("FSDPLinear", (nn.Linear,), {"__module__": "torch.fsdp"})(2, 2))
     tried("zero3", whole)
-    tried("rollout", whole, lambda engine: hybridcomp.rollout(engine, Tokenizer(4)))
-    return found
+    tried("rollout", whole, lambda engine: hybridcomp.rollout(engine, jobs.Tokenizer(4)))
+    return errors
 
 
-def test_engines_that_cannot_are_told_what_can() -> None:
+def test_engines_that_cannot_generate_name_what_can() -> None:
     first, second = run_ranks(2, elsewhere)
     assert first == second
     for name in ("draft", "training"):
@@ -367,8 +356,8 @@ def heads() -> None:
         stage: Any = SimpleNamespace(tensor=group, is_cut=_is_cut(layer))
         whole = _whole(stage, Channels(CompressionConfig.parse({"preset": "none"})))
         for _ in range(2):  # the first call detects it
-            found = whole(layer(hidden))
-            torch.testing.assert_close(found, want, atol=1e-6, rtol=1e-6, msg=name)
+            logits = whole(layer(hidden))
+            torch.testing.assert_close(logits, want, atol=1e-6, rtol=1e-6, msg=name)
 
 
 def test_logits_of_autotps_heads_are_whole() -> None:

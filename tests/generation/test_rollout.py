@@ -17,21 +17,11 @@ rollouts = pytest.importorskip("deepspeed.runtime.rollout")
 PAD, EOS = 0, 53
 
 
-class Tokenizer:
-    """Stand-in for the model's tokenizer."""
-
-    def __init__(self, pad: int | None = PAD, eos: int | list[int] | None = EOS) -> None:
-        self.pad_token_id, self.eos_token_id = pad, eos
-
-    def __len__(self) -> int:
-        return jobs.VOCAB
-
-
 def request() -> Any:
     """Return left-padded prompts of random lengths."""
-    prompts = jobs.prompts(24, 10, seed=4)
-    ids = torch.full((24, 10), PAD)
-    masks = torch.zeros(24, 10, dtype=torch.int64)
+    prompts = jobs.prompts(12, 10, seed=4)
+    ids = torch.full((12, 10), PAD)
+    masks = torch.zeros(12, 10, dtype=torch.int64)
     for row, mask, prompt in zip(ids, masks, prompts, strict=True):
         row[10 - len(prompt) :] = torch.tensor(prompt)
         mask[10 - len(prompt) :] = 1
@@ -59,34 +49,38 @@ def fields(batch: Any) -> list[Any]:
             batch.response_start_idx.tolist()]  # fmt: skip
 
 
+def tokenizers() -> dict[str, Any]:
+    return {"own": jobs.Tokenizer(eos=EOS), "pads": jobs.Tokenizer(pad=None, eos=[16, EOS])}
+
+
 def rolled_out() -> dict[str, Any]:
     """Run roll-outs on two stages that share the embedding's weight."""
     engine = jobs.engine(1, 2, tied=True)
-    found: dict[str, Any] = {}
-    for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[16, 53]))):
+    batches: dict[str, Any] = {}
+    for name, tokenizer in tokenizers().items():
         rollout = hybridcomp.rollout(engine, tokenizer)
         assert isinstance(rollout, rollouts.RolloutEngine)
         greedy = rollouts.SamplingConfig(7, temperature=0.0, n_samples_per_prompt=2)
-        found[name] = fields(rollout.generate(request(), greedy))
+        batches[name] = fields(rollout.generate(request(), greedy))
     sampling = rollouts.SamplingConfig(7, n_samples_per_prompt=2, continuous_batch_size=5)
-    found["texts"] = [fields(rollout.generate(request(), sampling))[0] for _ in range(2)]
-    again = hybridcomp.rollout(engine, Tokenizer(pad=None, eos=[16, 53]))
+    batches["texts"] = [fields(rollout.generate(request(), sampling))[0] for _ in range(2)]
+    again = hybridcomp.rollout(engine, tokenizers()["pads"])
     again.generate(request(), greedy)
-    found["again"] = fields(again.generate(request(), sampling))[0]
+    batches["again"] = fields(again.generate(request(), sampling))[0]
     rollout.sync_weights(3)
     rollout.shutdown()
-    no = Tokenizer(None, None)
-    found["no pad"] = jobs.refused(
+    no = jobs.Tokenizer(pad=None, eos=None)
+    batches["no pad"] = jobs.refused(
         lambda: hybridcomp.rollout(engine, no).generate(request(), greedy)
     )
-    return found
+    return batches
 
 
 def test_roll_outs_are_those_of_the_hybrid_engine() -> None:
     first, second = run_ranks(2, rolled_out)
     assert first == second
     greedy = rollouts.SamplingConfig(7, temperature=0.0, n_samples_per_prompt=2)
-    for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[16, 53]))):
+    for name, tokenizer in tokenizers().items():
         if isinstance(tokenizer.eos_token_id, list):
             tokenizer.pad_token_id = 16  # transformers accepts several
         engine = SimpleNamespace(module=Generating())
@@ -94,6 +88,6 @@ def test_roll_outs_are_those_of_the_hybrid_engine() -> None:
         assert first[name] == fields(want)
     ends = [sum(mask[10:]) for mask in first["own"][1]]
     assert min(ends) < 7 == max(ends)
-    one, two = first["texts"]
-    assert one != two and first["again"] == one  # each call has a seed
+    first_text, two = first["texts"]
+    assert first_text != two and first["again"] == first_text  # each call has a seed
     assert "expected a pad or an EOS token" in first["no pad"]

@@ -59,5 +59,5 @@ def greedy(model: nn.Module, rank: int, count: int = 8) -> list[list[int]]:
     tokens = text(rank, 12345)[:4, :3].to(next(model.parameters()).device)
     for _ in range(count):
         tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
-    found: list[list[int]] = tokens.tolist()
-    return found
+    answers: list[list[int]] = tokens.tolist()
+    return answers

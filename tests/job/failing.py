@@ -12,7 +12,7 @@ import contextlib
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,6 +72,16 @@ SYNTAX = (
 
 class Injected(OSError, RuntimeError):
     """The injected failure: of a file, the network or torch."""
+
+
+@dataclass
+class Outcome:
+    """Results of all failures, equal on all ranks except for ``problems``."""
+
+    tried: int = 0
+    failed: int = 0
+    longest_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -33,8 +33,6 @@ class Renewing:
     Between attempts all of it is gathered and checked, so that no partial state is left.
     """
 
-    is_attached = True
-
     def __init__(self, folder: Path, engine: str) -> None:
         self.engine, self.is_right = engine, True
 
@@ -97,7 +95,7 @@ class Frozen(Renewing):
         settings = channel.state.config.zero.keeps_frozen
         assert settings is not None
         self.gathers = FrozenGather(members, channel, settings)
-        self.numel = sum(one.chunk(4) for one in both)
+        self.numel = sum(member.chunk(4) for member in both)
         self.share = torch.full((self.numel,), 1.0 + dist.get_rank(), dtype=torch.bfloat16)
 
     def check(self) -> bool:
@@ -106,8 +104,8 @@ class Frozen(Renewing):
         return torch.equal(out, gathered(self.share))
 
     def gather(self, out: Tensor) -> None:
-        def natively(found: Tensor, part: Tensor, *_: Any) -> None:
-            dist.all_gather_into_tensor(found, part)
+        def natively(whole: Tensor, part: Tensor, *_: Any) -> None:
+            dist.all_gather_into_tensor(whole, part)
 
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         self.gathers.gather(out, self.share.clone(), world, natively, natively)
@@ -156,9 +154,9 @@ class Copies3(Engine3):
         super().__init__(folder, engine)
         from hybridcomp.patches.ds.zero.secondary import copies_of
 
-        found = copies_of(self.job.model.parameters())
-        assert found is not None
-        self.copies = found
+        copies = copies_of(self.job.model.parameters())
+        assert copies is not None
+        self.copies = copies
 
     def change(self) -> None:
         for bucket in self.copies.buckets:
@@ -182,9 +180,9 @@ class Frozen3(Engine3):
         super().__init__(folder, engine)
         from hybridcomp.patches.ds.zero.frozen import weights_of
 
-        found = weights_of(self.job.model.parameters())
-        assert found is not None
-        self.weights = found
+        weights = weights_of(self.job.model.parameters())
+        assert weights is not None
+        self.weights = weights
 
     def change(self) -> None:
         for param in self.params:

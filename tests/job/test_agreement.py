@@ -19,7 +19,7 @@ from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.job import agreement, peer_liveness, waits
 from hybridcomp.job.agreement import agree
 from hybridcomp.job.statements import StatementRound
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import LIMIT_S, RankPool, run_ranks
 
 
 def same() -> str:
@@ -62,15 +62,6 @@ def test_every_rank_learns_who_differs() -> None:
         assert "rank(s) 2, 3 differ from rank 0" in message
         assert "compression.dp: 'blockint(bits=4)' against 'blockint(bits=5)'" in message
         assert "torch:" not in message
-
-
-def test_error_can_be_raised_anywhere() -> None:
-    with pytest.raises(AssertionError, match="AgreementError"):
-        run_ranks(2, _raise)
-
-
-def _raise() -> None:
-    raise AgreementError("x")
 
 
 def silent(_: None) -> str:
@@ -136,15 +127,15 @@ def test_a_rank_that_died_is_named_at_once(rank: int) -> None:
 def counted(_: None) -> list[int]:
     """Return the store's keys after a few rounds of all ranks, and of some."""
     store: Any = dist.distributed_c10d._get_default_store()
-    found = []
+    counts = []
     for _round in range(4):
         agree({"x": 1})
         if dist.get_rank() != 1:
             agree({"x": 1}, ranks=(0, 2))
         dist.barrier()
-        found.append(store.num_keys())
+        counts.append(store.num_keys())
         dist.barrier()
-    return found
+    return counts
 
 
 def test_what_was_said_is_deleted_once_all_have_spoken_again() -> None:
@@ -152,24 +143,26 @@ def test_what_was_said_is_deleted_once_all_have_spoken_again() -> None:
         assert counts[1] <= counts[0] == counts[-1], counts
 
 
-def limited(_: None) -> list[timedelta]:
-    """Return the timeout of torch.distributed's shared store."""
+def limited(_: None) -> tuple[list[timedelta], float]:
+    """Return the time-outs of torch.distributed's shared store, and the group's."""
     store: Any = dist.distributed_c10d._get_default_store()
     before = store.timeout
     with contextlib.suppress(RuntimeError), agreement.waiting(store, 5.0):
         inside = store.timeout
         raise RuntimeError("the rank that holds it has gone")
-    return [before, inside, store.timeout]
+    return [before, inside, store.timeout], agreement._timeout_s()
 
 
 def test_the_shared_store_keeps_its_time_out() -> None:
-    ((before, inside, after),) = run_ranks(1, limited, None)
+    (((before, inside, after), patience),) = run_ranks(1, limited, None)
     assert before == after != inside == timedelta(seconds=5)
+    assert patience == LIMIT_S, "the time-out of the process group"
 
 
-def test_patience_is_that_of_the_process_group() -> None:
-    assert run_ranks(1, patience) == [pytest.approx(1800, rel=1)]
-
-
-def patience() -> float:
-    return agreement._timeout_s()
+def test_only_a_store_that_outlives_a_restart_tells_starts_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert agreement.start() == "2"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0 creates a new store
+    assert agreement.start() == "0"

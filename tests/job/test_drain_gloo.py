@@ -44,12 +44,12 @@ print("over", flush=True)
 
 
 def test_an_interpreter_ends_after_the_threads_of_its_messages() -> None:
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", LATE],
         cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (found.returncode, found.stdout.split("\n")) == (0, ["over", "let go", ""]), found.stderr
+    assert (ended.returncode, ended.stdout.split("\n")) == (0, ["over", "let go", ""]), ended.stderr
 
 
 def fake(folder: Path, *threads: tuple[str, str]) -> Path:

@@ -9,9 +9,7 @@ import json
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,11 @@ from hybridcomp.autotune.timing import seconds
 from hybridcomp.errors import HybridcompError
 from hybridcomp.job import agreement, peer_liveness, small_messages
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
-from tests.job.failing import steps
+from tests.job.failing import Outcome, steps
 from tests.ranks import run_ranks
 from tests.sync.torch_job import Job
 
-#: seconds that no rank may wait longer than, in nightly runs
+#: longest wait of a rank in seconds, by night
 LIMIT_S = 10.0
 #: guard, report and residuals in every step
 BLOCK: dict[str, Any] = {
@@ -39,17 +37,6 @@ BLOCK: dict[str, Any] = {
     "min_bytes": 0,
     "ledger": {"every": 1, "sample_every": 1},
 }  # fmt: skip
-
-
-@dataclass
-class Found:
-    """Results of all failures; equal on all ranks."""
-
-    tried: int = 0
-    failed: int = 0
-    longest_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    where: Counter[str] = field(default_factory=Counter)
 
 
 def step_end(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -75,7 +62,7 @@ def norm_of_rows(folder: Path) -> tuple[Callable[[], object], Callable[[], objec
 
 
 def trial(folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-    """An attach that tries its codec beside native messages, of which alone a step fails."""
+    """Attach with a trial of the codec; only steps of its messages fail."""
     block, plain = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}, seconds
 
     def work() -> None:
@@ -107,10 +94,10 @@ def said_by(call: Callable[[], object]) -> str:
     return ""
 
 
-def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
+def failing(folder: Path, kind: str, count: int, seed: int) -> Outcome:
     """Inject ``count`` failures, each in a new process group."""
     agreement.LOOK_S = 0.05
-    draw, found, me = random.Random(seed), Found(), dist.get_rank()
+    draw, outcome, me = random.Random(seed), Outcome(), dist.get_rank()
     world, number = dist.get_world_size(), 0
     for tried in range(count):
         store = dist.FileStore(str(folder / f"words{tried}"), world)  # type: ignore[attr-defined]
@@ -130,22 +117,21 @@ def failing(folder: Path, kind: str, count: int, seed: int) -> Found:
         if not said and (said := said_by(behind)):  # others may not yet have waited for that rank
             small_messages.cut_off(whole())  # as the end of this process would
         store.set(str(me), json.dumps([time.monotonic() - began, said, counter.where]))
-        every = [json.loads(store.get(str(one))) for one in range(world)]
-        note(found, f"{kind}: rank {rank}, step {step} of {number}", rank, every)
-    return found
+        every = [json.loads(store.get(str(rank))) for rank in range(world)]
+        note(outcome, f"{kind}: rank {rank}, step {step} of {number}", rank, every)
+    return outcome
 
 
-def note(found: Found, name: str, rank: int, every: list[Any]) -> None:
-    """Count a failure, and record what is wrong with it."""
+def note(outcome: Outcome, name: str, rank: int, every: list[Any]) -> None:
+    """Count a failure, and record its problems."""
     where = every[rank][2]
-    found.tried += 1
-    found.longest_s = max(found.longest_s, *(row[0] for row in every))
+    outcome.tried += 1
+    outcome.longest_s = max(outcome.longest_s, *(row[0] for row in every))
     if not where or not every[rank][1]:
-        return  # a step that did not occur again, or an error that stops nobody
-    found.failed += 1
-    found.where[where.partition(":")[0]] += 1
+        return  # a step that did not occur again, or an error without effect
+    outcome.failed += 1
     if not all(f"rank {rank}" in row[1] and "Injected" in row[1] for row in every):
-        found.problems.append(f"{name}, {where}: not named: {[row[1] for row in every]}")
+        outcome.problems.append(f"{name}, {where}: not named: {[row[1] for row in every]}")
 
 
 def whole() -> dist.ProcessGroup:
@@ -154,7 +140,7 @@ def whole() -> dist.ProcessGroup:
 
 
 def told_by_others() -> str:
-    """What ends the wait of rank 2 for rank 0, which waits for rank 1, which fails."""
+    """Return the error of rank 2, which waits for rank 0, which waits for the failing rank 1."""
     me, value = dist.get_rank(), torch.empty(1)
     if me == 1:
         small_messages.cut_off(whole())
@@ -166,8 +152,8 @@ def told_by_others() -> str:
     return str(error.value)
 
 
-def test_a_rank_that_learns_of_a_failure_lets_go_of_those_that_wait_for_it() -> None:
-    """It closes all its connections, though the first of them is closed already."""
+def test_a_failure_ends_the_waits_of_ranks_that_wait_for_waiting_ranks() -> None:
+    """A rank closes all its connections even if the first is already closed."""
     _, *others = run_ranks(3, told_by_others)
     assert "imed out" not in others[1] and "onnection" in others[1]
 
@@ -181,9 +167,9 @@ def test_a_rank_that_learns_of_a_failure_lets_go_of_those_that_wait_for_it() -> 
 def test_a_failure_beside_a_message_without_gates_ends_all_ranks(
     kind: str, count: int, tmp_path: Path
 ) -> None:
-    found, *_ = run_ranks(3, failing, tmp_path, kind, count, 1, timeout=600.0)
-    print(f"{kind}: {found.failed} of {found.tried}, at most {found.longest_s:.2f} s")
-    assert not found.problems
-    assert found.tried == count and found.failed > count // 2
+    outcome, *_ = run_ranks(3, failing, tmp_path, kind, count, 1, timeout=600.0)
+    print(f"{kind}: {outcome.failed} of {outcome.tried}, at most {outcome.longest_s:.2f} s")
+    assert not outcome.problems
+    assert outcome.tried == count and outcome.failed > count // 2
     if count > 10:  # by day a busy machine may need longer
-        assert found.longest_s <= LIMIT_S
+        assert outcome.longest_s <= LIMIT_S

@@ -55,7 +55,7 @@ def ranks(code: str, folder: Path, **more: str) -> list[tuple[int, str]]:
     (folder / "script.py").write_text(code)
     words = [*(["-m", "hybridcomp.run"] if code is UNDER_RUN else []), "script.py"]
     given = [{**os.environ, "RANK": rank, "LOCAL_RANK": rank, **job} for rank in "01"]
-    return [(found.returncode, found.stderr) for found in run_each([words] * 2, folder, *given)]
+    return [(ended.returncode, ended.stderr) for ended in run_each([words] * 2, folder, *given)]
 
 
 def test_a_mistake_is_one_line_on_one_rank(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import hashlib
 import io
 import random
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +31,14 @@ from hybridcomp.patches.torch.fsdp2 import comms as fsdp2_comms
 from hybridcomp.patches.torch.fsdp2 import fsdp2
 from hybridcomp.session.engine_session import session_of
 from tests.job import renewing
-from tests.job.failing import steps
+from tests.job.failing import Outcome, steps
 from tests.ranks import run_ranks
 from tests.sync.jobs import beside, rendezvous
 from tests.sync.jobs import block as islands
 from tests.sync.torch_job import Job
 from tests.training import trainer
 
-#: seconds that nobody waits longer than, by night
+#: longest wait of a rank in seconds, by night
 LIMIT_S = 10.0
 BLOCK: dict[str, Any] = {
     "sync": {
@@ -60,37 +58,23 @@ def bytes_of(value: Any) -> bytes:
 
 
 def digest(*values: Any) -> str:
-    """A digest of plain values and tensors."""
-    found = hashlib.sha256()
+    """Hash plain values and tensors."""
+    sha = hashlib.sha256()
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.update(repr((value.shape, value.dtype)).encode())
-            found.update(
-                value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            )
+            sha.update(repr((value.shape, value.dtype)).encode())
+            sha.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
-            found.update(digest(*(x for key in sorted(value) for x in (key, value[key]))).encode())
+            sha.update(digest(*(x for key in sorted(value) for x in (key, value[key]))).encode())
         elif isinstance(value, (list, tuple)):
-            found.update(digest(*value).encode())
+            sha.update(digest(*value).encode())
         else:
-            found.update(repr(value).encode())
-    return found.hexdigest()
-
-
-@dataclass
-class Outcome:
-    """What one rank found out; equal on all ranks but for ``problems`` of its own."""
-
-    tried: int = 0
-    failed: int = 0
-    longest_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    where: Counter[str] = field(default_factory=Counter)
-    steps: int = 0
+            sha.update(repr(value).encode())
+    return sha.hexdigest()
 
 
 class Subject:
-    """An attached model of four ranks, and what is done with it."""
+    """An attached model of four ranks, and the operations on it."""
 
     def __init__(self, folder: Path, engine: str, block: dict[str, Any]) -> None:
         self.folder, self.engine, self.block = folder, engine, block
@@ -100,16 +84,12 @@ class Subject:
         self.job.train(1)
 
     @property
-    def is_attached(self) -> bool:
-        return self.job.attached is not None
-
-    @property
     def meetings(self) -> Any:
         assert self.job.attached is not None
         return self.job.attached.session.followers.stateful[0]
 
     def held(self) -> str:
-        """A digest of weights, residuals, clocks and all else that may not change by halves."""
+        """Hash weights, residuals, clocks and all other state of an operation."""
         attached = self.job.attached
         if attached is None:
             return hooks_of(self.job.model)
@@ -166,7 +146,7 @@ class Subject:
 
     def detach(self) -> None:
         assert self.job.attached is not None
-        self.job.attached.detach()  # behind what looks at the arguments, and changes nothing
+        self.job.attached.detach()  # behind the check of arguments, which changes nothing
         self.job.attached = None
 
     def prepare_detach(self) -> None:
@@ -178,10 +158,10 @@ class Subject:
         self.before_detach = self.job.attached
 
     def is_let_go(self) -> bool:
-        """Whether the model is native on this rank, and nothing is left of the operation."""
+        """Return whether the model is native on this rank, without leftovers of the detach."""
         self.job.attached = None
         model = self.job.model
-        slots = [fsdp2_comms.has_output(one) for one in fsdp2.groups_of(model)]
+        slots = [fsdp2_comms.has_output(group) for group in fsdp2.groups_of(model)]
         return (
             self.before_detach.is_detached
             and attach.ATTRIBUTE not in vars(model)
@@ -189,7 +169,7 @@ class Subject:
         )
 
     def ends_well(self) -> bool:
-        """Train on; whether the start copies of the islands are alike."""
+        """Train on; return whether the start copies of the islands are equal."""
         if self.job.attached is None:
             self.attach()
         self.job.train(2)
@@ -199,27 +179,27 @@ class Subject:
 
 
 def hooks_of(model: Any) -> str:
-    """What of hybridcomp hangs on a model: hooks, tags of parameters."""
+    """Hash the hooks and parameter tags of hybridcomp on a model."""
     names = [name for name in vars(model) if "hook" in name]
-    found = [(name, len(getattr(one, name))) for one in model.modules() for name in names
-             if hasattr(one, name) and hasattr(getattr(one, name), "__len__")]  # fmt: skip
-    return digest(found, [hasattr(p, ATTRIBUTE) for p in model.parameters()])
+    hooks = [(name, len(getattr(module, name))) for module in model.modules() for name in names
+             if hasattr(module, name) and hasattr(getattr(module, name), "__len__")]  # fmt: skip
+    return digest(hooks, [hasattr(p, ATTRIBUTE) for p in model.parameters()])
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Files of hybridcomp that this rank has written."""
+    """Return the files of hybridcomp that this rank has written."""
     own = f"{dist.get_rank():05d}"
-    found = sorted(folder.rglob("hybridcomp*")) if folder.is_dir() else []
-    return {path.name: path.read_bytes() for path in found if own in path.name}
+    files = sorted(folder.rglob("hybridcomp*")) if folder.is_dir() else []
+    return {path.name: path.read_bytes() for path in files if own in path.name}
 
 
 class EngineSubject:
-    """A DeepSpeed engine of two ranks with state of ours in its checkpoints."""
+    """A DeepSpeed engine of two ranks, whose checkpoints hold hybridcomp's state."""
 
     def __init__(self, folder: Path, engine: str, block: dict[str, Any]) -> None:
         self.folder = folder
         self.job = trainer.Job(stage=int(engine.removeprefix("deepspeed")), block=block)
-        self.found: Any = None
+        self.deepspeed: Any = None
         self.model: Any = None
         self.prepare_attach()
         self.attach()
@@ -227,18 +207,14 @@ class EngineSubject:
         self.step = 0
         self.train()
 
-    @property
-    def is_attached(self) -> bool:
-        return self.found is not None
-
     def train(self) -> None:
-        trainer.train_step(self.found, self.job, self.step)
+        trainer.train_step(self.deepspeed, self.job, self.step)
         self.step += 1
 
     def held(self) -> str:
-        if self.found is None:
+        if self.deepspeed is None:
             return digest([hasattr(p, ATTRIBUTE) for p in self.model.parameters()])
-        session = session_of(self.found)
+        session = session_of(self.deepspeed)
         assert session is not None
         channels = session.channels
         return digest(
@@ -247,24 +223,24 @@ class EngineSubject:
         )  # fmt: skip
 
     def save_as(self, name: str) -> None:
-        self.found.save_checkpoint(str(self.folder / name), tag="tag")
+        self.deepspeed.save_checkpoint(str(self.folder / name), tag="tag")
 
     def save(self) -> None:
         self.save_as("saved")
 
     def load(self) -> None:
-        self.found.load_checkpoint(str(self.folder / "first"), tag="tag")
+        self.deepspeed.load_checkpoint(str(self.folder / "first"), tag="tag")
 
     def prepare_load(self) -> None:
         self.train()
 
     def attach(self) -> None:
-        self.found = trainer.make_engine(self.job, self.model)
+        self.deepspeed = trainer.make_engine(self.job, self.model)
 
     def prepare_attach(self) -> None:
-        if self.found is not None:
-            self.found.destroy()
-        self.found, self.model = None, trainer.Tiny()
+        if self.deepspeed is not None:
+            self.deepspeed.destroy()
+        self.deepspeed, self.model = None, trainer.Tiny()
 
     def ends_well(self) -> bool:
         self.train()
@@ -274,8 +250,8 @@ class EngineSubject:
 AnySubject = Subject | EngineSubject | renewing.Renewing
 
 
-def told(subject: AnySubject, what: str, fails_at: int | None) -> tuple[Any, ...]:
-    """What one try comes to here: seconds, error, the step, and how many there were."""
+def attempt(subject: AnySubject, what: str, fails_at: int | None) -> tuple[Any, ...]:
+    """Run an operation; return its seconds, its error, the failed step, and the number of steps."""
     began, said = time.monotonic(), ""
     inside = what == "attach"
     with steps(fails_at, inside) as counter, contextlib.redirect_stdout(io.StringIO()):
@@ -286,85 +262,84 @@ def told(subject: AnySubject, what: str, fails_at: int | None) -> tuple[Any, ...
     return time.monotonic() - began, said, counter.where, counter.found
 
 
-def one(subject: AnySubject, what: str, rank: int, step: int, found: Outcome) -> None:
-    """Let one step fail on one rank; note what is wrong."""
+def fail(subject: AnySubject, what: str, rank: int, step: int, outcome: Outcome) -> None:
+    """Make a step fail on ``rank``; record problems in ``outcome``."""
     getattr(subject, f"prepare_{what}", lambda: None)()
     before = subject.held()
     dist.barrier()
-    seconds, said, where, _ = told(subject, what, step if rank == dist.get_rank() else None)
+    seconds, said, where, _ = attempt(subject, what, step if rank == dist.get_rank() else None)
     every: list[Any] = [None] * dist.get_world_size()
-    is_local = what == "detach"  # no other rank waits: this one is let go all the same
+    is_local = what == "detach"  # no other rank waits: this rank is detached in any case
     if is_local:
         assert isinstance(subject, Subject)
         is_whole = subject.is_let_go()
     else:
         is_whole = before == subject.held()
     dist.all_gather_object(every, (seconds, said, where, is_whole))
-    found.tried += 1
-    found.longest_s = max(found.longest_s, *(row[0] for row in every))
-    name = f"{what}: rank {rank}, step {step} of {found.steps}, {every[rank][2]}"
+    outcome.tried += 1
+    outcome.longest_s = max(outcome.longest_s, *(row[0] for row in every))
+    name = f"{what}: rank {rank}, step {step}, {every[rank][2]}"
     if any(row[1] for row in every):
-        found.failed += 1
-        found.where[every[rank][2].partition(":")[0]] += 1
+        outcome.failed += 1
         own = is_local or every[rank][1].startswith(("ConfigError", "SeamError"))  # as it is
         others = [row for row in every if row is not every[rank]]
         if is_local and any(row[1] for row in others):
-            found.problems.append(f"{name}: others failed: {[row[1] for row in every]}")
+            outcome.problems.append(f"{name}: others failed: {[row[1] for row in every]}")
         named = [] if is_local else [*others, *([] if own else [every[rank]])]
         if not all(f"rank {rank}" in row[1] for row in named):
-            found.problems.append(f"{name}: not named: {[row[1] for row in every]}")
+            outcome.problems.append(f"{name}: not named: {[row[1] for row in every]}")
     if (is_local or any(row[1] for row in every)) and not all(row[3] for row in every):
         changed = [number for number, row in enumerate(every) if not row[3]]
-        found.problems.append(f"{name}: half done on {changed}")
+        outcome.problems.append(f"{name}: half done on {changed}")
 
 
 def met(address: str, first: int, count: int, fails: int) -> tuple[dict[int, Any], Outcome]:
-    """Hold ``count`` meetings as an island of two ranks that is a job; ``fails`` calls fail.
+    """Hold ``count`` meetings as an island of two ranks that is a job; ``fails`` of them fail.
 
-    Returns the start copies after each meeting, and what is wrong.
+    Returns the start copies after each meeting, and the problems.
     """
     agreement.LOOK_S = 0.05
     sync = {key: value for key, value in BLOCK["sync"].items() if key != "islands"}
     job = Job({**BLOCK, **islands(address, **sync)}, first=first).build().train(1)
-    of, found, draw = job.job_meetings, Outcome(), random.Random(first + count)
+    of, outcome, draw = job.job_meetings, Outcome(), random.Random(first + count)
     subject: Any = SimpleNamespace(meet=lambda: of.after_step(0))
     starts: dict[int, Any] = {}
     while of.membership.last.number < count:
         job.train(1)
         if of.membership.last.number >= count:
             break
-        fails_at = draw.randrange(80) if found.tried < fails else None
+        fails_at = draw.randrange(80) if outcome.tried < fails else None
         rank, me = draw.randrange(2), dist.get_rank()
-        seconds, said, where, _ = told(subject, "meet", fails_at if rank == me else None)
+        seconds, said, where, _ = attempt(subject, "meet", fails_at if rank == me else None)
         number = of.membership.last.number
         state = number, len(of.under_way), digest(job.weights())
         every: list[Any] = [None, None]
         dist.all_gather_object(every, (seconds, said, where, state))
-        found.tried += fails_at is not None
-        found.failed += any(row[1] for row in every)
-        found.longest_s = max(found.longest_s, *(row[0] for row in every))
+        outcome.tried += fails_at is not None
+        outcome.failed += any(row[1] for row in every)
+        outcome.longest_s = max(outcome.longest_s, *(row[0] for row in every))
         if every[0][3] != every[1][3]:
-            found.problems.append(f"half done: {every}")
+            outcome.problems.append(f"half done: {every}")
         if any(row[1] for row in every) and not all(f"rank {rank}" in row[1] for row in every):
-            found.problems.append(f"not named: {every}")
+            outcome.problems.append(f"not named: {every}")
         starts[number] = [part.fragment.start.clone() for part in of.parts]
     hybridcomp.detach(job.model)
-    return starts, found
+    return starts, outcome
 
 
 @pytest.mark.parametrize("fails", [8, pytest.param(60, marks=pytest.mark.nightly)])
 def test_a_failure_in_an_island_that_is_a_job_is_one_of_its_ranks(fails: int) -> None:
-    """The island goes on, and the other one, which waits for it, has the same start copies."""
+    """The island continues, and the other island, which waits for it, has equal start copies."""
     count = 2 * fails
     with rendezvous() as address:
         ones, others = beside(
             (2, met, (address, 0, count, fails)), (2, met, (address, 2, count, 0))
         )
-    for (starts, found), (same, healthy) in zip(ones, others, strict=True):
-        assert not found.problems and not healthy.problems
-        assert found.tried == fails and found.failed > fails // 2 and not healthy.failed
-        print(f"islands: {found.failed} of {found.tried}, at most {found.longest_s:.2f} s")
-        assert fails == 8 or found.longest_s <= LIMIT_S
+    for (starts, outcome), (same, healthy) in zip(ones, others, strict=True):
+        assert not outcome.problems and not healthy.problems
+        assert outcome.tried == fails and outcome.failed > fails // 2 and not healthy.failed
+        print(f"islands: {outcome.failed} of {outcome.tried}, at most {outcome.longest_s:.2f} s")
+        assert fails == 8 or outcome.longest_s <= LIMIT_S
         shared = starts.keys() & same.keys()
         assert len(shared) > fails // 2
         for number in shared:
@@ -372,7 +347,7 @@ def test_a_failure_in_an_island_that_is_a_job_is_one_of_its_ranks(fails: int) ->
 
 
 def told_in_a_trial(fails_at: int) -> tuple[float, str]:
-    """What an attach comes to whose trial of a codec fails on rank 1 at an encoding."""
+    """Attach with a trial of a codec that fails on rank 1 at an encoding; return the error."""
     job = Job(None).build()
     block = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}
     calls, plain = [0], BlockInt.encode
@@ -392,7 +367,7 @@ def told_in_a_trial(fails_at: int) -> tuple[float, str]:
 
 @pytest.mark.parametrize("fails_at", [1, 4])
 def test_a_failure_in_the_message_of_a_trial_ends_all_ranks(fails_at: int) -> None:
-    """Nobody waits in it: the rank that fails says so, and closes its connections."""
+    """The failing rank reports it and closes its connections, which ends the others' waits."""
     for seconds, said in run_ranks(3, told_in_a_trial, fails_at):
         assert said.endswith("rank 1: RuntimeError: no memory is left"), said
         assert seconds < LIMIT_S
@@ -403,9 +378,9 @@ LATE = "hybridcomp.detach: rank(s) 1 never stated theirs"
 
 
 def detached_alone() -> tuple[bool, str, list[str]]:
-    """Whether a model is attached after a detach in which rank 1 gave something else.
+    """Detach another model on rank 1, then detach with rank 1 late.
 
-    And what a rank complains of in one to which rank 1 comes late.
+    Returns whether the model stayed attached, the first error, and the complaints about rank 1.
     """
     job = Job(None).build()
     job.attached = hybridcomp.attach(job.model, {"dp": {"codec": "blockint"}, "min_bytes": 0})
@@ -416,7 +391,7 @@ def detached_alone() -> tuple[bool, str, list[str]]:
     was_kept = not job.attached.is_detached
     job.train(1)
     attach.SILENT_S, store = 0.2, dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:  # alive, and late: nobody waits for it
+    if dist.get_rank() == 1:  # alive and late: no rank waits for it
         assert awaited(lambda: store.check(["0 is native", "2 is native"]) or None, 60.0)
     with patch.object(attach, "complain") as complained:
         hybridcomp.detach(job.model)
@@ -430,7 +405,7 @@ def detached_alone() -> tuple[bool, str, list[str]]:
 
 
 def test_a_detach_of_something_else_on_one_rank_lets_go_of_none() -> None:
-    """Nobody waits for one that is late."""
+    """No rank waits for a late one."""
     for rank, (was_kept, said, late) in enumerate(run_ranks(3, detached_alone)):
         assert was_kept
         assert [text.partition(", in ")[0] for text in late] == ([] if rank == 1 else [LATE])
@@ -439,9 +414,9 @@ def test_a_detach_of_something_else_on_one_rank_lets_go_of_none() -> None:
 
 
 def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outcome:
-    """``count`` failures of an operation, at steps and on ranks that ``seed`` draws."""
+    """Inject ``count`` failures into an operation, at steps and on ranks drawn by ``seed``."""
     agreement.LOOK_S = 0.05
-    draw, found = random.Random(seed), Outcome()
+    draw, outcome = random.Random(seed), Outcome()
     subject: AnySubject
     if engine.startswith("deepspeed"):
         subject = EngineSubject(folder, engine, {"dp": BLOCK["dp"], "min_bytes": 0})
@@ -450,46 +425,33 @@ def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outc
     else:
         subject = Subject(folder, engine, BLOCK)
     getattr(subject, f"prepare_{what}", lambda: None)()
-    least = torch.tensor(told(subject, what, None)[3])
+    least = torch.tensor(attempt(subject, what, None)[3])
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    found.steps = int(least)
-    order = [0, *draw.sample(range(1, found.steps), found.steps - 1)]  # 0: in front of all gates
+    number_of_steps = int(least)
+    # 0: in front of all gates
+    order = [0, *draw.sample(range(1, number_of_steps), number_of_steps - 1)]
     for number in range(count):
-        one(subject, what, draw.randrange(dist.get_world_size()), order[number % len(order)], found)
+        rank, step = draw.randrange(dist.get_world_size()), order[number % len(order)]
+        fail(subject, what, rank, step, outcome)
     getattr(subject, f"prepare_{what}", lambda: None)()
     getattr(subject, what)()
     if not subject.ends_well():
-        found.problems.append("start copies differ between islands")
-    return found
+        outcome.problems.append("start copies differ between islands")
+    return outcome
 
 
 #: operation, engine, ranks; how many by day, and of the thousand by night
 CASES = (
-    ("meet", "ddp", 4, 8, 150),
-    ("meet", "fsdp2", 4, 0, 100),
-    ("begin", "ddp", 4, 0, 60),
-    ("save", "ddp", 4, 4, 100),
-    ("save", "fsdp2", 4, 0, 50),
-    ("load", "ddp", 4, 4, 80),
-    ("load", "fsdp2", 4, 0, 50),
-    ("load_entries", "ddp", 4, 0, 60),
-    ("attach", "ddp", 4, 0, 60),
-    ("attach", "fsdp2", 4, 3, 40),
-    ("detach", "ddp", 4, 4, 30),
-    ("detach", "fsdp2", 4, 0, 20),
-    ("attach", "deepspeed1", 2, 0, 30),
-    ("save", "deepspeed1", 2, 3, 30),
-    ("load", "deepspeed1", 2, 0, 30),
-    ("attach", "deepspeed2", 2, 0, 10),
-    ("save", "deepspeed2", 2, 0, 25),
-    ("load", "deepspeed2", 2, 0, 20),
-    ("attach", "deepspeed3", 2, 0, 10),
-    ("save", "deepspeed3", 2, 0, 25),
-    ("load", "deepspeed3", 2, 0, 20),
-    ("renew", "copies", 4, 6, 60),
-    ("renew", "frozen", 4, 0, 60),
-    ("renew", "copies3", 4, 0, 40),
-    ("renew", "frozen3", 4, 0, 40),
+    ("meet", "ddp", 4, 8, 150), ("meet", "fsdp2", 4, 0, 100), ("begin", "ddp", 4, 0, 60),
+    ("save", "ddp", 4, 4, 100), ("save", "fsdp2", 4, 0, 50), ("load", "ddp", 4, 4, 80),
+    ("load", "fsdp2", 4, 0, 50), ("load_entries", "ddp", 4, 0, 60), ("attach", "ddp", 4, 0, 60),
+    ("attach", "fsdp2", 4, 3, 40), ("detach", "ddp", 4, 4, 30), ("detach", "fsdp2", 4, 0, 20),
+    ("attach", "deepspeed1", 2, 0, 30), ("save", "deepspeed1", 2, 3, 30),
+    ("load", "deepspeed1", 2, 0, 30), ("attach", "deepspeed2", 2, 0, 10),
+    ("save", "deepspeed2", 2, 0, 25), ("load", "deepspeed2", 2, 0, 20),
+    ("attach", "deepspeed3", 2, 0, 10), ("save", "deepspeed3", 2, 0, 25),
+    ("load", "deepspeed3", 2, 0, 20), ("renew", "copies", 4, 6, 60), ("renew", "frozen", 4, 0, 60),
+    ("renew", "copies3", 4, 0, 40), ("renew", "frozen3", 4, 0, 40),
 )  # fmt: skip
 
 
@@ -501,10 +463,12 @@ CASES = (
 def test_a_failure_of_one_rank_is_one_of_all(
     what: str, engine: str, ranks: int, count: int, is_night: bool, tmp_path: Path
 ) -> None:
-    found, *_ = run_ranks(ranks, failing, tmp_path, engine, what, count, 1, timeout=900.0)
-    print(f"{what} {engine}: {found.failed} of {found.tried}, at most {found.longest_s:.2f} s")
-    assert not found.problems
+    outcome, *_ = run_ranks(ranks, failing, tmp_path, engine, what, count, 1, timeout=900.0)
+    print(
+        f"{what} {engine}: {outcome.failed} of {outcome.tried}, at most {outcome.longest_s:.2f} s"
+    )
+    assert not outcome.problems
     # files that are closed and logs that are ended may fail without a loss
-    assert found.tried == count and found.failed > (0 if what == "detach" else count // 2)
+    assert outcome.tried == count and outcome.failed > (0 if what == "detach" else count // 2)
     if is_night:  # by day a busy machine may take longer
-        assert found.longest_s <= LIMIT_S
+        assert outcome.longest_s <= LIMIT_S

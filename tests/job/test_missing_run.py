@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hybridcomp import missing_run
 from hybridcomp.job.launcher import start_command
 from tests.contributing.walk import distribution
 from tests.paths import ROOT
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 BLOCK = {"dp": {"codec": "blockint", "bits": 4}}
 
@@ -31,31 +32,62 @@ def _step() -> None:
     torch.optim.SGD([weight], lr=0.1).step()
 
 
-def _trains(environment: dict[str, str], words: list[str], acting: bool) -> str:
-    """Run two steps; return this rank's output."""
+#: environment, command line, contents of FILE, and the expected warning; "": none
+Case = tuple[dict[str, str], list[str], Any, str]
+WHOLE = {"train_batch_size": 8, "compression": BLOCK}
+HAS_BLOCK = "FILE has a block, and nothing is compressed: start with "
+CASES: dict[str, Case] = {
+    "variable": (
+        {"HYBRIDCOMP_CONFIG": "FILE", "CROSS_RANK": "0"}, [], BLOCK,
+        f"[hybridcomp] WARNING: HYBRIDCOMP_CONFIG: {HAS_BLOCK}"
+        "`deepspeed ... --module hybridcomp.run train.py ...`, or call",
+    ),
+    "option": ({}, ["--deepspeed_config", "FILE"], WHOLE, HAS_BLOCK),
+    "one word": ({}, ["--deepspeed=FILE"], WHOLE, HAS_BLOCK),
+    "record": (
+        {"HYBRIDCOMP_RECORD": "FILE"}, [], None, "HYBRIDCOMP_RECORD: nothing is written into FILE",
+    ),
+    "no block": ({}, ["--deepspeed=FILE"], {"train_batch_size": 8}, ""),
+    "not enabled": ({}, ["--deepspeed=FILE"], {"compression": {"enabled": False, **BLOCK}}, ""),
+    "no file": ({}, ["--deepspeed=FILE"], None, ""),
+}  # fmt: skip
+
+
+def trained(folder: Path, acting: bool) -> list[str]:
+    """Run two steps for each case; return this rank's output. ``acting``: under hybridcomp."""
     assert dist.get_world_size() == 2
-    kept = {name: module for name, module in sys.modules.items() if missing_run.ACTING in name}
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        for name in kept:
-            patch.delitem(sys.modules, name)
-        if acting:
-            patch.setitem(sys.modules, missing_run.ACTING, sys)
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setattr(sys, "argv", ["train.py", *words])
-        calls: list[int] = []
-        missing_run.watch()
-        other = register_optimizer_step_post_hook(lambda *_: calls.append(1))
-        _step()
-        _step()
-        other.remove()
-        assert len(calls) == 2, "hooks of others run as ever"
-    return printed.getvalue()
+    outputs = []
+    for name, (environment, words, _, _) in CASES.items():
+        printed = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            for module in [name for name in sys.modules if missing_run.ACTING in name]:
+                patch.delitem(sys.modules, module)
+            if acting:
+                patch.setitem(sys.modules, missing_run.ACTING, sys)
+            for variable, value in environment.items():
+                patch.setenv(variable, value.replace("FILE", str(folder / name)))
+            named = [word.replace("FILE", str(folder / name)) for word in words]
+            patch.setattr(sys, "argv", ["train.py", *named])
+            calls: list[int] = []
+            missing_run.watch()
+            other = register_optimizer_step_post_hook(lambda *_, calls=calls: calls.append(1))
+            _step()
+            _step()
+            other.remove()
+            assert len(calls) == 2, "hooks of others run as ever"
+        outputs.append(printed.getvalue())
+    return outputs
 
 
-def _output(environment: dict[str, str], *words: str, acting: bool = False) -> str:
-    return "".join(run_ranks(2, _trains, environment, list(words), acting))
+def test_a_job_without_hybridcomp_gets_a_warning_once(on_ranks: RunRanks, tmp_path: Path) -> None:
+    for name, (_, _, settings, _) in CASES.items():
+        if settings is not None:
+            (tmp_path / name).write_text(json.dumps(settings))
+    assert "".join(map("".join, on_ranks(2, trained, tmp_path, True))) == ""
+    outputs = map("".join, zip(*on_ranks(2, trained, tmp_path, False), strict=True))
+    for (name, (*_, warning)), output in zip(CASES.items(), outputs, strict=True):
+        expected = warning.replace("FILE", str(tmp_path / name))
+        assert output.count(expected) == 1 if warning else output == "", name
 
 
 def test_torch_calls_it() -> None:
@@ -89,42 +121,6 @@ def test_an_interpreter_without_a_command_line_imports_torch(
     assert not list(missing_run._missing())
 
 
-def test_a_block_that_the_environment_names_is_told_of_once(tmp_path: Path) -> None:
-    file = tmp_path / "block.json"
-    file.write_text(json.dumps(BLOCK))
-    found = _output({"HYBRIDCOMP_CONFIG": str(file)})
-    assert found.count(f"HYBRIDCOMP_CONFIG: {file} has a block, and nothing is compressed") == 1
-
-
-@pytest.mark.parametrize("words", [["--deepspeed_config", "{}"], ["--deepspeed={}"]])
-def test_a_block_in_the_file_of_an_option_is_told_of(words: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps({"train_batch_size": 8, "compression": BLOCK}))
-    found = _output({}, *(word.format(file) for word in words))
-    assert found.count(f"{file} has a block, and nothing is compressed") == 1
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"train_batch_size": 8}, {"compression": {"enabled": False, **BLOCK}}, None],
-    ids=["no block", "not enabled", "no file"],
-)
-def test_a_file_without_a_block_is_none_of_its_business(
-    settings: dict[str, object] | None, tmp_path: Path
-) -> None:
-    file = tmp_path / "ds_config.json"
-    if settings is not None:
-        file.write_text(json.dumps(settings))
-    assert "compressed" not in _output({}, "--deepspeed_config", str(file))
-
-
-def test_a_job_that_uses_hybridcomp_is_told_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "block.json"
-    file.write_text(json.dumps(BLOCK))
-    found = _output({"HYBRIDCOMP_CONFIG": str(file)}, acting=True)
-    assert "compressed" not in found
-
-
 #: environment variables that each launcher sets for a rank
 LAUNCHERS = {
     "deepspeed": {"CROSS_RANK": "0"},
@@ -151,18 +147,3 @@ def test_the_command_is_one_of_the_launcher_in_use(
     assert start_command(LAUNCHERS[launcher]) == command
     monkeypatch.setattr(sys, "argv", ["-c"])
     assert start_command(LAUNCHERS[launcher]) == command.replace("train.py", "SCRIPT")
-
-
-def test_a_missing_block_says_the_command(tmp_path: Path) -> None:
-    file = tmp_path / "block.json"
-    file.write_text(json.dumps(BLOCK))
-    found = _output({"HYBRIDCOMP_CONFIG": str(file), **LAUNCHERS["deepspeed"]})
-    assert "[hybridcomp] WARNING: HYBRIDCOMP_CONFIG: " in found
-    assert "start with `deepspeed ... --module hybridcomp.run train.py ...`, or call" in found
-
-
-def test_a_file_to_record_into_that_nobody_writes_is_told(tmp_path: Path) -> None:
-    found = _output({"HYBRIDCOMP_RECORD": str(tmp_path / "loss.jsonl")})
-    assert found.count("HYBRIDCOMP_RECORD: nothing is written into ") == 1
-    assert "hybridcomp.run train.py ...`, or call hybridcomp.install() before the engine" in found
-    assert not _output({"HYBRIDCOMP_RECORD": str(tmp_path / "loss.jsonl")}, acting=True)

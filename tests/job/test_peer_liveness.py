@@ -36,7 +36,7 @@ GLOO = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by pe
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen(["sleep", "60"])
     yield process
     process.kill()
     process.wait()
@@ -79,6 +79,18 @@ def test_another_process_with_the_number_of_a_rank_is_not_that_rank() -> None:
     assert processes.state(reused) == "has ended"
 
 
+def test_ended_ranks_belong_to_their_process_group(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, peer = object(), peer_of(child.pid)
+    monkeypatch.setattr(processes.Known, "peers", (peer,))
+    monkeypatch.setattr(processes.Known, "job", staticmethod(lambda: job))
+    child.kill()
+    child.wait()
+    assert processes.gone([1], job) == [peer]
+    assert not processes.gone([0], job) and not processes.gone([1], object())
+
+
 def test_a_process_of_another_host_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
     far = replace(peer_of(child.pid), space="another boot")
     child.kill()
@@ -91,9 +103,9 @@ def test_a_lost_message_names_the_rank_that_ended(
 ) -> None:
     monkeypatch.setattr(processes.Known, "peers", (peer_liveness._myself(), peer_of(child.pid)))
     monkeypatch.setattr(peer_liveness, "LOOK_S", 0.0)
-    found = peer_liveness.lost(GLOO, "dp at step 12")
-    assert isinstance(found, PeerError)
-    assert "dp at step 12 failed: the processes of this host's ranks still run (" in str(found)
+    error = peer_liveness.lost(GLOO, "dp at step 12")
+    assert isinstance(error, PeerError)
+    assert "dp at step 12 failed: the processes of this host's ranks still run (" in str(error)
     child.kill()
     child.wait()
     text = str(peer_liveness.lost(GLOO, "dp at step 12"))
@@ -140,7 +152,6 @@ def test_errors_about_other_things_are_left_alone(error: Exception) -> None:
         "NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited or there was a network "
         "error",
         "Connection reset by peer",
-        "Broken pipe",
     ],
 )
 def test_what_back_ends_say_of_a_lost_peer(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,18 +236,18 @@ def seconds(group: dist.ProcessGroup) -> float:
 
 def limits() -> list[float]:
     """Return timeouts of a group that upstream created later, and of one with its own timeout."""
-    later, told = dist.new_group([0]), dist.new_group([0], timeout=timedelta(hours=3))
-    found = [seconds(later)]
+    later, explicit = dist.new_group([0]), dist.new_group([0], timeout=timedelta(hours=3))
+    limits_s = [seconds(later)]
     c10d, limit = dist.distributed_c10d, timedelta(seconds=7)
     getattr(dist, "set_timeout", c10d._set_pg_timeout)(limit, c10d._get_default_group())
     assert peer_liveness.time_limit() == limit
     peer_liveness.limit_waits()
-    return [*found, seconds(later), seconds(told)]
+    return [*limits_s, seconds(later), seconds(explicit)]
 
 
 def test_groups_wait_no_longer_than_the_default_group() -> None:
-    before, after, told = run_ranks(1, limits)[0]
-    assert before > 7 and after == 7 and told == 3 * 3600
+    before, after, explicit = run_ranks(1, limits)[0]
+    assert before > 7 and after == 7 and explicit == 3 * 3600
 
 
 def limits_of_models() -> list[float]:
@@ -254,8 +265,8 @@ def limits_of_models() -> list[float]:
 
 
 def test_attach_leaves_the_time_outs_of_the_user_s_groups_alone() -> None:
-    for default, told, own in run_ranks(2, limits_of_models):
-        assert default == 1800 and told == 3 * 3600
+    for default, explicit, own in run_ranks(2, limits_of_models):
+        assert default == 1800 and explicit == 3 * 3600
         assert own == LIMIT_S, "the time-out of the default group (tests/ranks.py)"
 
 
@@ -288,18 +299,18 @@ def last_words(*words: str) -> subprocess.CompletedProcess[str]:
     ("name", "said"), [("SIGTERM", "was told to end (SIGTERM)"), ("SIGABRT", "aborts")]
 )
 def test_a_rank_that_a_signal_ends_says_who_is_missing(name: str, said: str) -> None:
-    found = last_words(name)
-    assert found.returncode == -getattr(signal, name)  # the signal has its default effect
-    assert found.stderr == (
+    ended = last_words(name)
+    assert ended.returncode == -getattr(signal, name)  # the signal has its default effect
+    assert ended.stderr == (
         f"[hybridcomp] rank 0 of 4 {said}: rank 1 has ended; rank 3 has ended\n"
     )
 
 
 def test_a_handler_of_the_program_is_left_alone() -> None:
-    found = last_words("SIGTERM", "own")
-    assert (found.returncode, found.stdout, found.stderr) == (3, "my handler\n", "")
+    ended = last_words("SIGTERM", "own")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "my handler\n", "")
 
 
 def test_a_forked_worker_says_nothing() -> None:
-    found = last_words("SIGTERM", "fork")
-    assert (found.returncode, found.stderr) == (0, "")
+    ended = last_words("SIGTERM", "fork")
+    assert (ended.returncode, ended.stderr) == (0, "")

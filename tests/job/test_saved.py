@@ -23,7 +23,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path: Pa
     saved.write_json(path, {"format": 1})
     assert other.read_text() == "precious"
     assert saved.read_json(path) == {"format": 1} and not path.is_symlink()
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["other", "state.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "state.json"]
 
 
 def test_all_of_a_file_is_on_the_disk_before_it_has_its_name(
@@ -47,10 +47,10 @@ def test_all_of_a_file_is_on_the_disk_before_it_has_its_name(
 
 
 def test_what_an_ended_save_left_goes_with_the_next(tmp_path: Path) -> None:
-    for name in ("a_rank_00001.pt.part", "a_rank_00003.pt.part", "b_rank_00003.pt.part"):
+    for name in ("a_rank_00001.pt.part", "a_rank_00002.pt.part", "b_rank_00003.pt.part"):
         (tmp_path / name).write_text("half")
     saved.sweep(tmp_path, "a_rank_*.pt", 2)
-    left = sorted(found.name for found in tmp_path.iterdir())
+    left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["a_rank_00001.pt.part", "b_rank_00003.pt.part"]
     saved.write(tmp_path / "a_rank_00001.pt", {"format": 1})
     assert not (tmp_path / "a_rank_00001.pt.part").exists()
@@ -65,13 +65,29 @@ def test_whatever_one_rank_raises_is_told(error: Exception) -> None:
     assert problem and ("it is cut" in problem or type(error).__name__ in problem)
 
 
+def test_loss_scales_are_positive_and_finite() -> None:
+    values = [1, 0.5, 0, -1.0, float("inf"), float("nan"), "1"]
+    assert [value for value in values if saved.is_scale(value)] == [1, 0.5]
+
+
+def test_a_second_record_of_a_name_is_damage(tmp_path: Path) -> None:
+    """Python's reader would check the last record of a name, torch's may read another."""
+    saved.write(tmp_path / "a.pt", {"format": 1})
+    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr(archive.namelist()[0], b"other")
+        archive.infolist()[-1].external_attr = 0  # as torch writes it
+    with pytest.raises(CheckpointError, match="the header or the checksum of"):
+        saved.read(tmp_path / "a.pt")
+
+
 def headers_of(data: bytes) -> list[int]:
     """Return the positions of bytes outside records."""
     inside: set[int] = set()
-    for one in zipfile.ZipFile(io.BytesIO(data)).infolist():
-        lengths = struct.unpack_from("<HH", data, one.header_offset + 26)
-        start = one.header_offset + 30 + sum(lengths)
-        inside.update(range(start, start + one.file_size))
+    for record in zipfile.ZipFile(io.BytesIO(data)).infolist():
+        lengths = struct.unpack_from("<HH", data, record.header_offset + 26)
+        start = record.header_offset + 30 + sum(lengths)
+        inside.update(range(start, start + record.file_size))
     return [place for place in range(len(data)) if place not in inside]
 
 
@@ -83,15 +99,15 @@ def test_no_flipped_bit_of_a_header_gives_other_values(every: int) -> None:
     directory = data.index(b"PK\x01\x02")
     places = headers_of(data)
     refused = 0
-    for place in (one for one in places if one >= directory or one % every == 0):
+    for place in (at for at in places if at >= directory or at % every == 0):
         for bit in range(8) if place % every == 0 or every == 1 else (4,):
             damaged = bytearray(data)
             damaged[place] ^= 1 << bit
             try:
-                found = saved.unpack(bytes(damaged), "state")
+                state = saved.unpack(bytes(damaged), "state")
             except CheckpointError as error:
                 refused += 1
                 assert "\n" not in str(error)
             else:
-                assert torch.equal(found["values"], values), (place, bit)
+                assert torch.equal(state["values"], values), (place, bit)
     assert refused > 100

@@ -18,7 +18,8 @@ def exchange(store: Any, ranks: int, number: int, same: bool = False) -> list[Co
     """Run a round of simulated ranks in turn; return each rank's requests."""
     asked = [CountedStore(store) for _ in range(ranks)]
     rounds = [
-        StatementRound(one, f"round {number}", i, range(ranks)) for i, one in enumerate(asked)
+        StatementRound(rank_store, f"round {number}", i, range(ranks))
+        for i, rank_store in enumerate(asked)
     ]
     for this in rounds:
         assert not this.is_told()
@@ -38,8 +39,8 @@ def test_requests_do_not_grow_with_ranks(ranks: int) -> None:
     store = HashStore()
     first, second = exchange(store, ranks, 0), exchange(store, ranks, 1, same=True)
     for asked, deleted in ((first, 0), (second, 1)):
-        for one in asked[1:-1]:
-            assert sum(one.calls.values()) == 6 + deleted
+        for rank_store in asked[1:-1]:
+            assert sum(rank_store.calls.values()) == 6 + deleted
         last = asked[-1].calls
         assert last["multi_get"] == -(-ranks // statements.AT_ONCE) and last["set"] == 3
         assert sum(last.values()) == 8 + last["multi_get"] + deleted
@@ -61,8 +62,8 @@ def test_statements_too_long_for_one_value(monkeypatch: pytest.MonkeyPatch) -> N
     texts = [json.dumps({"text": os.urandom(200).hex()}) for _ in pair]
     for this, text in zip(pair, texts, strict=True):
         this.state(text)
-    found, order = pair[0].read()
-    assert [json.dumps(one) for one in found] == texts and order == [0, 1]
+    statements_read, order = pair[0].read()
+    assert [json.dumps(statement) for statement in statements_read] == texts and order == [0, 1]
     keys = store.num_keys()
     for this in pair:
         this.forget()
@@ -83,7 +84,7 @@ def test_who_is_missing() -> None:
 
 
 def test_the_last_rank_ends_before_it_collects() -> None:
-    """Any other rank can do it, and doing it twice is harmless."""
+    """Any other rank can collect, and collecting twice is harmless."""
     store = HashStore()
     this = StatementRound(store, "x", 0, range(2))
     this.state('{"a": 1}')

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -109,3 +110,10 @@ def pair(
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return gradients by parameter name."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def joined(model: nn.Module, own: Mapping[str, Tensor], q: int = 2) -> dict[str, Tensor]:
+    """Gather the parts ``own`` of this rank from all ranks; return whole tensors by parameter."""
+    states: list[Any] = [None] * (q * q)
+    dist.all_gather_object(states, own)
+    return tp2d.join_states(states, tp2d.layouts_of(model), q)

@@ -19,6 +19,7 @@ from hybridcomp.session import process
 from tests.nn.dense import Case, inputs, whole
 from tests.nn.test_ring import errors, with_block
 from tests.ranks import RunRanks, run_ranks
+from tests.selection import by_day
 
 EIGHT = {"cp": {"codec": "blockint", "bits": 8}}
 VOCABULARY, LENGTH = 61, 64
@@ -54,13 +55,13 @@ def _example(cp: int) -> tuple[float, list[Tensor], int]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = lm_loss(model(share.cut(tokens[:, :-1])), share.cut(tokens[:, 1:]))
     loss.backward()  # type: ignore[no-untyped-call]
-    found = torch.stack([loss.detach()])
+    total = torch.stack([loss.detach()])
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if cp > 1:
-        for values in (found, *gradients):
+        for values in (total, *gradients):
             dist.all_reduce(values)
             values /= cp
-    return float(found), gradients, sum(kept.values())
+    return float(total), gradients, sum(kept.values())
 
 
 def example() -> list[tuple[float, float, float]]:
@@ -69,17 +70,17 @@ def example() -> list[tuple[float, float, float]]:
     results = []
     for block in (None, EIGHT):
         with_block(block)
-        found, ours, kept = _example(dist.get_world_size())
+        loss_of_ring, ours, kept = _example(dist.get_world_size())
         squares = [
             ((a - b).square().sum(), b.square().sum()) for a, b in zip(ours, gradients, strict=True)
         ]
         wrong, right = (float(torch.stack(column).sum()) for column in zip(*squares, strict=True))
-        results.append((abs(found - loss) / loss, (wrong / right) ** 0.5, kept / nbytes))
+        results.append((abs(loss_of_ring - loss) / loss, (wrong / right) ** 0.5, kept / nbytes))
     with_block(None)
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", by_day([2, 4], [2]))
 def test_the_example_trains_as_ever(on_ranks: RunRanks, ranks: int) -> None:
     """Loss and gradients equal those of whole sequences; activations shrink with the ranks."""
     for native, encoded in on_ranks(ranks, example):
@@ -119,13 +120,13 @@ def _two_dimensions(block: dict[str, Any] | None) -> tuple[float, dict[str, floa
     out = layer(*leaves, 0)
     out.backward(grad)
     parts = [t.transpose(1, 2) for t in (out, *(leaf.grad for leaf in leaves)) if t is not None]
-    found = [gather(gather(t, inside, dim=2, layout="contiguous"), around, dim=2) for t in parts]
+    wholes = [gather(gather(t, inside, dim=2, layout="contiguous"), around, dim=2) for t in parts]
     messages: dict[str, float] = {}
     if channels is not None:
         entries = channels.ledger.interval
         messages |= {way: entries["cp", way].messages for way in DIRECTIONS}
     process.use(None)
-    return max(errors(case, found)), messages
+    return max(errors(case, wholes)), messages
 
 
 def test_ulysses_inside_and_a_ring_outside() -> None:
@@ -186,12 +187,12 @@ def core_attention(bits: int | None) -> tuple[list[float], str, str]:
         out.backward(grad.flatten(2))
         context = out.unflatten(2, (4, 16))
         parts = [context, *(leaf.grad for leaf in leaves)]
-        found = [gather(t.permute(1, 2, 0, 3), group, dim=2) for t in parts]
+        wholes = [gather(t.permute(1, 2, 0, 3), group, dim=2) for t in parts]
     finally:
         process.use(None)
         revert_all(applied)
         parallel_state.destroy_model_parallel()
-    return errors(case, found), said[0], said[1]
+    return errors(case, wholes), said[0], said[1]
 
 
 def test_core_attention_of_megatron() -> None:
@@ -231,13 +232,13 @@ def language_model() -> tuple[float, float, float, list[str]]:
         loss = model(**given, use_cache=False).loss
         loss.backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found = loss.detach().clone()
+        total = loss.detach().clone()
         if name != "eager":
-            for values in (found, gradients):
+            for values in (total, gradients):
                 dist.all_reduce(values)
                 values /= dist.get_world_size()
-        results.append((found, gradients))
-    (loss, right), (found, ours) = results
+        results.append((total, gradients))
+    (loss, right), (total, ours) = results
     said = []
     try:
         model.train()
@@ -246,7 +247,7 @@ def language_model() -> tuple[float, float, float, list[str]]:
     except ValueError as error:
         said.append(str(error))
     far = (ours - right).norm() / right.norm()
-    return float((found - loss).abs() / loss), float(far), float(loss), said
+    return float((total - loss).abs() / loss), float(far), float(loss), said
 
 
 def test_models_of_transformers() -> None:
@@ -278,7 +279,7 @@ def torch_ring() -> list[tuple[list[float], float, float]]:
     from hybridcomp.patches.torch import context_parallel as torch_context
     from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
-    case, found = Case(kept=4, width=16), []
+    case, results = Case(kept=4, width=16), []
     q, k, v, grad = (shard(values, dim=2) for values in inputs(case))
     scale = case.width**-0.5
     theirs._cp_options.enable_load_balance = True
@@ -307,11 +308,11 @@ def torch_ring() -> list[tuple[list[float], float, float]]:
             if channels is not None:
                 ways = [channels.ledger.interval["cp", way] for way in DIRECTIONS]
                 counted = (sum(w.messages for w in ways), sum(w.native for w in ways))
-            found.append((errors(case, parts), *counted))
+            results.append((errors(case, parts), *counted))
     finally:
         with_block(None)
         revert_all(applied)
-    return found
+    return results
 
 
 def test_the_rotation_of_torch(on_ranks: RunRanks) -> None:

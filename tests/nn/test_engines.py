@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import RunRanks
+from tests.selection import by_day
 
 VOCABULARY, LENGTH, STEPS = 61, 64, 3
 SETTINGS: dict[str, Any] = {
@@ -104,9 +105,9 @@ def trainings(runs: list[Run]) -> list[tuple[list[float], dict[str, tuple[float,
 
     start_deepspeed()
     hybridcomp.install()
-    found = [train(run) for run in runs]
+    outcomes = [train(run) for run in runs]
     hybridcomp.uninstall()
-    return found
+    return outcomes
 
 
 def refused() -> str:
@@ -122,7 +123,7 @@ def refused() -> str:
     return ""
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp"])
+@pytest.mark.parametrize("engine", by_day(["deepspeed", "fsdp2", "ddp"], ["deepspeed", "ddp"]))
 def test_engines_train_over_sequences(module_ranks: RunRanks, engine: str) -> None:
     runs = [
         Run(engine, cp=1), Run(engine), Run(engine, setting="expcode"),

@@ -46,12 +46,12 @@ def test_kernels_are_plain_torch(
 
     def both(wide: torch.dtype, kind: kernels.Kind) -> list[Tensor]:
         qs, ks, vs, gs = (t.to(wide) for t in (q, k, v, grad))
-        found = [
+        results = [
             kernels.forward(qs, ks[:, :, p], vs[:, :, p], mask, scale, kind) for p, mask in parts
         ]
-        out = found[0][0].to(blocks.accumulator(wide)).clone()
-        logs = found[0][1].clone()
-        blocks.merge(out, logs, *found[1])
+        out = results[0][0].to(blocks.accumulator(wide)).clone()
+        logs = results[0][1].clone()
+        blocks.merge(out, logs, *results[1])
         delta = (out * gs).sum(-1)
         grads = [
             kernels.backward(
@@ -115,8 +115,8 @@ def test_the_efficient_kernel_gets_the_heads_of_a_token_side_by_side(
     out = (whole.transpose(1, 2) if by_tokens else whole)[:, :, 4:]
     q = drawn((2, 3, 8, width), torch.bfloat16, "cpu", 1)
     logs = torch.zeros(2, 3, 8)
-    found = kernels.backward(q, q, q, q, out, logs, logs, Mask(True), 1.0, "efficient")
-    assert [one.shape for one in found] == [q.shape] * 3
+    grads = kernels.backward(q, q, q, q, out, logs, logs, Mask(True), 1.0, "efficient")
+    assert [values.shape for values in grads] == [q.shape] * 3
     (given,) = seen
     filled = given.shape[3]
     assert filled % kernels.STEP == 0 and given.stride()[1:] == (filled, 3 * filled, 1)

@@ -38,28 +38,28 @@ def test_parts_are_what_a_causal_mask_shows(ranks: int, layout: Layout) -> None:
     for rank in range(ranks):
         for owner in range(ranks):
             seen = torch.tensor([[q >= k for k in held[owner]] for q in held[rank]])
-            found = torch.zeros_like(seen)
+            covered = torch.zeros_like(seen)
             what = part(rank, owner, length, ranks=ranks, causal=True, layout=layout)
             if what is not None:
-                block = found[what.queries, what.keys]
+                block = covered[what.queries, what.keys]
                 block |= torch.ones_like(block).tril() if what.causal else torch.ones_like(block)
                 assert what.keys.start == 0  # a slice from the first key on travels
-            assert torch.equal(seen, found)
+            assert torch.equal(seen, covered)
 
 
 def test_zigzag_is_balanced() -> None:
     """Every rank computes equally many scores at every step."""
     ranks, length = 4, 8
     for step in range(1, ranks):
-        found = set()
+        scores = set()
         for rank in range(ranks):
             what = part(
                 rank, (rank - step) % ranks, length, ranks=ranks, causal=True, layout="zigzag"
             )
             assert what is not None
             rows, keys = (len(range(length)[s]) for s in (what.queries, what.keys))
-            found.add(rows * keys)
-        assert found == {length * length // 2}
+            scores.add(rows * keys)
+        assert scores == {length * length // 2}
 
 
 def round_trip() -> None:
@@ -85,31 +85,31 @@ def test_lengths_that_cannot_be_cut_are_told() -> None:
 
 
 def test_documents() -> None:
-    found = documents_of(torch.tensor([0, 3, 4, 6]), 8)
-    assert found.tolist() == [[0, 0, 0, 1, 2, 2, -1, -1]]
+    numbers = documents_of(torch.tensor([0, 3, 4, 6]), 8)
+    assert numbers.tolist() == [[0, 0, 0, 1, 2, 2, -1, -1]]
     assert documents_of_mask(torch.tensor([[1, 1, 0]])).tolist() == [[0, 0, -1]]
 
 
 def packed() -> None:
     """Positions that restart mark documents of a batch without a mask."""
     tokens = torch.arange(16).view(2, 8)
-    one = torch.arange(8).expand(2, 8)
+    whole = torch.arange(8).expand(2, 8)
     two = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 0]])
-    found = shard_batch({"input_ids": tokens, "position_ids": two, "labels": tokens})
+    batch = shard_batch({"input_ids": tokens, "position_ids": two, "labels": tokens})
     numbers = [[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 2]]
-    assert found["documents"].tolist() == numbers and found["documents"].dtype == torch.int32
-    assert torch.equal(gather(found["position_ids"]), two)
-    assert torch.equal(gather(found["input_ids"]), tokens)
+    assert batch["documents"].tolist() == numbers and batch["documents"].dtype == torch.int32
+    assert torch.equal(gather(batch["position_ids"]), two)
+    assert torch.equal(gather(batch["input_ids"]), tokens)
     mask = torch.ones_like(tokens)
     mask[0, 7] = 0
-    for more in ({"position_ids": one}, {"position_ids": two, "attention_mask": mask}, {}):
+    for more in ({"position_ids": whole}, {"position_ids": two, "attention_mask": mask}, {}):
         assert "documents" not in shard_batch({"input_ids": tokens, **more})
     with pytest.raises(
         ValueError, match=r"^position_ids: expected \(batch, 8, ...\), found \(3, 2, 8"
     ):
         shard_batch({"input_ids": tokens, "position_ids": two.expand(3, 2, 8)})
-    own = {"position_ids": two, "documents": one}
-    assert shard_batch({"input_ids": tokens, **own})["documents"] is one
+    own = {"position_ids": two, "documents": whole}
+    assert shard_batch({"input_ids": tokens, **own})["documents"] is whole
 
 
 def test_packed_positions_are_documents(on_ranks: RunRanks) -> None:

@@ -33,9 +33,9 @@ def test_attention_around_a_ring(gpu: Gpu, cp: Any, dtype: torch.dtype, document
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     out = RingFunction.forward(ctx, q, k, v, call)
     assert out.shape == q.shape and out.dtype == dtype
-    found = RingFunction.backward(ctx, torch.ones_like(out))[:3]
-    assert [each.shape for each in found] == [q.shape, k.shape, v.shape]
-    assert {each.dtype for each in found} == {dtype}
+    grads = RingFunction.backward(ctx, torch.ones_like(out))[:3]
+    assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]
+    assert {each.dtype for each in grads} == {dtype}
     assert not gpu.unmet and not gpu.waits
 
 
@@ -58,6 +58,6 @@ def test_layers_on_a_mesh(gpu: Gpu, tp2d: Any) -> None:
         ctx: Any = SimpleNamespace(needs_input_grad=(True, True, False))
         ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
         out = function.forward(ctx, *arguments)
-        found: Any = function.backward(ctx, torch.ones_like(out))
-        assert found[1].shape == weight.shape and found[1].dtype == weight.dtype
+        grads: Any = function.backward(ctx, torch.ones_like(out))
+        assert grads[1].shape == weight.shape and grads[1].dtype == weight.dtype
     assert not gpu.unmet and not gpu.waits

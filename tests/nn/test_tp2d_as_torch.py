@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn import tp2d
-from tests.nn.small_gpt import batch, gradients, pair
+from tests.nn.small_gpt import batch, gradients, joined, pair
 from tests.ranks import RunRanks
-
-
-def joined(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather the tensors ``own`` of this rank from all ranks, by parameter name."""
-    states: list[Any] = [None] * 4
-    dist.all_gather_object(states, own)
-    return tp2d.join_states(states, tp2d.layouts_of(model), 2)
 
 
 def under_autocast(tied: bool, inside: bool) -> tuple[float, float]:
@@ -41,8 +33,8 @@ def under_autocast(tied: bool, inside: bool) -> tuple[float, float]:
             loss.backward()  # type: ignore[no-untyped-call]
         assert all(grad.dtype == torch.float32 for grad in gradients(model).values())
     worst = []
-    for found in (joined(meshed, gradients(meshed)), gradients(plain)):
-        errors = [(found[n].double() - g).norm() / g.norm() for n, g in gradients(exact).items()]
+    for grads in (joined(meshed, gradients(meshed)), gradients(plain)):
+        errors = [(grads[n].double() - g).norm() / g.norm() for n, g in gradients(exact).items()]
         worst.append(float(max(errors)))
     return worst[0], worst[1]
 
@@ -68,8 +60,8 @@ def embedded(settings: dict[str, Any]) -> float:
     own = layer.mesh.part(grads).chunk(2, dim=-1)[layer.mesh.column]
     layer(tokens).backward(own)
     assert layer.weight.grad is not None and whole.weight.grad is not None
-    found = joined(layer, {"weight": layer.weight.grad})["weight"]
-    return float((found - whole.weight.grad).abs().max())
+    grad = joined(layer, {"weight": layer.weight.grad})["weight"]
+    return float((grad - whole.weight.grad).abs().max())
 
 
 @pytest.mark.parametrize(
@@ -112,8 +104,8 @@ def odd_labels() -> None:
         labels = torch.tensor([1, 2, label, 4])  # only the second row reads them
         if label in (8, -100):
             expected = nn.functional.cross_entropy(logits, labels)
-            found = tp2d.cross_entropy(own, mesh.part(labels), mesh, 9)
-            torch.testing.assert_close(found, expected)
+            loss = tp2d.cross_entropy(own, mesh.part(labels), mesh, 9)
+            torch.testing.assert_close(loss, expected)
             continue
         with pytest.raises(IndexError, match="labels of a vocabulary of 9 words"):
             tp2d.cross_entropy(own, mesh.part(labels), mesh, 9)

@@ -6,6 +6,7 @@ channel ``dp``, and passes names, groups and steps to the session.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import AgreementError, CheckpointError
 from hybridcomp.metric_names import follower_line
 from hybridcomp.session.engine_session import EngineSession
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 WIDTH, STEPS = 40, 12
 FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
@@ -97,27 +98,27 @@ class Toy:
         return [self.step(index) for index in range(first, last)]
 
 
+def several(blocks: list[dict[str, Any] | None]) -> list[tuple[list[float], float, bool]]:
+    return [losses(block) for block in blocks]
+
+
 def losses(block: dict[str, Any] | None) -> tuple[list[float], float, bool]:
     """Return losses of a run, its largest error, and whether the codec was used."""
     toy = Toy(block)
-    found = toy.train(0, STEPS)
+    losses_of_run = toy.train(0, STEPS)
     encoded = False
     if toy.session is not None:
         entry = toy.session.channels.ledger.interval["dp", "forward"]
         encoded = entry.messages == STEPS and entry.native == 0
         assert toy.session.channels.step == STEPS
-    return found, toy.worst, encoded
+    return losses_of_run, toy.worst, encoded
 
 
-def several(blocks: list[dict[str, Any] | None]) -> list[tuple[list[float], float, bool]]:
-    return [losses(block) for block in blocks]
-
-
-def test_exact_codecs_change_nothing_and_bounds_hold() -> None:
+def test_exact_codecs_change_nothing_and_bounds_hold(on_ranks: RunRanks) -> None:
     quiet = {"min_bytes": 0, "ledger": {"every": 1000}}
     bound = {"codec": "auto", "error_bound": 1e-2}
     blocks = [None, {"dp": "none", **quiet}, {"dp": "expcode", **quiet}, {"dp": bound, **quiet}]
-    for native, none, lossless, lossy in run_ranks(2, several, blocks):
+    for native, none, lossless, lossy in on_ranks(2, several, blocks):
         assert none[0] == native[0] and not none[2]
         assert lossless[0] == native[0] and lossless[2] and lossless[1] == 0
         assert lossy[0] != native[0] and lossy[2]
@@ -146,8 +147,8 @@ def resumed(folder: str) -> tuple[list[float], list[float], float]:
     return whole, again.train(half, STEPS), residual
 
 
-def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
-    for whole, after, residual in run_ranks(2, resumed, str(tmp_path)):
+def test_a_resumed_run_is_the_unbroken_one(on_ranks: RunRanks, tmp_path: Path) -> None:
+    for whole, after, residual in on_ranks(2, resumed, str(tmp_path)):
         assert residual > 0
         assert after == whole
 
@@ -170,8 +171,8 @@ def damaged(folder: str) -> tuple[int, int]:
     return sound, follower.resume.call_count - sound
 
 
-def test_followers_keep_theirs_where_a_file_is_damaged(tmp_path: Path) -> None:
-    assert run_ranks(2, damaged, str(tmp_path)) == [(1, 0)] * 2
+def test_followers_keep_theirs_where_a_file_is_damaged(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, damaged, str(tmp_path)) == [(1, 0)] * 2
 
 
 def followed() -> tuple[list[float], int]:
@@ -188,8 +189,8 @@ def followed() -> tuple[list[float], int]:
     return norms, toy.session.channels.step
 
 
-def test_residuals_follow_the_loss_scale_and_overflows() -> None:
-    for (first, doubled, dropped), step in run_ranks(2, followed):
+def test_residuals_follow_the_loss_scale_and_overflows(on_ranks: RunRanks) -> None:
+    for (first, doubled, dropped), step in on_ranks(2, followed):
         assert first > 0 and doubled == pytest.approx(2 * first)
         assert dropped == 0 and step == 3
 
@@ -201,11 +202,9 @@ def reported(jsonl: str) -> None:
     toy.session.close()
 
 
-def test_the_ledger_reports_without_an_engine(tmp_path: Path) -> None:
-    import json
-
+def test_the_ledger_reports_without_an_engine(on_ranks: RunRanks, tmp_path: Path) -> None:
     jsonl = tmp_path / "ledger.jsonl"
-    run_ranks(2, reported, str(jsonl))
+    on_ranks(2, reported, str(jsonl))
     records = [json.loads(line) for line in jsonl.read_text().splitlines()]
     assert [record["step"] for record in records] == [4, 8, 12, 12]
     assert records[-1]["summary"] and records[-1]["dimensions"]["dp"]["forward"]["messages"] == 24
@@ -223,9 +222,9 @@ def reported_by_one(folder: str) -> list[bool]:
     return [Path(folder, f"{number}.jsonl").is_file() for number in range(2)]
 
 
-def test_the_ledger_may_be_named_on_some_ranks_only(tmp_path: Path) -> None:
+def test_the_ledger_may_be_named_on_some_ranks_only(on_ranks: RunRanks, tmp_path: Path) -> None:
     """Scripts name it on the writing rank: no rank waits, and rank 0's name counts."""
-    assert run_ranks(2, reported_by_one, str(tmp_path), timeout=60) == [[True, False]] * 2
+    assert on_ranks(2, reported_by_one, str(tmp_path)) == [[True, False]] * 2
 
 
 def disagreeing() -> str:
@@ -236,8 +235,8 @@ def disagreeing() -> str:
     return ""
 
 
-def test_ranks_that_differ_are_told() -> None:
-    for text in run_ranks(2, disagreeing):
+def test_ranks_that_differ_are_told(on_ranks: RunRanks) -> None:
+    for text in on_ranks(2, disagreeing):
         assert "rank(s) 1 differ" in text
 
 

@@ -35,26 +35,16 @@ def _forget() -> Iterator[None]:
 
 
 def test_an_engine_lends_while_it_lives() -> None:
+    process.configure({"tp": "fp16"})
     engine, lent = Engine(), session({"tp": "bf16"})
     process.share_session(engine, lent)
-    assert process.current() is lent.channels
-    assert process.shared_channels() is lent.channels
+    assert process.current() is lent.channels is process.shared_channels()
     del engine
     gc.collect()
     assert process.shared_channels() is None
-    assert process.current() is None
-
-
-def test_a_configured_block_comes_back_after_the_engine() -> None:
-    process.configure({"tp": "fp16"})
-    engine = Engine()
-    process.share_session(engine, session({"tp": "bf16"}))
-    del engine
-    gc.collect()
     assert process.current() is None  # torch.distributed is not initialized
     config = process.configured()
-    assert config is not None
-    assert config.tp.codec == "fp16"
+    assert config is not None and config.tp.codec == "fp16", "the block of before"
 
 
 def test_the_first_living_engine_lends() -> None:
@@ -67,7 +57,7 @@ def test_the_first_living_engine_lends() -> None:
         process.share_session(second, session({"tp": "bf16"}))
     del first
     later = session({"tp": "bf16"})
-    process.share_session(second, later)  # the first is gone, though a cycle holds it
+    process.share_session(second, later)  # the first is deleted, though a cycle holds it
     assert process.current() is later.channels
 
 
@@ -93,12 +83,12 @@ class Follower:
 
 def followed(lender: Engine | None) -> Follower:
     """Put a session with a follower in the process's place, or share it."""
-    follower, found = Follower(), session({"tp": "bf16"})
-    found.follow(follower)
+    follower, lent = Follower(), session({"tp": "bf16"})
+    lent.follow(follower)
     if lender is None:
-        process._holder.session = found
+        process._holder.session = lent
     else:
-        process.share_session(lender, found)
+        process.share_session(lender, lent)
     return follower
 
 
@@ -117,30 +107,15 @@ def test_followers_are_closed_with_a_session_that_no_engine_closes() -> None:
     assert process.session() is None and lent.closed == 1
 
 
-def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
+def test_groups_and_session_are_dropped_before_the_interpreter_ends() -> None:
+    """A thread of gloo that outlives its group may abort the process at exit."""
     code = (
-        "import atexit, gc, weakref\n"
+        "import atexit, gc, glob, weakref\n"
         "kept = []\n"
         "def look():\n"
         "    gc.collect()\n"
         "    print('gone' if kept[0]() is None else 'alive')\n"
         "atexit.register(look)\n"  # registered first, called last
-        "from hybridcomp.session import process\n"
-        "from hybridcomp.channels import Channels\n"
-        "from hybridcomp.config import CompressionConfig\n"
-        "from hybridcomp.session.engine_session import EngineSession\n"
-        "session = EngineSession(Channels(CompressionConfig.parse({'dp': 'bf16'})))\n"
-        "process.use(session)\n"
-        "kept.append(weakref.ref(session))\n"
-        "del session\n"
-    )
-    assert run_alone(code) == "gone\n"
-
-
-def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
-    """A surviving thread may abort the process at exit."""
-    code = (
-        "import glob\n"
         "from hybridcomp.session import process\n"
         "import torch\n"
         "import torch.distributed as dist\n"
@@ -154,12 +129,13 @@ def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
         "del model\n"
         "dist.destroy_process_group()\n"
         "threads()\n"
+        "from hybridcomp.channels import Channels\n"
+        "from hybridcomp.config import CompressionConfig\n"
+        "from hybridcomp.session.engine_session import EngineSession\n"
+        "session = EngineSession(Channels(CompressionConfig.parse({'dp': 'bf16'})))\n"
+        "process.use(session)\n"
+        "kept.append(weakref.ref(session))\n"
+        "del session\n"
     )
-    assert run_alone(code) == "True\nFalse\n"
-
-
-def run_alone(code: str) -> str:
-    """Run ``code`` with hybridcomp not yet imported; return its output."""
-    done = run_python("-c", code, anew=True, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = run_python("-c", code, anew=True, GLOO_SOCKET_IFNAME="lo")  # not yet imported
+    assert (done.returncode, done.stdout) == (0, "True\nFalse\ngone\n"), done.stderr

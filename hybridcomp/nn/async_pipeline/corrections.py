@@ -60,7 +60,6 @@ class UpdateCorrection(ABC):
         ]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -114,11 +113,10 @@ class UpdateCorrection(ABC):
     def kept(self, parameter: Tensor) -> Tensor | None:
         """Return the tensor kept for ``parameter``; None before the first step."""
         state = self.optimizer.state.get(parameter, {})
-        found: Tensor | None = state.get(KEY)
-        return found
+        state_of_key: Tensor | None = state.get(KEY)
+        return state_of_key
 
     def keep(self, parameter: Tensor, values: Tensor) -> None:
-        """Keep ``values`` for ``parameter``."""
         self.optimizer.state[parameter][KEY] = values
 
 
@@ -188,8 +186,8 @@ class PipeMare(UpdateCorrection):
         """Return the weights moved back along their trend by the delay of the gradients."""
         if not self._delay:
             return None
-        found = [self.kept(p) for p in parameters]
-        pairs = zip(parameters, found, strict=True)
+        trends = [self.kept(p) for p in parameters]
+        pairs = zip(parameters, trends, strict=True)
         return [p.data if t is None else p.data - self._delay * t for p, t in pairs]
 
 
@@ -221,13 +219,13 @@ class SpikeCompensation(UpdateCorrection):
         if not self._delay:
             return None
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
-        found = []
+        predicted = []
         for parameter in parameters:
             velocity = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             data = parameter.data
             step = 0 if velocity is None else self._delay * rates[parameter] * velocity
-            found.append(data - step)
-        return found
+            predicted.append(data - step)
+        return predicted
 
 
 def make_correction(

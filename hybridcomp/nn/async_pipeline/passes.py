@@ -2,7 +2,7 @@
 
 The schedule is 1F1B without an end: of S stages, stage s is d = (S - 1 - s) (1 + slack)
 micro-batches further in its forward passes than in its backward passes. A call for a batch of M
-micro-batches ends with the backward pass of the last one, so every stage makes one optimizer step
+micro-batches ends with the backward pass of the last, so every stage makes one optimizer step
 per call; by then it has run its first forward passes of the next batch. So at most ceil(d / M)
 steps happen between a forward pass and its backward pass.
 """
@@ -44,9 +44,7 @@ class PassOrder:
         self._under_way.clear()
 
     def batch(self) -> Iterator[bool]:
-        """Yield the passes of one batch, True for forward; the caller counts each pass as it
-        runs.
-        """
+        """Yield the passes of a batch, True for forward; the caller counts each as it runs."""
         last = self.backwarded + self.micro_batches
         while self.backwarded < last:
             yield self.forwarded <= self.backwarded + self.ahead

@@ -47,7 +47,6 @@ class WeightVersions:
 
     @property
     def held(self) -> int:
-        """Return the number of versions held now, including the newest."""
         return 1 + len(self._kept)
 
     def before_step(self, needed: Iterable[int]) -> None:
@@ -59,7 +58,6 @@ class WeightVersions:
         self.most_held = max(self.most_held, self.held)
 
     def after_step(self) -> None:
-        """Count an optimizer step."""
         self.newest += 1
 
     def drop(self) -> None:
@@ -105,17 +103,15 @@ class _Places:
     """Positions of the parameters in their storages, several of which may share one."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        found: dict[int, list[tuple[int, int, int]]] = {}
+        places: dict[int, list[tuple[int, int, int]]] = {}
         for index, parameter in enumerate(parameters):
             data, start = parameter.data, int(parameter.data.storage_offset())
             row = (start, start + data.numel(), index)
-            found.setdefault(data.untyped_storage().data_ptr(), []).append(row)
-        self._storages = {key: sorted(rows) for key, rows in found.items()}
+            places.setdefault(data.untyped_storage().data_ptr(), []).append(row)
+        self._storages = {key: sorted(rows) for key, rows in places.items()}
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return the position of a tensor that is a view of a parameter; return others as they
-        are.
-        """
+        """Return the position of a view of a parameter; return other tensors unchanged."""
         rows = self._storages.get(tensor.untyped_storage().data_ptr())
         if rows is None:
             return tensor

@@ -147,8 +147,8 @@ def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 def _by_group(left: Tensor, right: Tensor) -> Tensor:
     """Multiply (B, K, G, s, x) by (B, K, x, y): the G query heads of a group share their keys."""
-    found = left.flatten(2, 3) @ right
-    return found.view(*found.shape[:2], *left.shape[2:4], found.shape[-1])
+    products = left.flatten(2, 3) @ right
+    return products.view(*products.shape[:2], *left.shape[2:4], products.shape[-1])
 
 
 def _over_rows(left: Tensor, right: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def backward(
     if kind == "flash":
         # seed and offset of dropout, which is off
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logs.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
             mask.causal, seed, seed[0], scale=scale,
         )  # fmt: skip
@@ -98,13 +98,13 @@ def backward(
         out = _by_tokens(out)
         padded = F.pad(logs, (0, -logs.shape[2] % ROWS), value=torch.inf).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, padded, seed, seed, 0.0, [True, True, True, False],
             mask.causal, scale=scale,
         )[:3]  # fmt: skip
-        found = (found[0], *(_reduced(values, kept) for values in found[1:]))
+        grads = (grads[0], *(_reduced(values, kept) for values in grads[1:]))
     grad_q, grad_k, grad_v = (
-        values[..., :width] for values, width in zip(found, widths, strict=True)
+        values[..., :width] for values, width in zip(grads, widths, strict=True)
     )
     return grad_q, grad_k, grad_v
 

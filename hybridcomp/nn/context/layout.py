@@ -133,12 +133,12 @@ def documents_of(cu_seqlens: Tensor, length: int) -> Tensor:
     """Return document numbers, int32, (1, length), of sequences that are packed back to back.
 
     ``cu_seqlens``: the start of each sequence and the end of the last, as for FlashAttention.
-    Tokens behind the last one are padding: -1.
+    Tokens behind the last are padding: -1.
     """
     places = torch.arange(length, device=cu_seqlens.device)
-    found = torch.searchsorted(cu_seqlens.to(places.dtype), places, right=True) - 1
-    found = found.masked_fill(places >= cu_seqlens[-1], -1)
-    return found.to(torch.int32).unsqueeze(0)
+    numbers = torch.searchsorted(cu_seqlens.to(places.dtype), places, right=True) - 1
+    numbers = numbers.masked_fill(places >= cu_seqlens[-1], -1)
+    return numbers.to(torch.int32).unsqueeze(0)
 
 
 def documents_of_mask(mask: Tensor) -> Tensor:

@@ -36,9 +36,7 @@ class RingCall:
         return part(rank, owner, length, ranks=ranks, causal=self.causal, layout=self.layout)
 
     def mask(self, what: BlockPart, owner: int) -> Mask:
-        """Return the mask of the block ``what`` of this rank's queries with the keys of
-        ``owner``.
-        """
+        """Return the mask of block ``what``: this rank's queries, the keys of ``owner``."""
         if self.documents is None:
             return Mask(what.causal)
         rows = self.documents[self.traffic.rank][:, what.queries]
@@ -46,9 +44,7 @@ class RingCall:
 
     @property
     def halves(self) -> int:
-        """Return into how many chunks keys are encoded: 2 if some ranks decode only the first
-        half.
-        """
+        """Return the number of chunks of encoded keys: 2 if some ranks decode only half."""
         split = self.causal and self.layout == "zigzag" and self.traffic.ranks > 1
         return 2 if split else 1
 
@@ -97,29 +93,26 @@ class RingFunction(torch.autograd.Function):
         return (*grads.run(keys), None)
 
 
+@dataclass(eq=False)
 class _Backward:
     """Run the backward pass: query gradients stay, key and value gradients go to their owners."""
 
-    def __init__(
-        self,
-        call: RingCall,
-        kind: kernels.Kind,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        logs: Tensor,
-        grad: Tensor,
-        shapes: tuple[torch.Size, torch.Size],
-    ) -> None:
-        self._call, self._kind, self._shapes = call, kind, shapes
-        self._q, self._k, self._v = q, k, v
-        self._out, self._logs, self._grad = out, logs, grad
-        wide = accumulator(q.dtype)
-        self._delta = (out.to(wide) * grad.to(wide)).sum(-1)
-        self._grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+    _call: RingCall
+    _kind: kernels.Kind
+    _q: Tensor
+    _k: Tensor
+    _v: Tensor
+    _out: Tensor
+    _logs: Tensor
+    _grad: Tensor
+    _shapes: tuple[torch.Size, torch.Size]
+
+    def __post_init__(self) -> None:
+        wide, device = accumulator(self._q.dtype), self._q.device
+        self._delta = (self._out.to(wide) * self._grad.to(wide)).sum(-1)
+        self._grad_q = torch.zeros(self._q.shape, dtype=wide, device=device)
         # gradients of keys and values in the layout in which they travel, sequence dimension first
-        self._totals = [torch.zeros(s, dtype=wide, device=q.device) for s in shapes]
+        self._totals = [torch.zeros(s, dtype=wide, device=device) for s in self._shapes]
 
     def run(self, keys: RingKV | None) -> tuple[Tensor, Tensor, Tensor]:
         """1 send gradients to their owner, 2 compute a block, 3 add the last gradients.
@@ -152,7 +145,7 @@ class _Backward:
                 for total, values in zip(self._totals, parts, strict=True):
                     total += _first(values)
                 continue
-            flat = None if parts is None else self._flat([_first(p) for p in parts], k.dtype)
+            flat = parts and [_first(p).to(k.dtype).contiguous().view(-1) for p in parts]
             packed = gradients.pack(flat)
             self._add(gradients, under_way=1)
         # 3
@@ -174,12 +167,6 @@ class _Backward:
         self._grad_q[:, :, rows] += grad_q
         return grad_k, grad_v
 
-    def _flat(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Cast and flatten gradients of keys and values, sequence dimension first, for a
-        message.
-        """
-        return [tensor.to(dtype).contiguous().view(-1) for tensor in tensors]
-
     def _expected(self, sender: int) -> Contents | None:
         """Return the sizes of the gradients from ``sender`` to this rank; None: no message."""
         what = self._call.part(sender, self._call.traffic.rank, self._q.shape[2])
@@ -188,9 +175,7 @@ class _Backward:
         return Contents(tuple(total[what.keys].numel() for total in self._totals), self._k.dtype)
 
     def _add(self, gradients: Gradients, under_way: int) -> None:
-        """Add the gradients of all steps except the last ``under_way`` to the totals' first
-        rows.
-        """
+        """Add the gradients of all steps but the last ``under_way`` to the totals."""
         for came in gradients.arrived(under_way):
             numels = came.contents.numels
             flat = [t.view(-1)[:n] for t, n in zip(self._totals, numels, strict=True)]
@@ -226,7 +211,7 @@ def _opened(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Decode the keys and values (B, K, T, D) of another rank that a block needs."""
-    found = []
+    opened = []
     for which, shape in enumerate(shapes):
         length = what.keys.stop
         out = torch.empty((length, *shape[1:]), dtype=dtype, device=parcel.message.device)
@@ -236,5 +221,5 @@ def _opened(
             if position < flat.numel():
                 ring.open(parcel, index, flat[position : position + numel])
             position += numel
-        found.append(out.permute(1, 2, 0, 3))
-    return found[0], found[1]
+        opened.append(out.permute(1, 2, 0, 3))
+    return opened[0], opened[1]

@@ -59,8 +59,8 @@ class Rotater:
     def next_buffer(self) -> Tensor:
         """Wait for the previous rank's tensor and return it, decoded."""
         if self._native is not None:
-            found: Tensor = self._native.next_buffer()
-            return found
+            buffer: Tensor = self._native.next_buffer()
+            return buffer
         ring, coming = self._ring, self._coming
         assert ring is not None and coming is not None
         self._coming, came = None, coming.wait()

@@ -46,9 +46,7 @@ class RingTraffic:
     ranks: int
 
     def keys(self, tensors: Sequence[Tensor]) -> RingKV:
-        """Pack keys and values, flat tensors of one dtype, each of which can be decoded
-        separately.
-        """
+        """Pack keys and values, flat tensors of one dtype that are decoded separately."""
         numel = sum(tensor.numel() for tensor in tensors)
         codec = self.codec(numel, tensors[0].dtype, "forward")
         for tensor in tensors[:2]:
@@ -59,9 +57,7 @@ class RingTraffic:
     def again(
         self, sealed: SavedKV, message: Tensor | None, pack: Callable[[], Sequence[Tensor]]
     ) -> RingKV:
-        """Return the keys and values for the backward pass, repacked by ``pack`` if none were
-        saved.
-        """
+        """Return the keys and values for the backward pass; ``pack`` repacks unsaved ones."""
         if message is not None:
             own = PackedMessage(sealed.contents, message, sealed.nbytes, sealed.head)
             return RingKV(self, sealed.codec, own, None)
@@ -154,7 +150,7 @@ class RingKV:
 
         1 send the held message to the next rank while the previous rank's arrives, 2 let the caller
         compute with the held message meanwhile, 3 wait, and continue with the received message. The
-        caller may read a message only until it requests the next one.
+        caller may read a message only until it requests the next.
         """
         traffic, device = self.traffic, self.own.message.device
         ring = traffic.ring(self.codec, device)
@@ -213,7 +209,6 @@ class _Moving:
         return both
 
     def next(self) -> PackedMessage:
-        """Wait for the next message and return it."""
         came = self._coming.popleft().wait()
         assert came is not None
         return came
@@ -222,7 +217,7 @@ class _Moving:
 class Gradients:
     """Gradients of keys and values that each rank sends to their owners.
 
-    Over gloo the receive of a step is posted one step ahead, the first one before keys and values
+    Over gloo the receive of a step is posted one step ahead, the first before keys and values
     are sent: if posted later, its notice to the sender would queue behind those keys, and the
     gradients would wait for them. With two ranks keys and gradients come from the same rank, in the
     order of their receives.
@@ -235,9 +230,7 @@ class Gradients:
         ring: Ring,
         expected: Callable[[int], Contents | None],
     ) -> None:
-        """Store ``expected``: returns a message's sizes by how many steps ahead its sender is, or
-        None.
-        """
+        """``expected``: returns the sizes of the message from a sender so many steps ahead."""
         self._traffic, self._codec, self._ring = traffic, codec, ring
         self._expected, self._raw_nbytes = expected, 0
         self._ahead = traffic.ranks > 2 and ring.posts_ahead
@@ -287,5 +280,4 @@ class Gradients:
         parcel.release()
 
     def record(self) -> None:
-        """Record the bytes sent, after the last message was added."""
         self._traffic.record_ring_traffic(self._ring, self._raw_nbytes, "backward")

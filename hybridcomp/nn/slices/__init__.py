@@ -3,7 +3,7 @@
 Stage i works on slice k while stage i + 1 works on slice k - 1 (TeraPipe, Li et al., ICML 2021).
 ``hybridcomp.nn.slices.lengths`` chooses the lengths of the slices.
 
-past      keys and values of earlier slices, the state of a stage within a step
+kv_cache  keys and values of earlier slices, the state of a stage within a step
 pipeline  the schedule, and the messages between neighbours, dimension ``pp``
 stage     a stage as a module that an engine trains
 times     times of slices of any length, interpolated from measured ones; the fastest lengths
@@ -24,15 +24,6 @@ from hybridcomp.nn.slices.trials import TriedSlices, chosen_slices, tried_slices
 COVERS = ("pp",)
 
 __all__ = [
-    "COVERS",
-    "KVCache",
-    "SlicePipeline",
-    "SliceTimes",
-    "SlicedStage",
-    "FittedTimes",
-    "TriedSlices",
-    "attend",
-    "chosen_slices",
-    "slice_times",
-    "tried_slices",
-]
+    "COVERS", "KVCache", "SlicePipeline", "SliceTimes", "SlicedStage", "FittedTimes", "TriedSlices",
+    "attend", "chosen_slices", "slice_times", "tried_slices",
+]  # fmt: skip

@@ -75,13 +75,11 @@ class _Extend(torch.autograd.Function):
     def forward(
         ctx: Any, key: Tensor, value: Tensor, kept: _Kept, start: int, room: int
     ) -> tuple[Tensor, Tensor]:
-        """Store them, and return the keys and values of all tokens so far."""
         ctx.kept, ctx.start = kept, start
         return kept.put(start, room, (key, value))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Add this slice's gradients to the sums, and return those of its own tokens."""
         key, value = ctx.kept.add(ctx.start, grads)
         return key, value, None, None, None
 
@@ -143,10 +141,10 @@ class KVCache:
         kept = self._kept.setdefault(layer, _Kept())
         if not torch.is_grad_enabled():
             return kept.put(self.start, self._tokens, (key, value))
-        found: tuple[Tensor, Tensor] = _Extend.apply(  # type: ignore[no-untyped-call]
+        extended: tuple[Tensor, Tensor] = _Extend.apply(  # type: ignore[no-untyped-call]
             key, value, kept, self.start, self._tokens
         )
-        return found
+        return extended
 
     def _check(self, layer: Hashable, length: int) -> None:
         """Raise ConfigError if these keys would overwrite others of the same slice."""
@@ -156,11 +154,11 @@ class KVCache:
         if before == -1 or (again and before == length):
             return
         name = type(layer).__name__ if isinstance(layer, torch.nn.Module) else layer
-        found = f"keys of {length} tokens from layer {name}, which gave {before} of the same slice"
+        given = f"keys of {length} tokens from layer {name}, which gave {before} of the same slice"
         todo = (
             "expected one call a slice; give each layer a name and each slice a KVCache of its own"
         )
-        raise ConfigError("pp", Shown(found), f"{todo} (past.at(start))")
+        raise ConfigError("pp", Shown(given), f"{todo} (past.at(start))")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 TeraPipe (Li et al., ICML 2021): with batch 1 only one of the S stages of a pipeline works at a
 time. Cut into K slices, stage s works on slice k while stage s + 1 works on slice k - 1, and one
 pass takes ``sum of the slices + (S - 1) * slowest slice``. Later slices attend to all the tokens
-before them, so equal lengths are not equal times. If a stage must wait for a message before it can
-begin, as later stages do until the first slices reach them, the slice takes its ``hop`` longer. For
-every possible slowest slice the dynamic program finds the smallest sum; slowest slices are tried in
-ascending order, until even the smallest possible sum cannot win any more. The result is exact for
+before them, so equal slices take different times. If a stage must wait for a message before it
+can begin, as later stages do until the first slices reach them, the slice takes its ``hop`` longer.
+For every possible slowest slice the dynamic program finds the smallest sum; slowest slices are
+tried in ascending order, until even the smallest sum cannot win any more. The result is exact for
 the times passed in.
 """
 
@@ -29,7 +29,6 @@ class Slices:
     total: float  # seconds of all slices on one stage
 
     def seconds(self, stages: int) -> float:
-        """Return the seconds of one pass through ``stages`` stages."""
         return self.total + (stages - 1) * self.slowest
 
     def lengths(self, granule: int) -> tuple[int, ...]:
@@ -38,7 +37,6 @@ class Slices:
 
 
 def no_hop(start: int, stop: int) -> float:
-    """Return 0.0: the hop of messages that take no time."""
     return 0.0
 
 
@@ -71,9 +69,9 @@ def token_slices(
     for slowest in sorted({value for row in full for value in row}):
         if unbound.total + (stages - 1) * slowest >= best.seconds(stages):
             break  # all further candidates have a slower slowest slice, and no sum is smaller
-        found = _fewest_seconds(cost, full, slowest)
-        if found is not None and found.seconds(stages) < best.seconds(stages):
-            best = found
+        fastest = _fewest_seconds(cost, full, slowest)
+        if fastest is not None and fastest.seconds(stages) < best.seconds(stages):
+            best = fastest
     return best
 
 

@@ -1,7 +1,7 @@
 """SlicePipeline: one stage of a pipeline over slices of a sequence.
 
 Its messages belong to ``pp``: activations to the next stage, their gradients back. Sends are
-asynchronous, so that a slice travels while the stage works on the next one, and the receiver posts
+asynchronous, so that a slice travels while the stage works on the next, and the receiver posts
 one receive ahead. No upstream pipeline supports slices of different lengths with a backward pass in
 reverse order, so this schedule uses only public functions of torch.
 """
@@ -103,8 +103,8 @@ class SlicePipeline:
         Raises ConfigError on slices without tokens.
         """
         if not slices or min(slices) < 1:
-            found = Shown(f"slices of {list(slices)} tokens")
-            raise ConfigError("pp", found, "expected one or more slices of at least one token")
+            given = Shown(f"slices of {list(slices)} tokens")
+            raise ConfigError("pp", given, "expected one or more slices of at least one token")
         self.stage, self.loss, self.width, self.dtype = stage, loss, width, dtype
         self.device = torch.device("cpu") if device is None else device
         self.slices, self.ignore_index = tuple(slices), ignore_index
@@ -127,7 +127,6 @@ class SlicePipeline:
 
     @property
     def _edges(self) -> list[tuple[int, int]]:
-        """Return the first token and the end of every slice."""
         return list(pairwise(accumulate(self.slices, initial=0)))
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
@@ -190,15 +189,15 @@ class SlicePipeline:
         for key, value in every[0].items():
             for number, other in enumerate(every):
                 if other[key] != value:
-                    found = Shown(f"{key} {other[key]} on stage {number} and {value} on stage 0")
-                    raise ConfigError("pp", found, "expected the same on all stages; make them so")
+                    both = Shown(f"{key} {other[key]} on stage {number} and {value} on stage 0")
+                    raise ConfigError("pp", both, "expected the same on all stages; make them so")
         self._agreed = mine
 
     def _hidden(self, out: Tensor, shape: tuple[int, int, int]) -> Tensor:
         """Cast hidden states to the dtype of messages, from which autocast may differ."""
         if tuple(out.shape) != shape:
-            found = Shown(f"hidden states {tuple(out.shape)}")
-            raise ConfigError("pp", found, f"expected {shape}: batch, tokens, width; set width")
+            given = Shown(f"hidden states {tuple(out.shape)}")
+            raise ConfigError("pp", given, f"expected {shape}: batch, tokens, width; set width")
         return out.to(self.dtype)
 
     def _shares(self, labels: Tensor) -> list[float]:
@@ -249,7 +248,6 @@ class SlicePipeline:
         return int(self._ranks[self.number + (1 if ahead else -1)])
 
     def _send(self, values: Tensor, direction: Direction) -> SliceUnderWay:
-        """Post the send of a slice to the neighbour."""
         flat, to = values.detach().contiguous().view(-1), self.neighbour(True, direction)
         hop = (dist.get_rank(), to)
         posted = self._posted(PostSend, flat, direction, hop)

@@ -54,9 +54,9 @@ class _AllSlices(torch.autograd.Function):
         """Return the parameters' gradients, scaled by the last stage's gradient of the loss."""
         with torch.enable_grad():
             ctx.run.within(lambda: ctx.pipeline.backward(ctx.passed, grads[0]))
-        found = [leaf.grad for leaf in ctx.leaves]
+        grads_of_leaves = [leaf.grad for leaf in ctx.leaves]
         del ctx.passed, ctx.leaves, ctx.run  # frees the graphs of all slices
-        return None, None, None, *found
+        return None, None, None, *grads_of_leaves
 
 
 class OnLeaves:
@@ -68,7 +68,6 @@ class OnLeaves:
         self._module, self._parameters = module, dict(zip(names, leaves, strict=True))
 
     def __call__(self, values: Tensor, past: KVCache) -> Tensor:
-        """Run one slice."""
         out: Tensor = functional_call(self._module, self._parameters, (values, past))
         return out
 
@@ -136,7 +135,6 @@ class SlicedStage(nn.Module):
 
     @property
     def slices(self) -> tuple[int, ...]:
-        """Return the tokens of each slice."""
         return self._pipeline.slices
 
     @slices.setter
@@ -145,7 +143,6 @@ class SlicedStage(nn.Module):
 
     @property
     def count(self) -> int:
-        """Return the number of stages of the pipeline."""
         return self._pipeline.count
 
     @property

@@ -29,7 +29,7 @@ class FittedTimes:
     arrive: Line
 
     def seconds(self, start: int, stop: int) -> float:
-        """Return the seconds of a slice until the stage can begin the next one.
+        """Return the seconds of a slice until the stage can begin the next.
 
         Messages travel while the stage works on the next slice, so the longer of the two counts.
         """
@@ -78,8 +78,8 @@ class SliceTimes:
         def seconds(start: int, stop: int) -> float:
             return max(1e-9, self.seconds(start, stop) + dearer)
 
-        found = token_slices(self.count, self.stages, seconds, self.hop)
-        return self.of(found.stops) if dearer else found
+        slices = token_slices(self.count, self.stages, seconds, self.hop)
+        return self.of(slices.stops) if dearer else slices
 
     def of(self, stops: Sequence[int]) -> Slices:
         """Return the slices that end after these granules, with their predicted times."""
@@ -101,7 +101,6 @@ def of_computing(start: int, stop: int) -> list[float]:
 
 
 def of_message(tokens: int) -> list[float]:
-    """Return the parts of a message's time: one call, and its tokens."""
     return [1.0, tokens / 1e3]
 
 
@@ -122,10 +121,10 @@ def fitted(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[f
     best, least = [0.0] * columns, float("inf")
     for subset in range(1, 2**columns):
         used = [column for column in range(columns) if subset >> column & 1]
-        found = torch.linalg.lstsq(rows[:, used], ones, driver="gelsd").solution
-        error = float((rows[:, used] @ found - ones).square().sum())
-        if bool((found >= 0).all()) and error < least:
+        line = torch.linalg.lstsq(rows[:, used], ones, driver="gelsd").solution
+        error = float((rows[:, used] @ line - ones).square().sum())
+        if bool((line >= 0).all()) and error < least:
             least, best = error, [0.0] * columns
-            for column, weight in zip(used, found.squeeze(1).tolist(), strict=True):
+            for column, weight in zip(used, line.squeeze(1).tolist(), strict=True):
                 best[column] = weight
     return best

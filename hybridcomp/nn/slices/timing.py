@@ -121,12 +121,12 @@ class _Timer:
             if 0 < start <= count - size
         ]
         first = [(0, size) for size in (*sizes, count)]
-        found = []
+        fits = []
         for slices in (later, first):
             edges = [(granule * start, granule * stop) for start, stop in slices]
             seconds = [self._median(start, stop) for start, stop in edges]
-            found.append(_line(edges, seconds))
-        return found[1], found[0]
+            fits.append(_line(edges, seconds))
+        return fits[1], fits[0]
 
     def _fill(self, tokens: int) -> None:
         """Store the keys and values of the whole sequence, slice by slice."""
@@ -178,9 +178,7 @@ def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[],
     values = torch.randn(numel, device=pipeline.device).to(pipeline.dtype)
 
     def run() -> None:
-        """Encode one and decode one message on a middle stage; do only one of these on an outer
-        one.
-        """
+        """Encode and decode a message on a middle stage; do one of these on an outer stage."""
         if codec is None:
             return
         payload = torch.empty(
@@ -203,7 +201,7 @@ def _messages(
         return [0.0, 0.0], [0.0, 0.0]
     few, many = granule, max(granule + 1, length)
     took = []
-    for tokens in (few, few, many):  # the first one, which waits for neighbours, is left out
+    for tokens in (few, few, many):  # the first, which waits for neighbours, is left out
         taken = [_both_ways(pipeline, batch * tokens * pipeline.width) for _ in range(repeats)]
         took.append([statistics.median(column) for column in zip(*taken, strict=True)])
     _, low, high = took
@@ -226,9 +224,7 @@ def _both_ways(pipeline: SlicePipeline, numel: int) -> tuple[float, float]:
 
 
 def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[float, float]:
-    """Time a message of the codec's size one way: sent to one neighbour, received from the
-    other.
-    """
+    """Time a message of the codec's size one way, sent and received by each stage."""
     codec = _codec(pipeline, numel, way)
     nbytes = numel * pipeline.dtype.itemsize
     if codec is not None:

@@ -1,9 +1,9 @@
 """Try the most promising slicings in real steps, whose times override predictions.
 
 Predictions (``times``) are off by some percent, and the gain of the chosen slices over equal ones
-may be no larger. A trial step does what a training step does but leaves nothing behind: it runs on
-leaves that share the memory of the parameters, sends through channels of its own, and restores the
-random state and buffers.
+may be no larger. A trial step is a training step without effects: it runs on leaves that share
+the memory of the parameters, sends through separate channels, and restores the random state and
+buffers.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def candidates(times: SliceTimes, most: int = MOST, worse: float = WORSE) -> lis
     others = [times.fastest(dearer=(factor - 1) * times.call) for factor in CALLS]
     even = [times.uniform(parts) for parts in PARTS if parts <= times.count]
     others += sorted(even, key=lambda way: way.seconds(times.stages))
-    found = {best.stops: best}
+    by_stops = {best.stops: best}
     for way in others:
         if way.seconds(times.stages) <= bound:
-            found.setdefault(way.stops, way)
-    return list(found.values())[:most]
+            by_stops.setdefault(way.stops, way)
+    return list(by_stops.values())[:most]
 
 
 def tried_slices(
@@ -116,7 +116,7 @@ def tried_slices(
     limit: float = LIMIT_S,
     agree: ProcessGroup | None = None,
 ) -> list[TriedSlices]:
-    """Time the ``candidates`` in real steps; return them with the chosen one first.
+    """Time the ``candidates`` in real steps; return them with the chosen first.
 
     The choice is the predicted fastest, unless another was faster in most turns. Every rank of
     ``agree`` calls it (None: of the whole job); all get the same result. Gradients, the random
@@ -128,7 +128,7 @@ def tried_slices(
         batch: sequences of a micro-batch.
         turns: timed turns of each slicing, after an uncounted one.
         limit: no turn begins after this many seconds. Then the finished turns count, even if only
-            the first one is.
+            the first is.
         agree: ranks that must choose the same slices.
     """
     ways = candidates(times)
@@ -146,11 +146,11 @@ def tried_slices(
             if spent >= limit:  # ``spent`` is the same number on all ranks
                 break
     counted = [each[1:] or each for each in took]
-    found = [
+    tried = [
         TriedSlices(way, statistics.median(each)) for way, each in zip(ways, counted, strict=True)
     ]
-    first = found[_taken(counted)]
-    return [first, *sorted((each for each in found if each is not first), key=_seconds)]
+    first = tried[_taken(counted)]
+    return [first, *sorted((each for each in tried if each is not first), key=_seconds)]
 
 
 def _seconds(tried: TriedSlices) -> float:
@@ -158,9 +158,7 @@ def _seconds(tried: TriedSlices) -> float:
 
 
 def _taken(took: Sequence[Sequence[float]]) -> int:
-    """Return the index of the slicing to use, from its seconds in all turns; 0 is the predicted
-    one.
-    """
+    """Return the index of the slicing to use, by seconds of all turns; 0: the predicted."""
     often = [
         index
         for index, each in enumerate(took)
@@ -190,7 +188,6 @@ class _Steps:
         self._tokens = torch.zeros((batch, sum(lengths)), dtype=torch.int64, device=own.device)
 
     def __call__(self) -> float:
-        """Run one forward and backward pass; return its seconds on this rank."""
         begin = now(self.device)
         passed = self._pipeline.forward(self._tokens, self._tokens, self._fresh())
         self._pipeline.backward(passed)
@@ -204,7 +201,7 @@ class _Steps:
 def _apart(channels: Channels) -> Channels:
     """Return channels with a new ledger that encode like ``channels`` after the start step."""
     ledger = channels.config.ledger.model_copy(update={"sample_every": 0})
-    found = Channels(channels.config.model_copy(update={"ledger": ledger}))
-    found.policy, found.verdicts = channels.policy, channels.verdicts
-    found.step = max(channels.step, channels.policy.start_step)
-    return found
+    apart = Channels(channels.config.model_copy(update={"ledger": ledger}))
+    apart.policy, apart.verdicts = channels.policy, channels.verdicts
+    apart.step = max(channels.step, channels.policy.start_step)
+    return apart

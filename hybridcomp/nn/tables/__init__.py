@@ -1,9 +1,9 @@
 """Embeddings of any size, cut over ranks, with rows on the host and a cache, dimension ``embed``.
 
 host_rows  rows and optimizer states in host memory or mapped files
-slots      the cache on the device: what stays, what is read ahead, what is written back
-owners     who has a row: ids to the owners, rows and gradients back
-making     what a table is made of, checked on all ranks
+slots      the cache of rows on the device: eviction, prefetch, write-back
+owners     exchange of ids, rows and gradients with the ranks that own the rows
+making     settings of a table, checked on all ranks
 embedding  the module
 row_gradients  gradients at the owners, until a step takes them
 optimizer  SGD, Adagrad and SparseAdam of the rows that were touched

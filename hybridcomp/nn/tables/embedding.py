@@ -1,4 +1,4 @@
-"""An embedding whose rows are cut over ranks, wait on the host, and are cached on the device."""
+"""Embedding with rows sharded over ranks, kept in host memory and cached on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hybridcomp.nn.tables.owners import Asked, CallProblem, Owners
 from hybridcomp.nn.tables.row_gradients import RowGradients
 from hybridcomp.nn.tables.slots import CacheFigures, RowsAhead, RowSlots
 
-#: the largest table that stands whole in ``state_dict``
+#: bytes of the largest table whose rows are in ``state_dict``
 MOST_IN_STATE = 4 << 30
 #: all tables of this process
 TABLES: weakref.WeakSet[CachedEmbedding] = weakref.WeakSet()
@@ -38,10 +38,10 @@ class CachedEmbedding(nn.Module):
     """An ``nn.Embedding``, or with ``mode`` an ``nn.EmbeddingBag``, for tables of any size.
 
     Row i belongs to rank i % ranks of ``group``, which keeps it, with its optimizer states, in host
-    memory or a mapped file; ``resident`` rows are on the device. A batch asks the owners for its
-    rows; gradients go back to them, are added in rank order, and wait for ``RowOptimizer.step``.
-    Every rank calls forward, prefetch and backward as often as the others, if need be with an empty
-    batch; a mistake of one raises on all.
+    memory or a mapped file; ``resident`` rows are on the device. A batch fetches its rows from the
+    owners, which receive the gradients, add them in rank order, and keep them until
+    ``RowOptimizer.step``. Every rank calls forward, prefetch and backward as often as the others,
+    if need be with an empty batch; an error on one rank raises on all.
 
     Attributes:
         anchor: a parameter of one element, always zero, whose dtype is that of the outputs.
@@ -74,8 +74,8 @@ class CachedEmbedding(nn.Module):
             hashed: ids are any int64, and a hash of them chooses the row.
             dtype: of the rows on host and device, fp32 or bf16.
             folder: for the mapped files; None: host memory.
-            frequency: how often each row is asked for, (num_embeddings,), in any unit; None:
-                counted. Known ones are hit more often, and read at once.
+            frequency: lookups of each row, (num_embeddings,), in any unit; the most frequent rows
+                are read now, and hit rates rise. None: counted during training.
             group: the ranks that share the table; None: all.
             average: divide gradients by the ranks, as data parallelism does.
             init: fills the rows of given ids, in pieces of 64 MiB at most; "normal" as torch,
@@ -98,7 +98,7 @@ class CachedEmbedding(nn.Module):
             frequency is None,
         )  # fmt: skip
         settings.agree(self.owners, host, frequency)
-        counts = [self.owners.count(one) for one in range(ranks)]
+        counts = [self.owners.count(owner) for owner in range(ranks)]
         self.owners.slots = [settings.slots_of(rows) for rows in counts]
         host.add("weight", (embedding_dim,), dtype)
         if init != "zeros":
@@ -114,7 +114,7 @@ class CachedEmbedding(nn.Module):
         self._told = CacheFigures()
         self._ahead: deque[tuple[Tensor, Asked, RowsAhead]] = deque()
         self.row_gradients = RowGradients(self.owners, embedding_dim, average, padding)
-        #: what steps its rows
+        #: the RowOptimizer of this table
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         TABLES.add(self)
 
@@ -124,12 +124,12 @@ class CachedEmbedding(nn.Module):
     ) -> CachedEmbedding:
         """Take over a table of torch with its weights; ``settings``: of ``CachedEmbedding``.
 
-        Raises ConfigError for ``max_norm`` and ``scale_grad_by_freq``, which a cut table has not.
+        Raises ConfigError for ``max_norm`` and ``scale_grad_by_freq``, which a sharded table lacks.
         """
         for key, off in (("max_norm", None), ("scale_grad_by_freq", False)):
-            if (found := getattr(table, key)) != off:
+            if (value := getattr(table, key)) != off:
                 todo = f"expected {off}: it looks at rows that other ranks have; leave it out"
-                raise ConfigError(f"{NAME}.{key}", found, todo)
+                raise ConfigError(f"{NAME}.{key}", value, todo)
         weight = table.weight.detach()
         taken = {"dtype": weight.dtype, "device": weight.device, "padding_idx": table.padding_idx}
         if isinstance(table, nn.EmbeddingBag):
@@ -155,31 +155,31 @@ class CachedEmbedding(nn.Module):
         return self._looked_up(ids, offsets, per_sample_weights, torch.compiler.is_compiling())
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to read the rows of a batch ahead; a collective. Forward passes take them in order.
+        """Start reading the rows of a later batch; a collective. Forward takes batches in order.
 
         Until then these rows are evicted last.
         """
-        found, problem = self._checked(ids)
-        asked = self.owners.ask(found, owners.AHEAD, problem)
+        rows, problem = self._checked(ids)
+        asked = self.owners.ask(rows, owners.AHEAD, problem)
         assert asked is not None
-        self._ahead.append((found, asked, self.slots.read_ahead(asked.wanted)))
+        self._ahead.append((rows, asked, self.slots.read_ahead(asked.wanted)))
 
     def figures(self) -> CacheFigures:
-        """Return what this rank's cache did since the last call."""
-        found = self.slots.figures.since(self._told)
+        """Return the counters of this rank's cache since the last call."""
+        since = self.slots.figures.since(self._told)
         self._told = replace(self.slots.figures)
-        return found
+        return since
 
     def save(self, folder: str | Path) -> None:
         """Write rows and optimizer states, every rank its own; a collective. See ``load``.
 
-        A save that fails or is killed leaves the one before as it was. Raises CheckpointError.
+        After a failed or killed save the previous save is intact. Raises CheckpointError.
         """
         self.slots.flush()
         saved.save(self, Path(folder))
 
     def load(self, folder: str | Path, *, states: bool = True) -> None:
-        """Read what ``save`` wrote on any number of ranks; a collective. Drops gradients.
+        """Load the files of ``save`` from any number of ranks; a collective. Drops gradients.
 
         ``states``: the optimizer's as well; False: weights alone, states become zeros. Raises
         CheckpointError, on all ranks and with nothing changed, where a file is damaged or missing.
@@ -228,15 +228,15 @@ class CachedEmbedding(nn.Module):
         )  # fmt: skip
 
     def _ask(self, ids: Tensor) -> tuple[Asked, RowsAhead | None]:
-        found, problem = self._checked(ids)
+        rows, problem = self._checked(ids)
         if self._ahead and not self._is_recomputing():
             known, asked, ahead = self._ahead[0]
-            if problem is None and not torch.equal(found, known):
+            if problem is None and not torch.equal(rows, known):
                 problem = CallProblem(owners.OTHER_IDS)
             self.owners.ask(None, owners.AS_READ, problem)
             self._ahead.popleft()
             return asked, ahead
-        fresh = self.owners.ask(found, owners.FORWARD, problem)
+        fresh = self.owners.ask(rows, owners.FORWARD, problem)
         assert fresh is not None
         return fresh, None
 
@@ -245,23 +245,23 @@ class CachedEmbedding(nn.Module):
         return torch._C._current_graph_task_id() != -1
 
     def _checked(self, ids: Tensor) -> tuple[Tensor, CallProblem | None]:
-        """Return the rows of ``ids`` (n,) on the host, and what is wrong with the call."""
+        """Return the rows of ``ids`` (n,) on the host, and the problem of the call, if any."""
         if ids.dtype not in (torch.int32, torch.int64):
             kinds = owners.DTYPES
             kind = kinds.index(ids.dtype) if ids.dtype in kinds else -1
             return torch.empty(0, dtype=torch.int64), CallProblem(owners.WRONG_DTYPE, kind)
-        found = ids.detach().reshape(-1).to("cpu", torch.int64)
+        rows = ids.detach().reshape(-1).to("cpu", torch.int64)
         if self.hashed:
-            found = mixed(found).remainder(self.num_embeddings)
+            rows = mixed(rows).remainder(self.num_embeddings)
         if self.anchor.dtype == torch.float16:
-            return found, CallProblem(owners.HALF)
+            return rows, CallProblem(owners.HALF)
         trains = torch.is_grad_enabled() and self.anchor.requires_grad
         if trains and (self.optimizer is None or self.optimizer() is None):
-            return found, CallProblem(owners.UNTRAINED)
-        return found, None
+            return rows, CallProblem(owners.UNTRAINED)
+        return rows, None
 
     def answer(self, asked: Asked, ahead: RowsAhead | None, dtype: torch.dtype) -> Tensor:
-        """Return the rows of ``asked.unique`` (n, width) as ``dtype`` from their owners."""
+        """Fetch the rows of ``asked.unique`` from their owners, (n, width) in ``dtype``."""
         slots = self.slots.hold(asked.wanted, ahead)[asked.answer].to(self.anchor.device)
         mine = self.slots.values["weight"].index_select(0, slots).to(dtype)
         got = self.owners.exchange(mine, asked.takes, asked.gives, "forward")
@@ -270,16 +270,16 @@ class CachedEmbedding(nn.Module):
         return torch.empty_like(got).index_copy_(0, asked.order.to(got.device), got)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the rows at this owner that wait for a step, and their gradients (n, width)."""
+        """Return the rows of this owner with accumulated gradients, and these, (n, width)."""
         return self.row_gradients.take(self.anchor.device)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients that wait for a step."""
+        """Drop the accumulated gradients."""
         self.row_gradients.drop()
         self.slots.release()
 
     def reload(self) -> None:
-        """Forget all that is on the device: the rows on the host were replaced."""
+        """Drop all rows on the device, since the rows on the host were replaced."""
         self._ahead.clear()
         self.drop_gradients()
         self.slots.reload()
@@ -339,7 +339,7 @@ class CachedEmbedding(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a batch from their owners; the backward pass sends their gradients there."""
+    """Fetch a batch's rows from their owners; the backward pass sends gradients to them."""
 
     @staticmethod
     def forward(

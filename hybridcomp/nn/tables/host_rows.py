@@ -18,11 +18,10 @@ PIECE_NBYTES = 64 << 20
 
 
 class HostRows:
-    """The rows of this rank, ``rows`` of them, by the name of what is kept: ``weight``, states.
+    """``rows`` rows of this rank as tensors by name: ``weight`` and optimizer states.
 
-    With a ``folder`` they lie in mapped files there that have no name any more, so that the system
-    frees them when the process ends, however it ends. Pages that nobody has written take no memory
-    and no disk.
+    With a ``folder`` they lie in mapped files there, which are unlinked at once, so that the system
+    frees them whenever the process ends. Pages that were never written take no memory and no disk.
     """
 
     def __init__(self, rows: int, folder: Path | None) -> None:
@@ -34,7 +33,7 @@ class HostRows:
         return self.rows * math.prod(tail) * dtype.itemsize
 
     def add(self, name: str, tail: Sequence[int], dtype: torch.dtype) -> None:
-        """Add zeros (rows, *tail) under ``name``. Raises OSError where the folder cannot."""
+        """Add zeros (rows, *tail) under ``name``. Raises OSError if the file cannot be made."""
         shape = (self.rows, *tail)
         if self.folder is None or not math.prod(shape):
             self.states[name] = torch.zeros(shape, dtype=dtype)
@@ -51,7 +50,7 @@ class HostRows:
         self.states[name] = torch.frombuffer(mapped, dtype=dtype).view(shape)
 
     def fill(self, init: Callable[[Tensor, Tensor], object], first: int, step: int) -> None:
-        """Have ``init(rows, ids)`` fill the weights, in pieces; row i has id first + i * step."""
+        """Fill the weights by ``init(rows, ids)``, in pieces; row i has id first + i * step."""
         weight = self.states["weight"]
         for low, high in pieces(self.rows, weight[:1].nbytes):
             ids = torch.arange(low, high) * step + first
@@ -59,18 +58,17 @@ class HostRows:
 
     def read(self, rows: Tensor) -> dict[str, Tensor]:
         """Return copies of ``rows``, int64; pinned where there is a GPU."""
-        found = {}
+        copies = {}
         for name, values in self.states.items():
             out = torch.empty(
                 (len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=is_pinning()
             )
-            found[name] = torch.index_select(values, 0, rows, out=out)
-        return found
+            copies[name] = torch.index_select(values, 0, rows, out=out)
+        return copies
 
     def write(self, rows: Tensor, values: dict[str, Tensor]) -> None:
-        """Replace ``rows``."""
-        for name, found in values.items():
-            self.states[name].index_copy_(0, rows, found)
+        for name, value in values.items():
+            self.states[name].index_copy_(0, rows, value)
 
 
 def is_pinning() -> bool:
@@ -86,13 +84,13 @@ def pieces(rows: int, row_nbytes: int) -> list[tuple[int, int]]:
 
 
 def room(folder: Path | None) -> tuple[str, int]:
-    """Return what rows are kept in, equal for ranks that share it, and the bytes free there.
+    """Return the name of the memory or disk of rows, equal on ranks that share it, and free bytes.
 
-    Raises OSError where the folder is none.
+    Raises OSError if there is no such folder.
     """
     host = os.uname().nodename
     if folder is not None:
         return f"{host}: disk of {folder.stat().st_dev}", shutil.disk_usage(folder).free
     with open("/proc/meminfo") as file:
-        found = dict(line.split(":", 1) for line in file)
-    return f"{host}: memory", int(found["MemAvailable"].split()[0]) << 10
+        fields = dict(line.split(":", 1) for line in file)
+    return f"{host}: memory", int(fields["MemAvailable"].split()[0]) << 10

@@ -1,4 +1,4 @@
-"""Check what a table is made of, on all ranks, before anything is allocated."""
+"""Check the settings and the memory of a table on all ranks before it is allocated."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class TableSettings:
 
 
 def normal(rank: int) -> Init:
-    """Return what draws rows as ``nn.Embedding`` does, other ones on each rank.
+    """Return an initializer that draws rows like ``nn.Embedding``, different on each rank.
 
-    It leaves torch's generator alone: ranks have different numbers of rows, and draw the rest of
-    the model alike.
+    It does not advance torch's generator, since ranks have different numbers of rows and must draw
+    the rest of the model alike.
     """
     seed = torch.initial_seed() + 0x9E3779B9 * rank
     generator = torch.Generator().manual_seed(seed % (1 << 63))
@@ -89,7 +89,7 @@ def agree_on_room(
     statement: dict[str, str],
     problem: ConfigError | None,
 ) -> None:
-    """Check, over all ranks, that their settings are equal and what they need is free.
+    """Check that the settings of all ranks are equal, and that the memory they need is free.
 
     Raises ConfigError on all of them.
     """
@@ -100,16 +100,16 @@ def agree_on_room(
         problem = problem or ConfigError(f"{NAME}.folder", str(host.folder), str(error.strerror))
     mine = {"is": statement, "where": where, "free": free, "nbytes": nbytes}
     said = owners.agree(mine, problem)
-    for rank, one in enumerate(said):
-        if one["is"] != said[0]["is"]:
-            name = next(key for key in said[0]["is"] if one["is"][key] != said[0]["is"][key])
-            found = Shown(f"{one['is'][name]} on rank {rank}")
+    for rank, row in enumerate(said):
+        if row["is"] != said[0]["is"]:
+            name = next(key for key in said[0]["is"] if row["is"][key] != said[0]["is"][key])
+            differing = Shown(f"{row['is'][name]} on rank {rank}")
             todo = f"expected {said[0]['is'][name]}, as on rank 0"
-            raise ConfigError(f"{owners.name}.{name}", found, todo)
-        needed = sum(other["nbytes"] for other in said if other["where"] == one["where"])
-        if needed > one["free"]:
+            raise ConfigError(f"{owners.name}.{name}", differing, todo)
+        needed = sum(other["nbytes"] for other in said if other["where"] == row["where"])
+        if needed > row["free"]:
             todo = (
-                f"{needed / 1e9:.1f} GB are needed, {one['free'] / 1e9:.1f} GB are free; use fewer "
+                f"{needed / 1e9:.1f} GB are needed, {row['free'] / 1e9:.1f} GB are free; use fewer "
                 "rows, more ranks, or another folder for mapped files"
             )
-            raise ConfigError(owners.name, Shown(one["where"]), todo)
+            raise ConfigError(owners.name, Shown(row["where"]), todo)

@@ -16,7 +16,7 @@ def mixed(keys: Tensor) -> Tensor:
 def ngram_keys(tokens: Tensor, length: int) -> Tensor:
     """Return a key, int64, for each token of (..., T) and the ``length`` - 1 before it.
 
-    Before the first token of a row stand -1s. For ``CachedEmbedding(hashed=True)``; cheapest on the
+    Positions before a row count as -1. For ``CachedEmbedding(hashed=True)``; cheapest on the
     host, where the lookup reads them.
     """
     keys = torch.zeros(tokens.shape, dtype=torch.int64, device=tokens.device)

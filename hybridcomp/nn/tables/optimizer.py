@@ -1,4 +1,4 @@
-"""Step the rows that a batch has touched, each at its owner, with torch's own formulas."""
+"""Update the rows that a batch has used, on their owners, by torch's formulas."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ STATES: Mapping[str, Mapping[str, bool]] = {
     "rowwise_adagrad": {"sum": True},
     "adam": {"exp_avg": False, "exp_avg_sq": False},
 }
-#: what moves rows that no batch has touched
+#: reason against methods that move all rows
 MOVES_ALL = "it moves rows that no batch has touched; expected one of " + ", ".join(STATES)
-#: a row's values by the name of what is kept of it
+#: values of rows by state, "weight" included
 Rows = dict[str, Tensor]
 
 
 class RowOptimizer(torch.optim.Optimizer):
     """SGD, Adagrad, row-wise Adagrad or SparseAdam of ``CachedEmbedding``; schedulers take it.
 
-    A step takes the gradients of all backward passes since the last one, in order, and drops them.
+    A step takes the gradients of all backward passes since the last, in order, and drops them.
     Rows have the bits that torch's optimizer gives them: ``SGD``, ``Adagrad`` (of dense gradients,
     with ``sparse_formula`` of sparse ones) and ``SparseAdam``.
     """
@@ -57,13 +57,13 @@ class RowOptimizer(torch.optim.Optimizer):
             method: "rowwise_adagrad" keeps one number a row, the sum of mean squares.
             lr: learning rate, in ``param_groups`` for schedulers.
             betas: of "adam". eps: by default 1e-8 of "adam", else 1e-10.
-            sparse_formula: of "adagrad": what torch does with sparse gradients.
+            sparse_formula: of "adagrad": torch's formula for sparse gradients.
 
-        Raises ConfigError for anything else, as weight decay, momentum and dense Adam, which move
-        rows that nobody has touched, and where there is no room for the states.
+        Raises ConfigError for weight decay, momentum, dense Adam and other settings that move rows
+        without gradients, and if there is no room for the states.
         """
-        for key, found in others.items():
-            raise ConfigError(f"{NAME}.{key}", found, f"{MOVES_ALL}, without {key}")
+        for key, other in others.items():
+            raise ConfigError(f"{NAME}.{key}", other, f"{MOVES_ALL}, without {key}")
         if method not in STATES:
             raise ConfigError(f"{NAME}.method", method, MOVES_ALL)
         if sparse_formula and method != "adagrad":
@@ -81,8 +81,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _check(self, table: object, before: list[CachedEmbedding]) -> None:
         if not isinstance(table, CachedEmbedding):
-            found = Shown(type(table).__name__)
-            raise ConfigError(f"{NAME}.tables", found, "expected tables of CachedEmbedding")
+            given = Shown(type(table).__name__)
+            raise ConfigError(f"{NAME}.tables", given, "expected tables of CachedEmbedding")
         if table in before or (table.optimizer is not None and table.optimizer() is not None):
             todo = "its rows would be stepped twice; give it to one RowOptimizer, once"
             raise ConfigError(f"{NAME}.tables", Shown(f"{table.name} a second time"), todo)
@@ -90,7 +90,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _add_states(self, table: CachedEmbedding) -> None:
         host, weight = table.host, table.host.states["weight"]
         for name in [name for name in host.states if name != "weight"]:
-            del host.states[name], table.slots.values[name]  # of an optimizer that is gone
+            del host.states[name], table.slots.values[name]  # of a deleted optimizer
         kinds = {
             name: ((), torch.float32) if each else (weight.shape[1:], weight.dtype)
             for name, each in STATES[self.method].items()
@@ -103,14 +103,14 @@ class RowOptimizer(torch.optim.Optimizer):
             table.slots.make(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait for a step."""
+        """Drop the accumulated gradients."""
         super().zero_grad(set_to_none)
         for table in self.tables:
             table.drop_gradients()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step the touched rows. No collective."""
+        """Update the rows with gradients. No collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +124,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _table_of(self, anchor: Tensor) -> CachedEmbedding:
         anchors = [a for group in self.param_groups for a in group["params"]]
-        return self.tables[next(n for n, one in enumerate(anchors) if one is anchor)]
+        return self.tables[next(n for n, known in enumerate(anchors) if known is anchor)]
 
     def _step_rows(self, table: CachedEmbedding, group: Mapping[str, Any], step: int) -> None:
         rows, gradients = table.gradients()
@@ -132,9 +132,9 @@ class RowOptimizer(torch.optim.Optimizer):
         for low in range(0, len(rows), most):
             places = slots.hold(rows[low : low + most], is_asked=False)
             at = places.to(gradients.device)
-            values = {name: found.index_select(0, at) for name, found in slots.values.items()}
-            found = gradients[low : low + most].to(values["weight"].dtype)
-            self._change(values, found, group, step)
+            values = {name: part.index_select(0, at) for name, part in slots.values.items()}
+            part = gradients[low : low + most].to(values["weight"].dtype)
+            self._change(values, part, group, step)
             slots.update(places, values)
         table.drop_gradients()
 
@@ -156,20 +156,20 @@ class RowOptimizer(torch.optim.Optimizer):
             rows["weight"].addcdiv_(grad, rows["sum"].sqrt().add_(eps), value=-lr)
 
     def square_norm(self) -> Tensor:
-        """Return the sum of squares of the gradients that wait, over all tables and ranks, fp32.
+        """Return the sum of squares of the accumulated gradients of all tables and ranks, fp32.
 
-        A norm over ``model.parameters()`` does not see rows: add this to its square, and scale what
-        is too long by ``scale_gradients``. A collective over the ranks of each table.
+        A norm over ``model.parameters()`` does not include rows: add this to its square, and clip
+        by ``scale_gradients``. A collective over the ranks of each table.
         """
         with ending("the norm of the gradients of rows"):
-            found = torch.zeros(())
+            square = torch.zeros(())
             for table in self.tables:
                 own = table.gradients()[1].square().sum()
-                found = found.to(own.device) + table.owners.total(own)
-        return found
+                square = square.to(own.device) + table.owners.total(own)
+        return square
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the gradients that wait for a step."""
+        """Multiply the accumulated gradients."""
         for table in self.tables:
             table.gradients()[1].mul_(factor)
 
@@ -177,7 +177,7 @@ class RowOptimizer(torch.optim.Optimizer):
 def _sparse_adam(
     rows: Rows, grad: Tensor, lr: float, betas: tuple[float, float], eps: float, step: int
 ) -> None:
-    """Do what ``torch.optim.SparseAdam`` does to the rows of a sparse gradient, in its order."""
+    """Update the rows of a sparse gradient like ``torch.optim.SparseAdam``, bit for bit."""
     beta1, beta2 = betas
     old, old_sq = rows["exp_avg"], rows["exp_avg_sq"]
     update = grad.sub(old).mul_(1 - beta1)

@@ -1,9 +1,9 @@
-"""Ask the owners of rows for them, and give them gradients: row i is rank i % ranks' own.
+"""Fetch rows from their owners and send gradients to them; rank i % ranks owns row i.
 
-1. A header of every rank to every rank: what it calls, what is wrong with its ids, how many rows it
-   asks whom for. So a mistake of one rank is an error on all, before anything else is sent.
-2. The places of these rows at their owners, ascending (``codecs.row_ids``).
-3. Rows come back, and gradients go there, as messages of the channel ``embed``.
+1. All ranks exchange headers: the call, its error if any, and the number of rows requested from
+   each rank. So an error on one rank raises on all before any row is sent.
+2. Each rank sends the owners the positions of the requested rows, ascending (``codecs.row_ids``).
+3. Owners return rows, and receive gradients, as messages of the channel ``embed``.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Asked:
     """Hold the rows that a batch looks up and those that other ranks request; all on the host.
 
     Attributes:
-        unique: the batch's rows, each once, ascending: torch adds up gradients of a bag in an order
-            that depends on that of the rows.
-        places: (ids,), where each id of the batch is in ``unique``.
-        order: these rows by owner, as they travel: places in ``unique``; None: as they are.
-        gives, takes: rows that each rank answers this one, and that it answers each rank.
-        wanted: what all ranks ask this one for: places at this owner, ascending, each once.
-        answer: (sum of ``takes``,), where each asked row is in ``wanted``, by asking rank.
+        unique: the batch's rows, unique and ascending: torch adds the gradients of a bag in an
+            order that depends on the order of rows.
+        places: (ids,), index into ``unique`` of each id of the batch.
+        order: indices into ``unique``, sorted by owner, in which rows are sent; None: as they are.
+        gives, takes: number of rows received from each rank, and sent to each rank.
+        wanted: positions at this owner that any rank requests, ascending and unique.
+        answer: (sum of ``takes``,), index into ``wanted`` of each requested row, by rank.
     """
 
     unique: Tensor
@@ -84,7 +84,7 @@ class Owners:
     """
 
     def __init__(self, name: str, rows: int, group: ProcessGroup | None, number: int) -> None:
-        """``number``: of the table in this process, equal on all ranks."""
+        """Set up the owners; ``number``: of the table in this process, equal on all ranks."""
         self.name, self.rows, self.number = name, rows, number
         self._given, up = group, dist.is_initialized()
         self.group: ProcessGroup | None = group or (dist.group.WORLD if up else None)
@@ -96,7 +96,7 @@ class Owners:
         self._wire = torch.device("cuda" if own and "cpu" not in own else "cpu")
 
     def count(self, rank: int) -> int:
-        """Return how many rows are ``rank``'s own."""
+        """Return the number of rows that ``rank`` owns."""
         return (self.rows - rank + self.ranks - 1) // self.ranks
 
     def agree(
@@ -109,20 +109,20 @@ class Owners:
         for error, _ in every:
             if error is not None:
                 raise error
-        return [one for _, one in every]
+        return [stated for _, stated in every]
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over the ranks; a collective, which traffic of training is none of."""
+        """Sum ``values`` over the ranks; a collective that no ledger counts."""
         if self.ranks == 1:
             return values
         return small_messages.total(values.to(self._wire), self.group).to(values.device)
 
     def ask(self, ids: Tensor | None, call: int, problem: CallProblem | None) -> Asked | None:
-        """Exchange what the ranks ask for; a collective.
+        """Exchange the row requests of all ranks; a collective.
 
         Args:
             ids: 1-D, int64 on the host; None where a call needs no rows or has a problem.
-            call: FORWARD, AHEAD or AS_READ, which only tells of problems.
+            call: FORWARD, AHEAD or AS_READ, which only exchanges problems.
 
         Raises IndexError, ConfigError or AgreementError on all ranks.
         """
@@ -176,10 +176,10 @@ class Owners:
         order = torch.argsort(owner, stable=True)
         gives = torch.bincount(owner, minlength=self.ranks).tolist()
         places = torch.div(unique[order], self.ranks, rounding_mode="floor")
-        return order, gives, [encode_ids(one) for one in torch.split(places, gives)]
+        return order, gives, [encode_ids(part) for part in torch.split(places, gives)]
 
     def exchange_exactly(self, rows: Tensor, to: Sequence[int], back: Sequence[int]) -> Tensor:
-        """``exchange`` rows of the host as they are."""
+        """Exchange rows of the host without a codec; see ``exchange``."""
         channel = self._channel()
         with contextlib.nullcontext() if channel is None else channel.suspended():
             return self.exchange(rows.to(self._wire), to, back, "forward").cpu()
@@ -187,7 +187,7 @@ class Owners:
     def exchange(
         self, rows: Tensor, to: Sequence[int], back: Sequence[int], direction: Direction
     ) -> Tensor:
-        """Send ``to[r]`` of ``rows`` (n, width) to rank r and return those that come, ``back[r]``
+        """Send ``to[r]`` of ``rows`` (n, width) to rank r, and return the ``back[r]`` rows received
         from each: (sum of ``back``, width)."""
         if self._known is None or self.ranks == 1:
             return rows
@@ -223,8 +223,8 @@ class Owners:
     def _check_slots(self, every: Tensor, wanted: int, meter: Meter) -> None:
         """Refuse, on all ranks, a batch that asks an owner for more rows than it has slots.
 
-        Only where the sums of what all ask for allow it, which all ranks see, one more message
-        tells how many rows these are without repetitions.
+        If the requests summed over ranks, which all ranks know, exceed an owner's slots, one more
+        message exchanges the number of unique rows.
         """
         most = (every[:, WORDS:] >> 32).sum(0).tolist()
         if all(asked <= slots for asked, slots in zip(most, self.slots, strict=True)):
@@ -252,14 +252,13 @@ class Owners:
                 raise self._error(rank, CallProblem(kind, value))
 
     def _error(self, rank: int, problem: CallProblem) -> Exception:
-        """Return the error of ``rank``'s call."""
         if problem.kind == OUT_OF_RANGE:
             return IndexError(
                 f"{self.name}: rank {rank} asks for row {problem.value}; expected 0 to "
                 f"{self.rows - 1}; look at the ids of its batch"
             )
         value = problem.value
-        found, todo = {
+        given, todo = {
             WRONG_DTYPE: (
                 str(DTYPES[value]) if value >= 0 else "another dtype",
                 "expected ids of int32 or int64",
@@ -275,7 +274,7 @@ class Owners:
                 "requires_grad_(False)",
             ),
         }[problem.kind]
-        return ConfigError(self.name, Shown(f"{found} on rank {rank}"), todo)
+        return ConfigError(self.name, Shown(f"{given} on rank {rank}"), todo)
 
     def _gathered(self, own: Sequence[int], meter: Meter) -> Tensor:
         """Return the words of all ranks, (ranks, words)."""

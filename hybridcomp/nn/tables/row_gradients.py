@@ -1,4 +1,4 @@
-"""Add up the gradients of rows at their owner until a step takes them."""
+"""Accumulate the gradients of rows on their owner until the optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RowGradients:
     """Gradients of this rank's rows, fp32, of every backward pass since the last step."""
 
     def __init__(self, owners: Owners, width: int, average: bool, padding: int | None) -> None:
-        """``average``: divide by the ranks; ``padding``: the place of a row that has none."""
+        """``average``: divide by the ranks; ``padding``: position of the row without gradients."""
         self._owners, self._width, self._average = owners, width, average
         self._padding = padding
         self._waiting: list[tuple[Tensor, Tensor]] = []
@@ -38,7 +38,7 @@ class RowGradients:
         self._waiting.append((rows, total))
 
     def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows that wait for a step, ascending, and their gradients (n, width).
+        """Return the rows with gradients, ascending, and their gradients (n, width).
 
         Those of several lookups are added up in the order of their backward passes.
         """
@@ -48,8 +48,8 @@ class RowGradients:
             )
             total = torch.zeros((len(every), self._width), device=device)
             parts = torch.split(places, [len(rows) for rows, _ in self._waiting])
-            for at, (_, found) in zip(parts, self._waiting, strict=True):
-                total.index_add_(0, at.to(device), found)
+            for at, (_, gradients) in zip(parts, self._waiting, strict=True):
+                total.index_add_(0, at.to(device), gradients)
             self._waiting[:] = [(every, total)]
         if not self._waiting:
             none = torch.zeros((0, self._width), device=device)
@@ -57,5 +57,4 @@ class RowGradients:
         return self._waiting[0]
 
     def drop(self) -> None:
-        """Drop all of them."""
         self._waiting.clear()

@@ -1,10 +1,9 @@
-"""Save and load the rows of a table, each rank its own, for any number of ranks.
+"""Save and load the rows of a table in a file per rank and state, for any number of ranks.
 
 A folder has one ``rows.json`` and the files that it names by their token: for each state and rank
 ``rows.TOKEN.STATE.RANK-of-RANKS.bin``, row i at place i // ranks of rank i % ranks, little endian.
-``rows.json`` has a checksum (CRC-32) of each piece of 64 MiB. It is replaced when all files are
-there, and those that it does not name are removed then: whatever a save dies of, the one before
-stays whole.
+``rows.json`` has a checksum (CRC-32) of each piece of 64 MiB. It is replaced once all files are
+written; then all other files are removed. So the previous save survives any interrupted save.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import CheckpointError, ConfigError
-from hybridcomp.foreign import quoted_path
+from hybridcomp.escaping import quoted_path
 from hybridcomp.nn.tables.host_rows import pieces
 from hybridcomp.nn.tables.slots import RowTable
 
@@ -42,10 +41,10 @@ class SavedRows(BaseModel):
     """Model ``rows.json``, which describes the files of a saved table.
 
     Attributes:
-        rows, width, ranks: of the table, and those that wrote it.
-        token: of its files.
-        states: dtype of each state, ``weight`` among them, and values of a row.
-        sums: of each state by rank: the checksums of its pieces.
+        rows, width: of the table. ranks: number of ranks that wrote it.
+        token: part of the files' names.
+        states: dtype and row shape of each state, ``weight`` among them.
+        sums: for each state and rank the checksums of its pieces.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -59,11 +58,9 @@ class SavedRows(BaseModel):
     sums: dict[str, list[list[int]]]
 
     def file(self, state: str, rank: int) -> str:
-        """Return the name of a file."""
         return f"rows.{self.token}.{state}.{rank}-of-{self.ranks}.bin"
 
     def count(self, rank: int) -> int:
-        """Return the rows of ``rank``."""
         return (self.rows - rank + self.ranks - 1) // self.ranks
 
 
@@ -100,9 +97,9 @@ def save(table: RowTable, folder: Path) -> None:
 
 
 def _claimed(table: RowTable, folder: Path) -> ConfigError | None:
-    """Note that ``folder`` is this table's; returns the problem where it is another's."""
+    """Claim ``folder`` for this table; return the problem if another table has claimed it."""
     if _folders.setdefault(folder, table) is not table:
-        gc.collect()  # a table that nothing uses any more may live on in a circle of references
+        gc.collect()  # an unused table may live on in a reference cycle
     if _folders.setdefault(folder, table) is table:
         return None
     todo = "give each table a folder of its own"
@@ -110,7 +107,7 @@ def _claimed(table: RowTable, folder: Path) -> ConfigError | None:
 
 
 def load(table: RowTable, folder: Path, states: bool) -> None:
-    """Check all files that this rank needs, on all ranks, and then read them."""
+    """Check all files that this rank needs; once all ranks have, read them."""
     problem, saved, names = None, None, []
     try:
         saved = _read_manifest(folder)
@@ -128,14 +125,14 @@ def load(table: RowTable, folder: Path, states: bool) -> None:
             values.zero_()
             continue
         for rank in _files(table, saved):
-            for ids, found in _pieces(folder, saved, name, rank):
+            for ids, piece in _pieces(folder, saved, name, rank):
                 is_mine = ids % table.owners.ranks == table.owners.rank
-                values[ids[is_mine] // table.owners.ranks] = found[is_mine]
+                values[ids[is_mine] // table.owners.ranks] = piece[is_mine]
     table.reload()
 
 
 def full_weight(table: RowTable) -> Tensor | None:
-    """Gather the weight on the first rank, in pieces, as it is."""
+    """Gather the exact weight on the first rank, in pieces."""
     owners, weight = table.owners, table.host.states["weight"]
     is_first, out = owners.rank == 0, None
     if is_first:
@@ -170,8 +167,8 @@ def _write(path: Path, values: Tensor) -> list[int]:
 
 
 def _bytes(values: Tensor) -> memoryview:
-    found: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(found)
+    data: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def _replace(folder: Path, saved: SavedRows) -> CheckpointError | None:
@@ -204,17 +201,17 @@ def _read_manifest(folder: Path) -> SavedRows:
 
 
 def _names(table: RowTable, saved: SavedRows, states: bool) -> list[str]:
-    """Return the states to load. Raises CheckpointError where the files have others."""
+    """Return the states to load. Raises CheckpointError if the files have other states."""
     shape = (saved.rows, saved.width)
     if shape != (table.num_embeddings, table.embedding_dim):
         wanted = (table.num_embeddings, table.embedding_dim)
         raise CheckpointError(f"{table.name}: expected {wanted} rows and values, found {shape}")
     names = [name for name in table.host.states if states or name == "weight"]
     for name in names:
-        wanted_kind, found = _kind(table.host.states[name]), saved.states.get(name)
-        if found != wanted_kind:
+        wanted_kind, kept = _kind(table.host.states[name]), saved.states.get(name)
+        if kept != wanted_kind:
             raise CheckpointError(
-                f"{table.name}: expected {name} of {wanted_kind}, found {found}; load with the "
+                f"{table.name}: expected {name} of {wanted_kind}, found {kept}; load with the "
                 "method and dtype that saved, or weights alone with states=False"
             )
     lost = sorted(set(saved.states) - set(table.host.states))
@@ -227,7 +224,7 @@ def _names(table: RowTable, saved: SavedRows, states: bool) -> list[str]:
 
 
 def _files(table: RowTable, saved: SavedRows) -> Iterator[int]:
-    """Yield the ranks whose files have rows of this one."""
+    """Yield the ranks whose files have rows of this rank."""
     step = math.gcd(saved.ranks, table.owners.ranks)
     yield from (r for r in range(saved.ranks) if (r - table.owners.rank) % step == 0)
 

@@ -1,4 +1,4 @@
-"""Keep the rows that are asked for most on the device, and bring in those that a batch needs."""
+"""Cache the most requested rows on the device, and load the rows of each batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.nn.tables.owners import Owners
 
 #: batches after which counts are halved, so that a table follows its data
 HALVED_AFTER = 1 << 16
-#: above any count: for rows that a prefetched or an unfinished batch needs
+#: above any count: for rows of prefetched batches and of batches without their step
 SOON = 1e30
 
 
@@ -34,14 +34,14 @@ class RowTable(Protocol):
         """This rank's rows and states on the host."""
 
     def reload(self) -> None:
-        """Forget all that is on the device: the rows on the host were replaced."""
+        """Drop all rows on the device, since the rows on the host were replaced."""
 
 
 @dataclass(eq=False)
 class RowsAhead:
-    """Rows of a batch ahead that were not resident, as a thread reads them.
+    """Rows of a prefetched batch that were not resident, which a thread reads.
 
-    ``written``: rows that were written to the host since; what was read of them is old.
+    ``written``: rows that were written to the host since, whose values here are stale.
     """
 
     rows: Tensor
@@ -61,7 +61,7 @@ class CacheFigures:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the asked rows that were resident."""
+        """Return the share of requested rows that were resident."""
         return self.hits / max(1, self.asked)
 
     def since(self, before: CacheFigures) -> CacheFigures:
@@ -73,14 +73,14 @@ class CacheFigures:
 class RowSlots:
     """``count`` slots on ``device`` for rows of ``host``; a row that changed is written back.
 
-    Evicted first are rows that are asked for least, by ``frequency`` or as counted; rows of batches
-    ahead, and of batches whose step is to come, only where nothing else is left.
+    It evicts the least requested rows first, by ``frequency`` or as counted; rows of prefetched
+    batches, and of batches before their step, only if no others are left.
     """
 
     def __init__(
         self, host: HostRows, count: int, device: torch.device, frequency: Tensor | None
     ) -> None:
-        """``frequency``: of every row, (rows,), any number type; the most frequent are read now."""
+        """Read the most frequent rows; ``frequency``: of every row, (rows,), any number type."""
         self.host, self.count, self._device = host, count, device
         self.values: dict[str, Tensor] = {}
         for name in host.states:
@@ -105,13 +105,12 @@ class RowSlots:
         self.values[name] = torch.zeros(shape, dtype=like.dtype, device=self._device)
 
     def to(self, device: torch.device) -> None:
-        """Move the slots to ``device``."""
         self._device = device
         self.values = {name: values.to(device) for name, values in self.values.items()}
 
     def read_ahead(self, rows: Tensor) -> RowsAhead:
-        """Begin to read what is missing of ``rows``, sorted and unique; the next ``hold`` of them
-        takes it."""
+        """Start reading the rows of ``rows`` (sorted, unique) that are not resident; ``hold`` takes
+        the result."""
         missing = rows[self._slot_of[rows] < 0]
         made = RowsAhead(rows, missing, self._thread.submit(self.host.read, missing))
         self._ahead.append(made)
@@ -122,15 +121,15 @@ class RowSlots:
         self._kept.append(rows)
 
     def release(self) -> None:
-        """Evict kept rows as others."""
+        """Allow the eviction of rows passed to ``keep``."""
         self._kept.clear()
 
     def hold(
         self, rows: Tensor, ahead: RowsAhead | None = None, *, is_asked: bool = True
     ) -> Tensor:
-        """Bring in ``rows`` (sorted, unique, at most ``count``) and return their slots, int64.
+        """Load ``rows`` (sorted, unique, at most ``count``) and return their slots, int64.
 
-        ``ahead``: what was read of them. ``is_asked``: count them as asked for.
+        ``ahead``: their prefetched values. ``is_asked``: count them as requested.
         """
         if ahead is not None and ahead in self._ahead:
             self._ahead.remove(ahead)
@@ -146,10 +145,9 @@ class RowSlots:
         return self._slot_of[rows].to(torch.int64)
 
     def update(self, slots: Tensor, values: dict[str, Tensor]) -> None:
-        """Replace what is in ``slots``."""
         at = slots.to(self._device)
-        for name, found in values.items():
-            self.values[name].index_copy_(0, at, found)
+        for name, value in values.items():
+            self.values[name].index_copy_(0, at, value)
         self._dirty[slots] = True
 
     def flush(self) -> None:
@@ -165,7 +163,6 @@ class RowSlots:
         self._dirty.zero_()
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
         self._thread.shutdown()
 
     def _count(self, rows: Tensor) -> None:
@@ -177,7 +174,7 @@ class RowSlots:
         self._uses[rows] += 1
 
     def _read(self, missing: Tensor, ahead: RowsAhead | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return ``missing`` in some order, with their values: read ahead, else now."""
+        """Return ``missing`` in some order, with their values, prefetched if possible."""
         if ahead is None:
             return missing, self.host.read(missing)
         values = ahead.values.result()
@@ -195,8 +192,8 @@ class RowSlots:
 
     def _place(self, rows: Tensor, values: dict[str, Tensor], slots: Tensor) -> None:
         at = slots.to(self._device)
-        for name, found in values.items():
-            there = found.to(self._device, non_blocking=True)
+        for name, value in values.items():
+            there = value.to(self._device, non_blocking=True)
             self.values[name].index_copy_(0, at, there)
         self._slot_of[rows] = slots.to(torch.int32)
         self._row_in[slots] = rows
@@ -222,7 +219,7 @@ class RowSlots:
         return torch.cat([free, out])
 
     def _soon(self) -> Iterable[Tensor]:
-        yield from (one.rows for one in self._ahead)
+        yield from (ahead.rows for ahead in self._ahead)
         yield from self._kept
 
     def _write(self, slots: Tensor) -> None:
@@ -231,7 +228,7 @@ class RowSlots:
             return
         rows, at = self._row_in[slots], slots.to(self._device)
         self.host.write(rows, {name: v[at].cpu() for name, v in self.values.items()})
-        for one in self._ahead:
-            one.written.append(rows)
+        for ahead in self._ahead:
+            ahead.written.append(rows)
         self._dirty[slots] = False
         self.figures.rows_out += len(rows)

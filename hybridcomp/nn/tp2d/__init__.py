@@ -6,11 +6,9 @@ product, blocks are broadcast along rows (activations) and columns (weights) of 
 addends are reduced to the rank that keeps the sum (gradients): three kinds of messages, each with
 its own settings in the block.
 
-mesh the ranks and their groups, and the collectives between them lines broadcasts and reductions
-along a row or a column, behind the products products C = AB, C = AB^T, C = A^T B, and their
-gradients norms LayerNorm and RMSNorm over cut features loss cross entropy over a cut vocabulary
-layers modules that replace those of ``torch.nn`` layouts each rank's part of a whole weight;
-cutting and joining weights converting whole models to and from the plain model's state
+``layers`` has the modules that replace those of ``torch.nn``, built on ``products`` (C = AB,
+C = AB^T, C = A^T B and their gradients), ``norms`` and ``loss``; ``layouts`` and ``weights``
+convert weights from and to the plain model; ``mesh`` has the groups and their collectives.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def _refuse(whole: nn.Embedding) -> None:
     """Raise ConfigError on options of an embedding that its parts cannot support."""
     for name, value in (("max_norm", whole.max_norm), ("sparse", whole.sparse)):
         if value:
-            found = Shown(f"nn.Embedding({name}={value})")
-            raise ConfigError("tp2d", found, f"a table on a mesh has no {name}; leave it out")
+            given = Shown(f"nn.Embedding({name}={value})")
+            raise ConfigError("tp2d", given, f"a table on a mesh has no {name}; leave it out")
 
 
 def _check_tokens(tokens: Tensor, count: int) -> None:
@@ -153,8 +153,8 @@ class LayerNorm(Cut):
         last dimension.
         """
         if len(whole.normalized_shape) != 1:
-            found = Shown(f"{type(whole).__name__}({list(whole.normalized_shape)})")
-            raise ConfigError("tp2d", found, "only the last dimension is cut; normalize over that")
+            given = Shown(f"{type(whole).__name__}({list(whole.normalized_shape)})")
+            raise ConfigError("tp2d", given, "only the last dimension is cut; normalize over that")
         super().__init__(mesh, {"weight": Vector(), "bias": Vector()})
         self.eps = whole.eps
         self._keep("weight", whole.weight)

@@ -48,14 +48,12 @@ class MatrixCut:
     parts: int = 1
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """Return the part (outputs / q, inputs / q)."""
         _check("outputs", whole.shape[0], self.parts * q)
         _check("inputs", whole.shape[1], q)
         wanted = [part.chunk(q)[column] for part in whole.chunk(self.parts)]
         return torch.cat(wanted).chunk(q, dim=1)[row].clone()
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """Return the whole (outputs, inputs)."""
         columns = [torch.cat(list(_line(parts, q, column)), dim=1) for column in range(q)]
         cut = [column.chunk(self.parts) for column in columns]
         return torch.cat([column[part] for part in range(self.parts) for column in cut])
@@ -79,12 +77,11 @@ class Table:
         _check("features", whole.shape[1], q)
         rows = self.rows(q)
         out = whole.new_zeros(rows, whole.shape[1] // q)
-        found = whole[row * rows : (row + 1) * rows].chunk(q, dim=1)[column]
-        out[: len(found)] = found
+        part = whole[row * rows : (row + 1) * rows].chunk(q, dim=1)[column]
+        out[: len(part)] = part
         return out
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """Return the whole (vocabulary, features), without padding."""
         columns = [torch.cat(list(_line(parts, q, column))) for column in range(q)]
         return torch.cat(columns, dim=1)[: self.vocabulary].clone()
 
@@ -96,13 +93,11 @@ class Output:
     vocabulary: int
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """Return the part (vocabulary / q, features / q), rounded up."""
         missing = -self.vocabulary % q
         filled = torch.cat([whole, whole.new_zeros(missing, whole.shape[1])])
         return MatrixCut().cut(filled, q, row, column)
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """Return the whole (vocabulary, features), without padding."""
         return MatrixCut().join(parts, q)[: self.vocabulary].clone()
 
 
@@ -116,14 +111,12 @@ class Vector:
     parts: int = 1
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """Return the part (features / q^2,)."""
         _check("features of a vector", len(whole), self.parts * q)
         _check("features of a vector", len(whole), q * q)
         wanted = torch.cat([part.chunk(q)[column] for part in whole.chunk(self.parts)])
         return wanted.chunk(q)[row].clone()
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """Return the whole (features,)."""
         columns = [torch.cat(list(_line(parts, q, column))) for column in range(q)]
         cut = [column.chunk(self.parts) for column in columns]
         return torch.cat([column[part] for part in range(self.parts) for column in cut])

@@ -35,7 +35,6 @@ class BroadcastUnderWay:
     values: Tensor
 
     def wait(self) -> Tensor:
-        """Wait for the broadcast and return the received tensor."""
         self.handle.wait()
         return self.values
 
@@ -64,8 +63,8 @@ class Mesh:
         """
         world_size = dist.get_world_size()
         if q < 1 or world_size % (q * q):
-            found = Shown(f"{world_size} ranks for meshes of {q} x {q}")
-            raise ConfigError("tp2d", found, f"expected a multiple of {q * q}; change either")
+            given = Shown(f"{world_size} ranks for meshes of {q} x {q}")
+            raise ConfigError("tp2d", given, f"expected a multiple of {q * q}; change either")
         self.q = q
         self._channels = channels or process.current
         number = dist.get_rank() % (q * q)
@@ -86,7 +85,6 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """Return the number of this rank in the mesh."""
         return self.row * self.q + self.column
 
     def place(self, axis: Axis) -> int:

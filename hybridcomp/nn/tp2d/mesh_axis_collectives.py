@@ -52,7 +52,6 @@ class LineSums:
     """Reduce one sum to each rank of a line, from addends of all its ranks."""
 
     def __init__(self, mesh: Mesh, axis: Axis, kind: Direction) -> None:
-        """Start without addends."""
         self._mesh, self._axis, self._kind = mesh, axis, kind
         self._under_way: deque[Handle] = deque()
         self._own: Tensor | None = None

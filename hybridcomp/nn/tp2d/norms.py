@@ -62,9 +62,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of values, weight and bias; those of the vectors from this rank's
-        tokens.
-        """
+        """Return gradients of values, weight and bias; of vectors by this rank's tokens."""
         values, weight, mean, scale = ctx.saved_tensors
         normed, grad = (_wide(values) - mean) * scale, _wide(grad)
         tokens = tuple(range(grad.dim() - 1))

@@ -23,17 +23,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def times_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right^T``."""
     return left @ right.T
 
 
-def times(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right``."""
-    return left @ right
-
-
 def transposed_times(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left^T @ right``."""
     return left.T @ right
 
 
@@ -95,7 +88,7 @@ class LinearFunction(torch.autograd.Function):
         to_values = to_weight = None
         if columns is not None:
             sums = LineSums(mesh, "row", "gradients")
-            to_values = hand_out(columns, own, sums, times).view(values.shape)
+            to_values = hand_out(columns, own, sums, torch.mm).view(values.shape)
         if rows is not None:
             sums = LineSums(mesh, "column", "gradients")
             to_weight = hand_out(rows, own, sums, transposed_times)
@@ -103,9 +96,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class ProjectFunction(torch.autograd.Function):
-    """Compute ``values @ table^T`` with an embedding's table, whose words are cut over mesh
-    rows.
-    """
+    """Compute ``values @ table^T`` with an embedding's table, words cut over mesh rows."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
@@ -130,12 +121,10 @@ class ProjectFunction(torch.autograd.Function):
         if of_values:
             rows = LineBlocks(mesh, "row", own, "gradients")
             columns = LineBlocks(mesh, "column", table, "weights")
-            to_values = add_up(rows, columns, times).view(values.shape)
+            to_values = add_up(rows, columns, torch.mm).view(values.shape)
         if of_table:
-            rows, sums = (
-                LineBlocks(mesh, "row", own, "gradients"),
-                LineSums(mesh, "column", "gradients"),
-            )
+            rows = LineBlocks(mesh, "row", own, "gradients")
+            sums = LineSums(mesh, "column", "gradients")
             to_table = hand_out(rows, _flat(values), sums, _second_transposed_times_first)
         return to_values, to_table, None
 
@@ -184,7 +173,7 @@ class LookUpFunction(torch.autograd.Function):
 def _is_here(tokens: Tensor, place: int, rows: int) -> Tensor:
     """Return whether each of the flat ``tokens`` is in the rows of position ``place``, (numel, 1).
 
-    It returns a mask, because for the length of a list the host would have to wait for a GPU.
+    It returns a mask, since the length of a list would synchronize the host with a GPU.
     """
     return ((tokens >= place * rows) & (tokens < (place + 1) * rows)).unsqueeze(1)
 
@@ -194,13 +183,11 @@ class SpreadFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
-        """Map (n / q^2) to (n / q)."""
         ctx.mesh = mesh
         return mesh.gather(part, "column", "weights").view(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Reduce-scatter the gradient over the column."""
         mesh = ctx.mesh
         return mesh.scatter_sum(grad.reshape(mesh.q, -1), "column", "gradients"), None
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridcomp.errors import HybridcompError, installed
-from hybridcomp.foreign import message, one_line, printable
+from hybridcomp.escaping import message, one_line, printable
 from hybridcomp.tools.commands import configs, replan, states, watch
 from hybridcomp.tools.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
 from hybridcomp.tools.plan.answer.arguments import add_arguments as add_plan_arguments

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from hybridcomp.codecs import CODECS, make_codec
 from hybridcomp.errors import HybridcompError, install_hint, installed
-from hybridcomp.foreign import printable
+from hybridcomp.escaping import printable
 from hybridcomp.job import environment
 from hybridcomp.job.devices import device_name
 from hybridcomp.kernels import kernels_of

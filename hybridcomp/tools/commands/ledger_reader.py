@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hybridcomp.foreign import SENTENCE, one_line, parsed_json
+from hybridcomp.escaping import SENTENCE, one_line, parsed_json
 from hybridcomp.metric_names import SAVED_S, TIME, TOTALS, follower_line
 from hybridcomp.tools.compare.figures import named
 from hybridcomp.tools.compare.runs import short

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.job.waits import NOTICE_S, Notices
 from hybridcomp.sync.rendezvous import BYE
 from hybridcomp.sync.roster import Roster

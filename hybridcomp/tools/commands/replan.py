@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.elastic import batches
 from hybridcomp.elastic.checkpoints import SavedJob
 from hybridcomp.errors import ConfigError
@@ -108,7 +108,7 @@ def saved_job(place: Path) -> tuple[SavedJob, bool]:
         raise ConfigError("CHECKPOINT", str(place), wrong)
     job, skipped = of.find(place)
     for text in skipped:
-        print(foreign.printable(f"skipped {text}"))
+        print(escaping.printable(f"skipped {text}"))
     if job is None:
         raise ConfigError("CHECKPOINT", str(place), "no checkpoint there was finished")
     return of_torch.with_sampler(job, alone=True) if of is of_torch else job, of is of_deepspeed
@@ -196,7 +196,7 @@ def _write(
     out.mkdir(parents=True, exist_ok=True)
     config = (out / "ds_config.json").resolve()
     if settings is not None:
-        config.write_text(foreign.json_document(settings), encoding="utf-8")
+        config.write_text(escaping.json_document(settings), encoding="utf-8")
     before = {"ranks": job.ranks, "stages": job.parts // job.tensor, "tensor": job.tensor,
               "micro_batch": job.micro, "samples": job.samples}  # fmt: skip
     texts = {
@@ -209,4 +209,4 @@ def _write(
     command: Sequence[str] = options.command or (*GENERAL, *end)
     words = fill(command, {f"{{{name}}}": str(values[name]) for name in PLACES})
     about = f"# {now['ranks']} ranks, step {job.step}"
-    write_script(out / "start.sh", [about, f"exec {foreign.shell_words(words)}"])
+    write_script(out / "start.sh", [about, f"exec {escaping.shell_words(words)}"])

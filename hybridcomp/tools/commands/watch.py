@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridcomp.errors import ConfigError, HybridcompError, install_hint
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.tools import pages
 from hybridcomp.tools.commands.ledger_reader import AGE_S, LedgerReader
 from hybridcomp.tools.compare import report

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.errors import install_hint
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.tools import pages
 from hybridcomp.tools.compare import chart, report
 from hybridcomp.tools.compare.reading import check_comparable, read_runs

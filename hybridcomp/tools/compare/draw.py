@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.errors import install_hint
 from hybridcomp.tools.compare.report import Result, mean_gap
 from hybridcomp.tools.compare.runs import CompareError
@@ -49,14 +49,14 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
         style = style_of(number)
         smoothed = running_mean(result.aligned.losses[number], window).mean(axis=0)
         tokens.plot(
-            result.aligned.axis, smoothed, label=foreign.picture(_legend(result, number)), **style
+            result.aligned.axis, smoothed, label=escaping.picture(_legend(result, number)), **style
         )
         if clock is not None and clocks is not None:
             clock.plot(clocks[number].mean(axis=0), smoothed, **style)
             clock.set_xlabel("seconds of training")
         if number:
             _gap(gaps, result, number, window, style)
-    figure.suptitle(foreign.picture(title))
+    figure.suptitle(escaping.picture(title))
     _label(result, tokens, gaps, window)
     for axes in (tokens, gaps) if clock is None else (tokens, clock, gaps):
         axes.grid(alpha=0.25, lw=0.6)
@@ -97,7 +97,7 @@ def _legend(result: Result, number: int) -> str:
     found, run = result.comparisons[number], result.runs[number]
     gap = f" ({mean_gap(found.gaps)} %)" if number else ""
     bits = run.bits().replace("; ", "\n")
-    name = foreign.one_line(run.label)
+    name = escaping.one_line(run.label)
     return f"{name}: {found.final_loss:.3f}{gap}" + (f"\n{bits}" if bits else "")
 
 

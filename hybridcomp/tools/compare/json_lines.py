@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp.foreign import parsed_json
+from hybridcomp.escaping import parsed_json
 from hybridcomp.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
 from hybridcomp.tools.compare.figures import named, sent_until
 from hybridcomp.tools.compare.runs import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.tools.compare.children import run_logged
 from hybridcomp.tools.compare.json_lines import LOG
 from hybridcomp.tools.compare.runs import CompareError

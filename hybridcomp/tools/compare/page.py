@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.tools import pages
 from hybridcomp.tools.compare import report
 from hybridcomp.tools.compare.draw import FALL, SETTLED, style_of
@@ -44,20 +44,20 @@ def page(result: Result, title: str, smooth: int, command: str) -> str:
     library = gzip.compress(get_plotlyjs().encode(), mtime=0)
     return pages.render(
         "report.html.jinja",
-        title=foreign.one_line(title),
+        title=escaping.one_line(title),
         about=report.about(result),
         losses=_table(report.losses(result)),
         bytes=_table(report.bytes_of(result.runs)),
         links=[
-            {"label": foreign.one_line(run.label), "picture": svg}
+            {"label": escaping.one_line(run.label), "picture": svg}
             for run in result.runs
             if (svg := _links(run)) is not None
         ],
         runs=[_run(result, number) for number in range(len(result.runs))],
         charts=list(charts(result, smooth or max(1, len(result.aligned.axis) // 20))),
-        notes=[foreign.one_line(note, foreign.SENTENCE) for note in result.notes],
+        notes=[escaping.one_line(note, escaping.SENTENCE) for note in result.notes],
         differing=_table(differences(result), text=True),
-        command=foreign.printable(command),
+        command=escaping.printable(command),
         comparison=json.loads(report.as_json(result)),
         library=base64.b64encode(library).decode(),
     )
@@ -70,7 +70,7 @@ def _table(
 
     None for a head without rows; ``text``: no column is one of numbers.
     """
-    shown = [[foreign.one_line(cell) for cell in row] for row in rows]
+    shown = [[escaping.one_line(cell) for cell in row] for row in rows]
     right = [False] * len(rows[0]) if text else report.numeric(rows)
     return (shown, right) if len(rows) > 1 else None
 
@@ -79,11 +79,11 @@ def _run(result: Result, number: int) -> dict[str, Any]:
     run, style = result.runs[number], style_of(number)
     settings = run.trainings[0].settings
     return {
-        "label": foreign.one_line(run.label),
+        "label": escaping.one_line(run.label),
         "colour": style["color"],
         "border": DASHES[style.get("linestyle", "-")][1],
-        "sources": [foreign.one_line(training.source) for training in run.trainings],
-        "settings": settings and foreign.printable(json.dumps(settings, indent=1, default=str)),
+        "sources": [escaping.one_line(training.source) for training in run.trainings],
+        "settings": settings and escaping.printable(json.dumps(settings, indent=1, default=str)),
     }
 
 
@@ -146,7 +146,7 @@ def charts(result: Result, window: int) -> Iterator[dict[str, Any]]:
         lines = [trace for n, one in enumerate(smoothed) for trace in _line(result, n, places, one)]
         yield _chart(f"Loss by {name}", lines, unit, "loss (nats per token)", _ends(smoothed, FALL))
         lines = [trace for n, one in enumerate(over) for trace in _line(result, n, places, one)]
-        yield _chart(f"Gap to {foreign.one_line(result.runs[0].label)} by {name}", lines, unit,
+        yield _chart(f"Gap to {escaping.one_line(result.runs[0].label)} by {name}", lines, unit,
                      "gap (%)", _ends([np.zeros((1, 1)), *over], SETTLED))  # fmt: skip
     yield from _of_dimensions(result)
 
@@ -203,7 +203,7 @@ def _drawn(curve: Curve) -> list[float | None]:
 
 def _name(label: str) -> str:
     """Escape a label for Plotly, which reads some tags of HTML in texts."""
-    return html.escape(foreign.one_line(label), quote=False)
+    return html.escape(escaping.one_line(label), quote=False)
 
 
 def _of_dimensions(result: Result) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.tools.compare import json_lines, trainer_state, wandb_files
 from hybridcomp.tools.compare.runs import CompareError, LoggedTraining, Run
 from hybridcomp.tools.compare.wandb_parts import by_run

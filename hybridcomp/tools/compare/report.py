@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.tools.compare.runs import Curve, Run, short
 from hybridcomp.tools.compare.statistics import LEAST, Aligned, Comparison, half_width
 
@@ -33,16 +33,16 @@ def table(result: Result) -> str:
     moved = bytes_of(result.runs)
     if len(moved) > 1:
         parts.append(aligned(moved))
-    parts += [f"note: {foreign.one_line(note, foreign.SENTENCE)}" for note in result.notes]
+    parts += [f"note: {escaping.one_line(note, escaping.SENTENCE)}" for note in result.notes]
     return "\n\n".join(parts)
 
 
 def markdown(result: Result, title: str, picture: str | None, command: str) -> str:
     """Format the report in Markdown."""
     lines = [
-        f"# {foreign.markdown(title)}",
+        f"# {escaping.markdown(title)}",
         "",
-        foreign.markdown(about(result)),
+        escaping.markdown(about(result)),
         "",
         *markdown_rows(losses(result)),
     ]
@@ -57,8 +57,8 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
             *markdown_rows(moved),
         ]
     if result.notes:
-        lines += ["", *(f"* {foreign.markdown(note)}" for note in result.notes)]
-    lines += ["", *foreign.fenced(command)]
+        lines += ["", *(f"* {escaping.markdown(note)}" for note in result.notes)]
+    lines += ["", *escaping.fenced(command)]
     return "\n".join(lines) + "\n"
 
 
@@ -71,7 +71,7 @@ def about(result: Result) -> str:
     those = f", seeds {', '.join(seeds)}" if seeds else ""
     return (
         f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
-        f"Gaps are to {foreign.one_line(result.runs[0].label)}, paired by seed{spread}. "
+        f"Gaps are to {escaping.one_line(result.runs[0].label)}, paired by seed{spread}. "
         '"Gap, same time" compares the losses when the faster of the two runs has finished, "gap, '
         'same bytes" after as many bytes as the run with fewer sends in all.'
     )
@@ -163,13 +163,13 @@ def _optional(value: float | None, form: str) -> str:
 
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a Markdown table; the first row is its head. Marks in cells are escaped."""
-    head, *body = (f"| {' | '.join(map(foreign.markdown, row))} |" for row in rows)
+    head, *body = (f"| {' | '.join(map(escaping.markdown, row))} |" for row in rows)
     return [head, f"|{'---|' * len(rows[0])}", *body]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Align columns, text to the left and numbers to the right, with a rule below the head."""
-    rows = [[foreign.one_line(cell) for cell in row] for row in rows]
+    rows = [[escaping.one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(

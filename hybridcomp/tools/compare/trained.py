@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.tools.compare.json_lines import LOG
 from hybridcomp.tools.progress import ProgressDisplay
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp.foreign import parsed_json
+from hybridcomp.escaping import parsed_json
 from hybridcomp.metric_names import TRAINER_PREFIX
 from hybridcomp.tools.compare.figures import errors_of, ledger_of, sent_until, wire_of
 from hybridcomp.tools.compare.json_lines import figures_beside

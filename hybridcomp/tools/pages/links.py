@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.tools import pages
 
 #: pixels of the longest bar, and most ranks of a node that are drawn

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 
 #: the process groups of a layout
 Group = Literal["tensor", "row", "column", "context", "data", "expert", "pipeline", "replicas"]

@@ -13,7 +13,7 @@ from hybridcomp.config.error_messages import show
 from hybridcomp.config.planned import FORMAT, VERSION
 from hybridcomp.dimensions import Key
 from hybridcomp.errors import HybridcompError
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.tools.plan.choices import Choice, Choices
 from hybridcomp.tools.plan.layout import Layout
 

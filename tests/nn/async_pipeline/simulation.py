@@ -25,11 +25,11 @@ def gradients(index: int, forward: Sequence[Tensor], backward: Sequence[Tensor])
         squashed.append(torch.tanh(values))
         values = squashed[-1] @ matrix.T
     grad = 2 * (values - targets) / values.numel()
-    found = []
+    grads = []
     for hidden, matrix in zip(reversed(squashed), reversed(backward), strict=True):
-        found.append(grad.T @ hidden)
+        grads.append(grad.T @ hidden)
         grad = (grad @ matrix) * (1 - hidden**2)
-    return found[::-1]
+    return grads[::-1]
 
 
 class Simulation:
@@ -60,15 +60,15 @@ class Simulation:
                 [way(micro, stage) for stage in range(self.stages)]
                 for way in (self.forward, self.backward)
             ]
-            for sum_, one in zip(total, gradients(micro, *ways), strict=True):
-                sum_ += one / self.count
+            for sum_, gradient in zip(total, gradients(micro, *ways), strict=True):
+                sum_ += gradient / self.count
         return total
 
     def run(self) -> list[Tensor]:
         for step in range(self.job.steps):
-            found = self.mean_gradients(step)
+            means = self.mean_gradients(step)
             for stage in range(self.stages):
-                self.weights[stage].append(self.next(stage, step, found[stage]))
+                self.weights[stage].append(self.next(stage, step, means[stage]))
         return [rows[-1] for rows in self.weights]
 
     def next(self, stage: int, step: int, grad: Tensor) -> Tensor:

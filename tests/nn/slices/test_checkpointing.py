@@ -60,10 +60,10 @@ def the_same(engine: bool) -> None:
     plain, calls = gradients(None, engine)
     assert len(plain) >= 12 and (not engine or calls == {3})
     for reentrant in (True, False):
-        found, often = gradients(reentrant, engine)
+        grads, often = gradients(reentrant, engine)
         assert often == calls, "hooks of an engine see each gradient once a micro-batch"
-        for one, other in zip(found, plain, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        for grad, other in zip(grads, plain, strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("engine", [False, True], ids=["pipeline", "stage"])

@@ -41,11 +41,11 @@ def test_gradients_are_those_of_one_graph(known: int) -> None:
     losses = []
     for (start, stop), both in zip(EDGES, seen, strict=True):
         own = [twin[:, :, :stop] for twin in twins]
-        one, other = (
+        loss_of_slices, other = (
             sum(((start + 1) * values.square() * (stop - start)).sum() for values in pair)
             for pair in (both, own)
         )
-        losses.append(one)
+        losses.append(loss_of_slices)
         assert isinstance(other, Tensor)
         other.backward()  # type: ignore[no-untyped-call]
     for loss in reversed(losses):
@@ -71,9 +71,9 @@ def test_layers_and_passes_without_gradients_stand_for_themselves() -> None:
         past.extend("a", key[:, :, :3], key[:, :, :3])
         past.extend("b", key[:, :, 6:9], key[:, :, 6:9])
         past = past.at(3)
-        found, _ = past.extend("a", key[:, :, 3:5], key[:, :, 3:5])
+        keys, _ = past.extend("a", key[:, :, 3:5], key[:, :, 3:5])
         other, _ = past.extend("b", key[:, :, 9:10], key[:, :, 9:10])
-    assert torch.equal(found, key[:, :, :5]) and torch.equal(other, key[:, :, 6:10])
+    assert torch.equal(keys, key[:, :, :5]) and torch.equal(other, key[:, :, 6:10])
 
 
 def test_a_name_comes_once_a_slice() -> None:

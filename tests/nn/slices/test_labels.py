@@ -55,11 +55,11 @@ def against_the_whole(ignore: int, engine: bool, frozen: Sequence[int]) -> list[
         )
         loss = pipeline.step(tokens, labels)
     pairs = [(loss.detach(), expected.detach())] if rank == STAGES - 1 else []
-    for one, other in zip(own.parameters(), stages[rank].parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None) == (rank in frozen)
-        if one.grad is not None and other.grad is not None:
-            pairs.append((one.grad, other.grad))
-    return [float((one - other).norm() / other.norm()) for one, other in pairs]
+    for mine, other in zip(own.parameters(), stages[rank].parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None) == (rank in frozen)
+        if mine.grad is not None and other.grad is not None:
+            pairs.append((mine.grad, other.grad))
+    return [float((mine - other).norm() / other.norm()) for mine, other in pairs]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def against_the_whole(ignore: int, engine: bool, frozen: Sequence[int]) -> list[
 def test_loss_and_gradients_are_those_of_the_whole_model(
     on_ranks: RunRanks, ignore: int, engine: bool, frozen: Sequence[int]
 ) -> None:
-    for rank, found in enumerate(on_ranks(STAGES, against_the_whole, ignore, engine, frozen)):
-        assert len(found) == 0 if rank in frozen else len(found) >= 12
-        assert max(found, default=0.0) < 1e-12
+    for rank, result in enumerate(on_ranks(STAGES, against_the_whole, ignore, engine, frozen)):
+        assert len(result) == 0 if rank in frozen else len(result) >= 12
+        assert max(result, default=0.0) < 1e-12
 
 
 def of_nothing() -> None:

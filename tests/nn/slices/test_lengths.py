@@ -40,13 +40,13 @@ def test_as_fast_as_brute_force(longest: float) -> None:
         }
         hops = {cut: longest * draw.random() for cut in cost}
         hop = partial(seconds_of, hops)
-        found = token_slices(granules, stages, partial(seconds_of, cost), hop)
-        cuts = list(pairwise((0, *found.stops)))
-        assert found.stops[-1] == granules
-        assert found.slowest == max(cost[cut] + hops[cut] for cut in cuts)
-        assert found.total == pytest.approx(sum(cost[cut] for cut in cuts))
+        best = token_slices(granules, stages, partial(seconds_of, cost), hop)
+        cuts = list(pairwise((0, *best.stops)))
+        assert best.stops[-1] == granules
+        assert best.slowest == max(cost[cut] + hops[cut] for cut in cuts)
+        assert best.total == pytest.approx(sum(cost[cut] for cut in cuts))
         expected = brute(granules, stages, cost, hops)
-        assert found.seconds(stages) == pytest.approx(expected, rel=1e-12)
+        assert best.seconds(stages) == pytest.approx(expected, rel=1e-12)
 
 
 def attention(start: int, stop: int) -> float:
@@ -66,9 +66,9 @@ def test_later_slices_are_shorter_and_better_than_equal_ones() -> None:
 
 
 def test_hops_fill_the_pipeline_once() -> None:
-    found = uniform_slices(4, 2, attention, lambda start, stop: 10.0 * (start == 0))
-    assert found.slowest == attention(0, 2) + 10.0 > attention(2, 4)
-    assert found.total == attention(0, 2) + attention(2, 4)
+    uniform = uniform_slices(4, 2, attention, lambda start, stop: 10.0 * (start == 0))
+    assert uniform.slowest == attention(0, 2) + 10.0 > attention(2, 4)
+    assert uniform.total == attention(0, 2) + attention(2, 4)
 
 
 def test_one_stage_takes_the_sequence_whole() -> None:

@@ -94,22 +94,24 @@ def errors(slices: Sequence[int], dtype: torch.dtype) -> list[float]:
         values = stage(values, KVCache())
     expected = loss_of(values, labels)
     expected.backward()  # type: ignore[no-untyped-call]
-    loss, found, _ = trained(slices, dtype)
+    loss, grads, _ = trained(slices, dtype)
     every = [p.grad for p in stages[dist.get_rank()].parameters()]
-    assert len(found) == len(every)
-    pairs = [(f, e) for f, e in zip(found, every, strict=True) if e is not None]
+    assert len(grads) == len(every)
+    pairs = [(f, e) for f, e in zip(grads, every, strict=True) if e is not None]
     if loss is not None:
         pairs.append((loss, expected.detach()))
     return [float((f - e).norm() / e.norm()) for f, e in pairs]
 
 
-@pytest.mark.parametrize("slices", [SLICES, (LENGTH,), (1,) * LENGTH], ids=len)
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "most", "slices"), [
+    (torch.float32, 1e-6, SLICES), (torch.float64, 1e-12, (LENGTH,)),
+    (torch.float64, 1e-12, (1,) * LENGTH),
+])  # fmt: skip
 def test_gradients_are_those_of_the_whole_sequence(
     on_ranks: RunRanks, dtype: torch.dtype, most: float, slices: Sequence[int]
 ) -> None:
-    for found in on_ranks(STAGES, errors, slices, dtype):
-        assert len(found) >= 12 and max(found) <= most
+    for result in on_ranks(STAGES, errors, slices, dtype):
+        assert len(result) >= 12 and max(result) <= most
 
 
 def under_autocast() -> list[float]:
@@ -119,8 +121,8 @@ def under_autocast() -> list[float]:
 
 def test_autocast_is_that_of_the_whole_sequence(on_ranks: RunRanks) -> None:
     """Stages then output bf16, and their messages have that dtype."""
-    for found in on_ranks(STAGES, under_autocast):
-        assert max(found) <= 0.05
+    for result in on_ranks(STAGES, under_autocast):
+        assert max(result) <= 0.05
 
 
 def lossless() -> None:
@@ -138,8 +140,8 @@ def counted() -> None:
     """Return the ledger's bytes: each slice once per direction and neighbouring stage."""
     block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
     _, native, _ = trained(SLICES, torch.float32)
-    _, found, channels = trained(SLICES, torch.float32, block)
-    worst = max(float((f - n).norm() / n.norm()) for f, n in zip(found, native, strict=True))
+    _, encoded, channels = trained(SLICES, torch.float32, block)
+    worst = max(float((f - n).norm() / n.norm()) for f, n in zip(encoded, native, strict=True))
     assert 0 < worst < 0.05
     assert channels is not None
     codec, rank = make_codec("blockint", bits=8), dist.get_rank()

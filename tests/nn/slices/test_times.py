@@ -81,14 +81,14 @@ def measured(block: dict[str, Any] | None) -> SliceTimes:
     "block", [None, {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}], ids=["native", "8"]
 )
 def test_all_ranks_learn_the_times_of_all(on_ranks: RunRanks, block: dict[str, Any] | None) -> None:
-    one, other = on_ranks(STAGES, measured, block)
-    assert one == other and len(one.each) == one.stages == STAGES
-    assert one.granule * one.count == LENGTH
-    for each in one.each:
+    first, other = on_ranks(STAGES, measured, block)
+    assert first == other and len(first.each) == first.stages == STAGES
+    assert first.granule * first.count == LENGTH
+    for each in first.each:
         lines = [*each.first, *each.later, *each.post, *each.arrive]
         assert min(lines) >= 0.0 and max(each.first) > 0 < max(each.later) and max(each.arrive) > 0
-    found = one.fastest()
-    assert sum(found.lengths(GRANULE)) == LENGTH and found.seconds(STAGES) > 0
+    fastest = first.fastest()
+    assert sum(fastest.lengths(GRANULE)) == LENGTH and fastest.seconds(STAGES) > 0
 
 
 def frozen_first() -> tuple[Any, ...]:
@@ -99,8 +99,8 @@ def frozen_first() -> tuple[Any, ...]:
 
 def test_a_frozen_first_stage_is_timed_too(on_ranks: RunRanks) -> None:
     """It has no backward pass, and its neighbour must not wait for it."""
-    one, other = on_ranks(STAGES, frozen_first)
-    assert one == other and sum(one[0].lengths(GRANULE)) == LENGTH
+    first, other = on_ranks(STAGES, frozen_first)
+    assert first == other and sum(first[0].lengths(GRANULE)) == LENGTH
 
 
 def fails_alone() -> str:
@@ -115,8 +115,8 @@ def fails_alone() -> str:
 
 
 def test_a_stage_that_fails_keeps_no_other_waiting() -> None:
-    told = "timing token slices: rank 1: RuntimeError: no memory is left"
-    assert run_ranks(STAGES, fails_alone) == [told] * STAGES
+    error = "timing token slices: rank 1: RuntimeError: no memory is left"
+    assert run_ranks(STAGES, fails_alone) == [error] * STAGES
 
 
 def chosen() -> tuple[Any, ...]:

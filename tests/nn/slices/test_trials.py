@@ -35,15 +35,15 @@ def known() -> SliceTimes:
 
 def test_candidates_are_the_predicted_ones_and_the_best_equal_ones() -> None:
     times = known()
-    found = trials.candidates(times)
-    seconds = [way.seconds(STAGES) for way in found]
-    assert found[0] == times.fastest() and seconds[0] == min(seconds)
+    candidates = trials.candidates(times)
+    seconds = [way.seconds(STAGES) for way in candidates]
+    assert candidates[0] == times.fastest() and seconds[0] == min(seconds)
     assert max(seconds) <= trials.WORSE * seconds[0]
     even = [times.uniform(parts) for parts in (1, 2, 3, 4, 6, 8, 12, 16)]
-    assert min(even, key=lambda way: way.seconds(STAGES)) in found
+    assert min(even, key=lambda way: way.seconds(STAGES)) in candidates
     assert len(trials.candidates(times, most=2)) == 2
     assert len({way.stops for way in trials.candidates(times, worse=100.0)}) == trials.MOST
-    assert trials.candidates(times, worse=1.0) == found[:1]
+    assert trials.candidates(times, worse=1.0) == candidates[:1]
 
 
 def test_dearer_calls_make_fewer_slices() -> None:
@@ -60,19 +60,19 @@ def untouched() -> list[tuple[int, ...]]:
     model = stage(channels)
     before = [value.clone() for value in model.state_dict().values()]
     random = torch.get_rng_state()
-    found = [way.slices.lengths(GRANULE) for way in tried_slices(model, known(), 2, turns=1)]
+    lengths = [way.slices.lengths(GRANULE) for way in tried_slices(model, known(), 2, turns=1)]
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert torch.equal(torch.get_rng_state(), random)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not channels.ledger.interval["pp", "forward"].messages and channels.step == 0
     assert model.slices == (LENGTH,)
-    return found
+    return lengths
 
 
 def test_trials_leave_nothing_behind(on_ranks: RunRanks) -> None:
-    one, other = on_ranks(STAGES, untouched)
+    first, other = on_ranks(STAGES, untouched)
     expected = {way.lengths(GRANULE) for way in trials.candidates(known())}
-    assert one == other and set(one) == expected
+    assert first == other and set(first) == expected
 
 
 def steps(seconds: Callable[[tuple[int, ...]], float]) -> Any:
@@ -100,9 +100,9 @@ def decided(equal: float, limit: float) -> tuple[Any, ...]:
         patch.object(log, "say", said.append),
     ):
         model = stage()
-        found = chosen_slices(model, LENGTH, granule=GRANULE, turns=3, limit=limit)
+        chosen = chosen_slices(model, LENGTH, granule=GRANULE, turns=3, limit=limit)
         assert chosen_slices(model, LENGTH, granule=GRANULE, turns=0)[0] == known().fastest()
-    return found, ran, said
+    return chosen, ran, said
 
 
 def test_single_steps_do_not_outvote_the_prediction() -> None:
@@ -116,9 +116,9 @@ def test_single_steps_do_not_outvote_the_prediction() -> None:
 def test_a_real_step_has_the_last_word(
     on_ranks: RunRanks, equal: float, limit: float, turns: int
 ) -> None:
-    one, other = on_ranks(STAGES, decided, equal, limit)
-    assert one == other
-    (slices, granule), ran, said = one
+    first, other = on_ranks(STAGES, decided, equal, limit)
+    assert first == other
+    (slices, granule), ran, said = first
     ways = trials.candidates(known())
     assert granule == GRANULE and len(ran) == turns * len(ways) and len(ways) > 1
     assert slices in ways and (slices == ways[0]) == (equal > 1)

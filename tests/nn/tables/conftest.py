@@ -1,4 +1,4 @@
-"""Ranks of the session without what an earlier test has left in them."""
+"""Provide the session's ranks without the state of earlier tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of torch and ours beside each other, ids by Zipf's law, and blocks of a process."""
+"""Compare CachedEmbedding with torch's tables; draw ids by Zipf's law; set a process's block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSSLESS = {"embed": "expcode", "preset": "none"}
 
 @contextmanager
 def block(settings: Any) -> Iterator[None]:
-    """The block of this process meanwhile; None: no block."""
+    """Set the block of this process in the body; None: no block."""
     process.configure({"compression": settings} if settings else None)
     try:
         yield
@@ -32,7 +32,7 @@ def ranks() -> tuple[int, int]:
 
 
 def zipf(rows: int, count: int, seed: int, law: float = 1.1) -> Tensor:
-    """``count`` ids, of which some are common and most are rare, in mixed places."""
+    """Draw ``count`` ids, few of them frequent and most rare."""
     weights = np.cumsum(1.0 / np.arange(1, rows + 1) ** law)
     draws = np.searchsorted(weights, np.random.default_rng(seed).random(count) * weights[-1])
     return torch.from_numpy(np.random.default_rng(1).permutation(rows)[draws])
@@ -52,20 +52,20 @@ def row_optimizer(method: str, table: CachedEmbedding) -> RowOptimizer:
 
 
 def summed(own: Tensor) -> Tensor:
-    """The gradients of all ranks, added in rank order and averaged."""
+    """Average the gradients of all ranks, added in rank order."""
     world = ranks()[1]
     if world == 1:
         return own
     every = [torch.zeros_like(own) for _ in range(world)]
     dist.all_gather(every, own)
     total = torch.zeros_like(own)
-    for one in every:
-        total += one
+    for gradient in every:
+        total += gradient
     return total / world
 
 
 class Pair:
-    """A table of torch, and ours made of it, which take the same batches and gradients."""
+    """A table of torch and a CachedEmbedding made from it, with equal batches and gradients."""
 
     def __init__(
         self, theirs: nn.Embedding | nn.EmbeddingBag, method: str, **settings: Any
@@ -82,10 +82,10 @@ class Pair:
 
         The gradients of torch's table are added up over the ranks, a micro-batch at a time.
         """
-        weights = [None if one is None else one.clone() for one in more]
-        for one in (*more, *weights):
-            if one is not None and one.is_floating_point():
-                one.requires_grad_()
+        weights = [None if values is None else values.clone() for values in more]
+        for values in (*more, *weights):
+            if values is not None and values.is_floating_point():
+                values.requires_grad_()
         theirs, ours = self.theirs(ids, *more), self.ours(ids, *weights)
         self.outputs_equal &= torch.equal(theirs, ours)
         gradients = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seed))
@@ -108,5 +108,5 @@ class Pair:
         self.gradient = torch.zeros_like(self.theirs.weight)
 
     def weights_equal(self) -> bool:
-        found = self.ours.full_weight()
-        return found is None or torch.equal(found, self.theirs.weight.detach())
+        weight = self.ours.full_weight()
+        return weight is None or torch.equal(weight, self.theirs.weight.detach())

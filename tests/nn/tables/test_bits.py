@@ -27,7 +27,7 @@ STEPS = 200 if NIGHTLY else 24
 def trained(
     width: int, method: str, settings: Any, steps: int, ahead: int, folder: str | None
 ) -> tuple[bool, bool, float, int]:
-    """Steps of both tables: whether outputs and weights are equal, hits, rows written back."""
+    """Train both tables; return whether outputs and weights are equal, hits, rows written."""
     rank, world = ranks()
     rows, tokens = 3_001, 160
     with block(settings):
@@ -61,8 +61,8 @@ def test_is_torchs_table_to_the_bit(
 ) -> None:
     """With an empty rank, padding alone, rows read ahead, evicted and written meanwhile."""
     settings = None if world == 1 else LOSSLESS
-    found = on_ranks(world, trained, width, method, settings, STEPS, 3, str(tmp_path))
-    for outputs, weights, hits, written in found:
+    results = on_ranks(world, trained, width, method, settings, STEPS, 3, str(tmp_path))
+    for outputs, weights, hits, written in results:
         assert outputs and weights
         assert 0.3 < hits < 0.95 and written > 100
     assert not list(tmp_path.iterdir()), "mapped files have no name"
@@ -93,7 +93,7 @@ def test_bags_are_torchs(on_ranks: RunRanks, mode: str) -> None:
 
 
 def accumulated() -> tuple[bool, bool]:
-    """Four micro-batches a step, of more rows together than there are slots."""
+    """Train with four micro-batches a step, which use more rows than there are slots."""
     rank, _ = ranks()
     torch.manual_seed(0)
     pair = Pair(nn.Embedding(2_003, 12), "adagrad", resident=110)
@@ -109,7 +109,7 @@ def test_micro_batches_of_more_rows_than_slots(on_ranks: RunRanks) -> None:
 
 
 def checkpointed(reentrant: bool) -> tuple[bool, bool]:
-    """Activation checkpointing looks up again in the backward pass; a batch is prefetched."""
+    """Train under activation checkpointing, which looks up again in the backward pass."""
     rank, _ = ranks()
     torch.manual_seed(0)
     whole = nn.Embedding(401, 8)
@@ -133,8 +133,8 @@ def checkpointed(reentrant: bool) -> tuple[bool, bool]:
             return False, False
         for optimizer in optimizers:
             optimizer.step()
-    one, two = (table.full_weight() for table in tables)
-    return True, one is None or two is None or torch.equal(one, two)
+    kept, two = (table.full_weight() for table in tables)
+    return True, kept is None or two is None or torch.equal(kept, two)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -143,7 +143,7 @@ def test_activation_checkpointing(on_ranks: RunRanks, reentrant: bool) -> None:
 
 
 def lossy(settings: Any) -> tuple[bool, bool, Any, int]:
-    """Rows in 8 bits: near, equal for all that ask; the ledger."""
+    """Look up in 8 bits; return whether rows are near and equal, and the ledger."""
     rank, _ = ranks()
     with block(settings):
         torch.manual_seed(0)
@@ -166,8 +166,8 @@ def lossy(settings: Any) -> tuple[bool, bool, Any, int]:
 
 def test_eight_bits_are_near_and_counted(on_ranks: RunRanks) -> None:
     settings = {"embed": {"codec": "blockint", "bits": 8}, "preset": "none"}
-    found = on_ranks(2, lossy, settings)
-    for (near, equal, entries, foreign), other in zip(found, reversed(found), strict=True):
+    results = on_ranks(2, lossy, settings)
+    for (near, equal, entries, foreign), other in zip(results, reversed(results), strict=True):
         assert near and not equal
         raw, wire, messages = entries["forward"]
         answered = other[3]  # rows for the other rank, and the ids of this one's
@@ -178,7 +178,7 @@ def test_eight_bits_are_near_and_counted(on_ranks: RunRanks) -> None:
 
 
 def mixed_precision() -> tuple[str, bool]:
-    """A module in bf16 over fp32 rows, and rows in bf16."""
+    """Train a bf16 module over fp32 rows; return the output's dtype, and if rows are exact."""
     torch.manual_seed(0)
     table = CachedEmbedding(101, 8, resident=50)
     optimizer = RowOptimizer([table], "sgd", lr=1e-3)
@@ -242,7 +242,7 @@ def test_a_row_with_nan_stays_so() -> None:
 
 
 def hashed() -> tuple[bool, bool, int]:
-    """N-grams in fewer rows than there are keys: collisions share a row."""
+    """Look up n-grams in fewer rows than keys: colliding keys share a row."""
     rank, _ = ranks()
     tokens = torch.randint(40, (4, 30), generator=torch.Generator().manual_seed(rank))
     keys = ngram_keys(tokens, 3)
@@ -263,23 +263,23 @@ def test_hashed_tables_take_any_key(on_ranks: RunRanks) -> None:
 
 def test_keys_of_ngrams_see_what_is_before() -> None:
     tokens = torch.tensor([[1, 2, 3, 1, 2, 3], [9, 2, 3, 1, 2, 4]])
-    one, two, three = (ngram_keys(tokens, n) for n in (1, 2, 3))
-    assert torch.equal(one[0, :3], one[0, 3:]) and one[1, 0] != one[0, 0]
+    single, two, three = (ngram_keys(tokens, n) for n in (1, 2, 3))
+    assert torch.equal(single[0, :3], single[0, 3:]) and single[1, 0] != single[0, 0]
     assert two[0, 2] == two[0, 5] == two[1, 2] and two[0, 1] != two[1, 1]
     assert three[0, 2] == three[0, 5] != three[1, 2]
     assert len(torch.unique(ngram_keys(torch.arange(5000)[None], 2))) == 5000
 
 
 def tied_groups() -> list[float]:
-    """Two groups of two ranks with a table each, and sums instead of averages."""
+    """Train a table on each of two groups of two ranks, with summed gradients."""
     rank, _ = ranks()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     table = CachedEmbedding(10, 2, resident=5, init="zeros", group=groups[rank // 2], average=False)
     optimizer = RowOptimizer([table], "sgd", lr=1.0)
     table(torch.tensor([3 + rank // 2])).sum().backward()
     optimizer.step()
-    found = table.full_weight()
-    return [] if found is None else found[:, 0].tolist()
+    weight = table.full_weight()
+    return [] if weight is None else weight[:, 0].tolist()
 
 
 def test_groups_have_tables_of_their_own(on_ranks: RunRanks) -> None:

@@ -26,7 +26,7 @@ CASES = (
 
 
 def mistake(case: str) -> str:
-    """What rank 1 alone does wrong; returns this rank's error, and that the table still works."""
+    """Make a mistake on rank 1; return this rank's error, after a correct batch."""
     rank, _ = ranks()
     table = CachedEmbedding(100, 4, resident=12, init="zeros")
     optimizer = None if case in ("no optimizer", "frozen") else RowOptimizer([table], lr=0.1)
@@ -99,7 +99,7 @@ def differing(settings: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    ("settings", "words"),
     [
         ({"rows": 21}, ".rows: found 21 on rank 1; expected 20, as on rank 0"),
         ({"mode": "sum"}, ".mode: found sum on rank 1; expected None, as on rank 0"),
@@ -109,14 +109,14 @@ def differing(settings: dict[str, Any]) -> str:
     ],
 )
 def test_tables_that_differ_or_cannot_be_made(
-    on_ranks: RunRanks, settings: dict[str, Any], found: str
+    on_ranks: RunRanks, settings: dict[str, Any], words: str
 ) -> None:
     first, second = on_ranks(2, differing, settings)
-    assert first == second and found in first and "\n" not in first
+    assert first == second and words in first and "\n" not in first
 
 
 @pytest.mark.parametrize(
-    ("make", "found"),
+    ("make", "words"),
     [
         (lambda: CachedEmbedding(5, 4, resident=0), "resident: found 0"),
         (lambda: CachedEmbedding(0, 4, resident=1), "found 0 rows of 4"),
@@ -136,14 +136,14 @@ def test_tables_that_differ_or_cannot_be_made(
         ),
     ],
 )
-def test_a_table_that_cannot_be(make: Callable[[], object], found: str) -> None:
+def test_a_table_that_cannot_be(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
-    assert found in str(caught.value) and "\n" not in str(caught.value)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    ("settings", "words"),
     [
         ({"method": "adamw"}, "RowOptimizer.method: found 'adamw'; it moves rows that no batch"),
         ({"method": "lamb"}, "expected one of sgd, adagrad, rowwise_adagrad, adam"),
@@ -152,11 +152,11 @@ def test_a_table_that_cannot_be(make: Callable[[], object], found: str) -> None:
         ({"method": "adam", "sparse_formula": True}, "the other methods have one formula"),
     ],
 )
-def test_methods_that_move_other_rows(settings: dict[str, Any], found: str) -> None:
+def test_methods_that_move_other_rows(settings: dict[str, Any], words: str) -> None:
     table = CachedEmbedding(5, 4, resident=5)
     with pytest.raises(ConfigError) as caught:
         RowOptimizer([table], lr=0.1, **settings)
-    assert found in str(caught.value) and "\n" not in str(caught.value)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_table_has_one_optimizer() -> None:
@@ -195,7 +195,7 @@ def test_what_a_cut_table_cannot_do() -> None:
 
 
 def made_before() -> str:
-    """The default group goes, and another comes."""
+    """Look up after the process group has changed."""
     table = CachedEmbedding(50, 4, resident=5)
     table.owners.group = dist.new_group([dist.get_rank()])
     try:

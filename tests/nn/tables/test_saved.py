@@ -18,6 +18,7 @@ from tests.nn.tables.made import ranks, zipf
 from tests.paths import ROOT
 from tests.ranks import RunRanks
 from tests.scripts_on_ranks import run_script
+from tests.selection import by_day
 
 ROWS, WIDTH = 203, 6
 
@@ -28,13 +29,13 @@ def fresh(method: Any = "adagrad") -> tuple[CachedEmbedding, RowOptimizer]:
 
 
 def step(table: CachedEmbedding, optimizer: RowOptimizer, seed: int) -> None:
-    """Every rank asks for the same rows, so that any number of them makes the same step."""
+    """Step with the same rows on every rank, so that any number of ranks steps alike."""
     table(zipf(ROWS, 60, seed)).square().sum().backward()
     optimizer.step()
 
 
 def first(folder: str) -> list[Tensor | None]:
-    """Train and save; then train on: the weights then and later."""
+    """Train, save and train on; return the weights at the save and at the end."""
     host_rows.PIECE_NBYTES = 256  # several pieces a file
     table, optimizer = fresh()
     for seed in range(3):
@@ -64,9 +65,9 @@ def test_four_ranks_then_two_then_three(on_ranks: RunRanks, tmp_path: Path) -> N
     expected = on_ranks(4, first, folder)[0]
     assert len(list(Path(folder).iterdir())) == 1 + 2 * 4
     for world in (2, 3):
-        found = on_ranks(world, then, folder, True)[0]
-        assert torch.equal(found[0], expected[0])
-        assert torch.allclose(found[1], expected[1], atol=1e-6)
+        weights = on_ranks(world, then, folder, True)[0]
+        assert torch.equal(weights[0], expected[0])
+        assert torch.allclose(weights[1], expected[1], atol=1e-6)
         assert len(list(Path(folder).iterdir())) == 1 + 2 * world
 
 
@@ -122,15 +123,15 @@ def test_states_of_another_method(tmp_path: Path) -> None:
     table.save(tmp_path)
     weight = table.full_weight()
     assert weight is not None
-    for method, found in (("adam", "expected exp_avg of"), ("sgd", r"found states \['sum'\]")):
+    for method, words in (("adam", "expected exp_avg of"), ("sgd", r"found states \['sum'\]")):
         other, _ = fresh(method)
-        with pytest.raises(CheckpointError, match=found):
+        with pytest.raises(CheckpointError, match=words):
             other.load(tmp_path)
         other.load(tmp_path, states=False)
         assert torch.equal(other.full_weight(), weight)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the folder of another table"):
         other.save(tmp_path)
-    table.circle = table  # what only a circle of references keeps alive is no other table
+    table.circle = table  # alive only by a reference cycle, which owns no folder
     del table, optimizer
     other.save(tmp_path)
 
@@ -148,7 +149,7 @@ def test_a_folder_taken_on_one_rank_is_refused_on_all(on_ranks: RunRanks, tmp_pa
 
 
 def killed(folder: str) -> int:
-    """A save whose rank 1 ends after its files, as one that is killed; then one that fails."""
+    """Save, step, and fail in the second save on rank 1; return the number of files."""
     host_rows.PIECE_NBYTES = 256  # as ``damaged`` reads it
     table, optimizer = fresh()
     table.save(folder)
@@ -156,10 +157,10 @@ def killed(folder: str) -> int:
     write = saved._write
 
     def full(path: Path, values: Tensor) -> list[int]:
-        found = write(path, values)
+        sums = write(path, values)
         if ranks()[0] == 1:
             raise OSError(28, "No space left on device")
-        return found
+        return sums
 
     saved._write = full
     try:
@@ -209,9 +210,9 @@ def test_state_dict_of_several_ranks_has_no_rows(on_ranks: RunRanks) -> None:
     assert on_ranks(2, cut_state) == [{"anchor"}] * 2
 
 
-@pytest.mark.parametrize("other", [1, 3])
+@pytest.mark.parametrize("other", by_day([1, 3], [3]))
 def test_the_example_goes_on_on_other_ranks(other: int, tmp_path: Path) -> None:
-    """What two ranks of ``train_ngrams.py`` have saved is where others begin."""
+    """Another number of ranks continues from the checkpoint of two."""
     script = str(ROOT / "scripts" / "examples" / "train_ngrams.py")
     (tmp_path / "text").write_text("the same line, again and again and again; " * 60)
     options = {"text": "text", "rows": 900, "row-width": 4, "resident": 890, "steps": 20,
@@ -222,6 +223,6 @@ def test_the_example_goes_on_on_other_ranks(other: int, tmp_path: Path) -> None:
     further = run_script(tmp_path, script, *words, "--load", "saved", ranks=other)
     assert further.returncode == 0, further.output
     first, second = (
-        float(one.output.partition("step 20: loss ")[2].split(",")[0]) for one in (ended, further)
+        float(run.output.partition("step 20: loss ")[2].split(",")[0]) for run in (ended, further)
     )
     assert second < first - 0.2

@@ -1,4 +1,4 @@
-"""The cache of rows: hits beside LRU and the best possible, what is read ahead, how many slots."""
+"""The cache of rows: hits compared with LRU and Belady, prefetched rows, evictions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hybridcomp.nn.tables import slots as slots_module
 from hybridcomp.nn.tables.host_rows import HostRows
 from hybridcomp.nn.tables.slots import RowSlots
 from tests.nn.tables.made import zipf
+from tests.selection import by_day
 
 Counts = npt.NDArray[np.float64]
 
@@ -34,7 +35,7 @@ def change(slots: RowSlots, rows: Tensor) -> None:
 
 
 def hits_of(order: str, batches: list[Tensor], rows: int, count: int, uses: Tensor) -> float:
-    """Hits of unique rows by least recent use, or by furthest next use (Belady)."""
+    """Return the hit rate of unique rows by LRU, or by furthest next use (Belady)."""
     resident, key = torch.zeros(rows, dtype=torch.bool), torch.full((rows,), -1.0)
     following = torch.full((rows,), float("inf"))
     nexts: list[Tensor] = []
@@ -51,10 +52,10 @@ def hits_of(order: str, batches: list[Tensor], rows: int, count: int, uses: Tens
             following[batch] = nexts[number]
         lacking = int((~have).sum()) - (count - int(resident.sum()))
         if lacking > 0:
-            found = resident.nonzero().flatten()
-            found = found[~torch.isin(found, batch)]
-            rank = -following[found] if order == "belady" else key[found]
-            resident[found[torch.topk(rank, lacking, largest=False).indices]] = False
+            evictable = resident.nonzero().flatten()
+            evictable = evictable[~torch.isin(evictable, batch)]
+            rank = -following[evictable] if order == "belady" else key[evictable]
+            resident[evictable[torch.topk(rank, lacking, largest=False).indices]] = False
         resident[batch] = True
         key[batch] = number
     return hits / asked
@@ -71,32 +72,22 @@ def hits_of_ours(batches: list[Tensor], rows: int, count: int, uses: Tensor | No
 
 
 @pytest.mark.parametrize(("law", "least"), [(1.05, 0.0), (1.2, 0.60)])
-def test_hits_are_near_the_best_and_above_lru(law: float, least: float) -> None:
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    by_day([(200_000, 2_000), (1_000_000, 4_096), (1_000_000, 16_384), (5_000_000, 32_768)],
+           [(200_000, 2_000)]),
+)  # fmt: skip
+def test_hits_are_near_the_best_and_above_lru(
+    rows: int, tokens: int, law: float, least: float
+) -> None:
     """1.5 % of the rows are resident; statistics of the first half, measured on the second."""
-    rows, tokens, count = 200_000, 2_000, 3_000
     every = [zipf(rows, tokens, seed, law) for seed in range(60)]
     uses = torch.bincount(torch.cat(every[:30]), minlength=rows).float()
-    batches = [torch.unique(one) for one in every[30:]]
+    batches, count = [torch.unique(ids) for ids in every[30:]], rows * 3 // 200
     ours = hits_of_ours(batches, rows, count, uses)
     lru, best = (hits_of(name, batches, rows, count, uses) for name in ("lru", "belady"))
     assert ours > least and ours > best - 0.065 and ours > lru + 0.09, (ours, lru, best)
-    assert hits_of_ours(batches, rows, count, None) > 0.3
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("law", [1.05, 1.2])
-@pytest.mark.parametrize(
-    ("rows", "tokens"), [(1_000_000, 4_096), (1_000_000, 16_384), (5_000_000, 32_768)]
-)
-def test_hits_of_large_tables(rows: int, tokens: int, law: float) -> None:
-    every = [zipf(rows, tokens, seed, law) for seed in range(60)]
-    uses = torch.bincount(torch.cat(every[:30]), minlength=rows).float()
-    batches = [torch.unique(one) for one in every[30:]]
-    count = rows * 3 // 200
-    ours = hits_of_ours(batches, rows, count, uses)
-    lru, best = (hits_of(name, batches, rows, count, uses) for name in ("lru", "belady"))
-    print(f"{rows} {tokens} {law}: lru {lru:.3f} ours {ours:.3f} best {best:.3f}")
-    assert ours > best - 0.065 and ours > lru + 0.09 and ours >= (0.6 if law > 1.1 else 0)
+    assert rows > 200_000 or hits_of_ours(batches, rows, count, None) > 0.3
 
 
 def test_a_row_written_since_it_was_read_ahead_is_read_again() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridcomp.tools.compare import Wishes, compare_runs
-from tests.test_foreign import HOSTILE
+from tests.test_escaping import HOSTILE
 from tests.tools.compare.made import HEADER, write_run
 
 TEXT = "".join(HOSTILE)

@@ -9,7 +9,7 @@ from typing import Any
 from hybridcomp.config import BLOCK, read_source
 from hybridcomp.config.sources import unreadable
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import parsed_yaml
+from hybridcomp.escaping import parsed_yaml
 from hybridcomp.patches.rules.neox import EXTRA
 
 Base = Mapping[str, Any]

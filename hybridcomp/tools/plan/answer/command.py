@@ -12,7 +12,7 @@ from typing import Any
 from hybridcomp.channels.accounting.memory import size
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.foreign import parsed_json, printable
+from hybridcomp.escaping import parsed_json, printable
 from hybridcomp.tools.measure.block import BlockSize
 from hybridcomp.tools.plan.answer import files, start_command
 from hybridcomp.tools.plan.answer.base import Base, base_of

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.config import BLOCK
 from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError, HybridcompError
@@ -94,14 +94,14 @@ def write(
         (folder / MODULE).write_text(fully_shard.module(plan), encoding="utf-8")
         written.append(folder / MODULE)
     if plan.engine in BESIDE:
-        (folder / BLOCK_FILE).write_text(foreign.json_document(block), encoding="utf-8")
+        (folder / BLOCK_FILE).write_text(escaping.json_document(block), encoding="utf-8")
         written.append(folder / BLOCK_FILE)
     start = folder / START_FILE
     words = general(plan, cluster, folder)
     if command:
         words = filled(command, plan, cluster, folder)
     # the name comes from a config.json of somebody else: a line feed would end the comment
-    why = f"# {plan.layout}, planned for {foreign.one_line(plan.model)}"
+    why = f"# {plan.layout}, planned for {escaping.one_line(plan.model)}"
     write_script(start, [*before, why, f"exec {words}"])
     return [*written, start]
 
@@ -110,11 +110,11 @@ def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
     """Return the engine's file (``CONFIGS``). Raises ConfigError where it cannot hold ``base``."""
     try:
         if plan.engine == "deepspeed":
-            return foreign.json_document(ds_config(plan, block, base))
+            return escaping.json_document(ds_config(plan, block, base))
         if plan.engine == "fsdp2":
-            return foreign.json_document(torch_config(plan, base))
+            return escaping.json_document(torch_config(plan, base))
         if plan.engine == "neox":
-            return foreign.yaml_document(neox_config(plan, block, base))
+            return escaping.yaml_document(neox_config(plan, block, base))
     except ValueError as error:
         todo = f"expected settings that {CONFIGS[plan.engine]} can hold"
         raise ConfigError("--base", str(error), todo) from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.errors import HybridcompError, install_hint
 from hybridcomp.tools.pages import links
@@ -47,7 +47,7 @@ def draw(
     _speed(figure.add_subplot(grid[0, 0]), plans, native)
     _memory(figure.add_subplot(grid[0, 1]), plans, limit)
     _timeline(figure.add_subplot(grid[1, :]), plans[0])
-    figure.suptitle(foreign.picture(title))
+    figure.suptitle(escaping.picture(title))
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the font lacks a glyph and draws a box
@@ -94,7 +94,7 @@ def _speed(axes: Any, plans: Sequence[Plan], native: Plan | None) -> None:
         place = between(native), native.prediction.tokens_per_second
         axes.plot(*place, "s", color="black", markerfacecolor="white", label="1, native")
     for number, name in enumerate(layouts[: len(COLOURS)]):
-        axes.plot([], [], "o", color=COLOURS[number], label=foreign.picture(name))
+        axes.plot([], [], "o", color=COLOURS[number], label=escaping.picture(name))
     crosses = any(sum(plan.prediction.between_native_nbytes.values()) for plan in plans)
     whither = "to other nodes" if crosses else "to other ranks"
     axes.set_xlabel(f"MB that a rank sends {whither} in a step")

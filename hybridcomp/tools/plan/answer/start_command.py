@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.tools.compare.launch import fill
 from hybridcomp.tools.plan.answer.fully_shard import HOW, MODULE
 from hybridcomp.tools.plan.engines import block_chunks
@@ -158,7 +158,7 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
 def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -> str:
     """Fill ``{tensor}``, ``{config}`` and the other ``places`` of ``command`` in for ``plan``."""
     values = {**places(plan, cluster, folder), "{folder}": str(folder.resolve()), "{port}": PORT}
-    return foreign.shell_words(fill(command, values))
+    return escaping.shell_words(fill(command, values))
 
 
 def unknown_places(plan: Plan, command: Sequence[str], cluster: Cluster) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.compare.report import aligned
 from hybridcomp.tools.plan.answer.command import dtype_of
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{todo if starts else 'no job starts or changes now'}; next time give "
           f"{options.out / files.NEXT}, with samples_left as they are then")  # fmt: skip
     for start in starts:
-        print("  " + foreign.shell_words([*LAUNCHERS[options.scheduler], start]))
+        print("  " + escaping.shell_words([*LAUNCHERS[options.scheduler], start]))
     return 0
 
 

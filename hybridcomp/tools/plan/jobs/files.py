@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 from hybridcomp.tools.commands.replan import saved_job
 from hybridcomp.tools.compare.launch import fill
 from hybridcomp.tools.plan.answer import files as plan_files
@@ -39,7 +39,7 @@ def write(
     after = [replace(one, ranks=replace(one.ranks, now=places.get(one.name, ())))
              for one in jobs.jobs]  # fmt: skip
     then = asdict(replace(jobs, jobs=tuple(after), population=tuple(kept)))
-    (folder / NEXT).write_text(foreign.json_document(then), encoding="utf-8")
+    (folder / NEXT).write_text(escaping.json_document(then), encoding="utf-8")
     (folder / TABLE).write_text(json.dumps(rates.known, indent=0) + "\n", encoding="utf-8")
     return starts
 
@@ -73,7 +73,7 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
     then = ["exec", folder / "replanned" / plan_files.START_FILE]
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / plan_files.START_FILE
-    write_script(start, [*before, "set -e", foreign.shell_words(words), foreign.shell_words(then)])
+    write_script(start, [*before, "set -e", escaping.shell_words(words), escaping.shell_words(then)])
     return start
 
 

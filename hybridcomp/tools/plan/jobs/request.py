@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import one_line
+from hybridcomp.escaping import one_line
 from hybridcomp.tools.plan.machines.cluster_file import config_error, document
 from hybridcomp.tools.plan.machines.described import MOST_RANKS, Above, NotBelow, Whole
 from hybridcomp.tools.plan.machines.rows import STRICT

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import parsed_json
+from hybridcomp.escaping import parsed_json
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.described import Description
 from hybridcomp.tools.plan.machines.estimates import Estimate

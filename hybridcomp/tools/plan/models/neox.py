@@ -9,7 +9,7 @@ from typing import Any
 from hybridcomp.config.error_messages import NOTHING, show
 from hybridcomp.config.sources import unreadable
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import one_line, parsed_yaml
+from hybridcomp.escaping import one_line, parsed_yaml
 from hybridcomp.tools.plan.models.decoder import Decoder
 from hybridcomp.tools.plan.models.huggingface import given, head_width, key_heads, number
 from hybridcomp.tools.plan.models.sizes import padded

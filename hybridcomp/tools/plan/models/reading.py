@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridcomp.config.sources import unreadable
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.tools.plan.models import arguments, huggingface, neox
 from hybridcomp.tools.plan.models.model import Model
 from hybridcomp.tools.plan.models.traced import named

@@ -16,7 +16,7 @@ from hybridcomp.tools.plan.answer import files, start_command
 from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Engine
 from tests.selection import by_day
-from tests.test_foreign import armed
+from tests.test_escaping import armed
 from tests.tools.plan.answer.made import CLUSTER, plan
 from tests.tools.plan.answer.test_command import ALONE, CONFIG
 from tests.tools.plan.answer.test_command import CLUSTER as DESCRIBED

@@ -1,8 +1,7 @@
-"""Escape texts from foreign files, so that they stay data wherever they are written.
+"""Escape text from files of others for a terminal, a shell, JSON, YAML, Markdown or matplotlib.
 
-A ``config.json``, a description of a cluster, a log and a path may contain any character. Code that
-prints such a text, or writes it into a file that is run, parsed or rendered, takes the function for
-that target from here:
+A ``config.json``, a description of a cluster, a log and a path may contain any character. Escaped,
+such a text stays data wherever it is printed, run, parsed or rendered. By target:
 
 * ``one_line``: a comment, a message, a line of a table
 * ``quoted_path``: a path in a message, unambiguous even with odd characters
@@ -63,7 +62,7 @@ def folder_path(text: str) -> Path:
     """
     parts = urlsplit(text)
     path = unquote(parts.path) if "://" in text else text
-    unseen = {one for one in path if unicodedata.category(one) in UNSEEN}
+    unseen = {c for c in path if unicodedata.category(c) in UNSEEN}
     if unseen - set(JOINERS) or text != text.strip():
         what = "expected no blanks around it, and no control characters or marks of direction"
         raise ValueError(f"{what}; take them out")
@@ -97,7 +96,7 @@ def printable(text: object) -> str:
 
     Line feeds are kept.
     """
-    return "".join(one if one.isprintable() or one == "\n" else _escaped(one) for one in str(text))
+    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in str(text))
 
 
 def one_line(text: object, most: int = MOST) -> str:
@@ -105,8 +104,8 @@ def one_line(text: object, most: int = MOST) -> str:
 
     ``most``: most characters to keep.
     """
-    found = printable(" ".join(str(text).split()))
-    return found if len(found) <= most else f"{found[:most]}..."
+    line = printable(" ".join(str(text).split()))
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 def quoted_path(path: str | os.PathLike[str]) -> str:
@@ -124,7 +123,6 @@ def message(error: object) -> str:
 
 
 def shell_words(words: Iterable[object]) -> str:
-    """Join words to a POSIX shell command, quoting where needed."""
     return " ".join(shlex.quote(str(word)) for word in words)
 
 
@@ -180,10 +178,10 @@ def _yaml(value: object, indent: str) -> str:
     """Write one value, with ``indent`` before every line except the first."""
     inner = f"{indent}  "
     if isinstance(value, Mapping):
-        parts = [f"{_key(key)}: {_yaml(one, inner)}" for key, one in value.items()]
+        parts = [f"{_key(key)}: {_yaml(item, inner)}" for key, item in value.items()]
         return _block("{}", parts, indent)
     if isinstance(value, list | tuple):
-        return _block("[]", [_yaml(one, inner) for one in value], indent)
+        return _block("[]", [_yaml(item, inner) for item in value], indent)
     return _scalar(value)
 
 

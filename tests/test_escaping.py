@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp import foreign
+from hybridcomp import escaping
 
 #: texts that act if a writer forgets to quote them; CANARY is replaced by a path
 HOSTILE = (
@@ -50,27 +50,27 @@ def armed(canary: Path) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_one_line_is_one_and_nothing_in_it_acts(text: str) -> None:
-    shown = foreign.one_line(text)
-    assert shown.isprintable() and len(shown) <= foreign.MOST + 3
+    shown = escaping.one_line(text)
+    assert shown.isprintable() and len(shown) <= escaping.MOST + 3
     shown.encode("utf-8")
-    assert foreign.one_line(shown) == shown or len(shown) > foreign.MOST
+    assert escaping.one_line(shown) == shown or len(shown) > escaping.MOST
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_path_is_shown_as_the_one_it_is(text: str) -> None:
-    shown = foreign.quoted_path(text)
+    shown = escaping.quoted_path(text)
     assert shown.isprintable() and (shown == text or ast.literal_eval(shown) == text)
 
 
 def test_a_path_that_looks_like_another_is_quoted() -> None:
     for text in ("/a  b", "/a'b", "a/\u00e9\U0001f600", "x" * 3000):
-        assert foreign.quoted_path(Path(text)) == text
-    assert foreign.quoted_path("/a\u00a0b") == r"'/a\xa0b'"
-    assert foreign.quoted_path("/a ") == "'/a '"
+        assert escaping.quoted_path(Path(text)) == text
+    assert escaping.quoted_path("/a\u00a0b") == r"'/a\xa0b'"
+    assert escaping.quoted_path("/a ") == "'/a '"
 
 
 def test_printable_keeps_lines_and_shows_the_rest() -> None:
-    assert foreign.printable("a\n\x1b[2J\u202e\ud800é") == "a\n\\x1b[2J\\u202e\\ud800é"
+    assert escaping.printable("a\n\x1b[2J\u202e\ud800é") == "a\n\\x1b[2J\\u202e\\ud800é"
 
 
 def test_a_comment_and_a_word_of_a_shell_run_nothing(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_comment_and_a_word_of_a_shell_run_nothing(tmp_path: Path) -> None:
         if "\x00" in text or "\ud800" in text:
             continue  # a process argument cannot hold them
         script = tmp_path / f"{number}.sh"
-        words = foreign.shell_words(["printf", "%s", text])
-        lines = f"#!/bin/sh\n# {foreign.one_line(text)}\nexec {words}\n"
+        words = escaping.shell_words(["printf", "%s", text])
+        lines = f"#!/bin/sh\n# {escaping.one_line(text)}\nexec {words}\n"
         script.write_text(lines, encoding="utf-8", newline="")
         for shell in ("sh", "bash"):
             subprocess.run([shell, "-n", script], check=True)
@@ -99,14 +99,14 @@ VALUES: dict[str, Any] = {
 
 def test_yaml_and_json_are_read_back_as_they_were() -> None:
     yaml = pytest.importorskip("yaml")
-    written = foreign.yaml_document(VALUES)
+    written = escaping.yaml_document(VALUES)
     assert yaml.safe_load(written) == VALUES
     assert json.loads(written) == VALUES, "GPT-NeoX's files are read as JSON elsewhere"
-    assert json.loads(foreign.json_document(VALUES)) == VALUES
+    assert json.loads(escaping.json_document(VALUES)) == VALUES
     odd = {1: float("inf"), None: [float("-inf")], 2.5: 2}
-    assert yaml.safe_load(foreign.yaml_document(odd)) == odd
+    assert yaml.safe_load(escaping.yaml_document(odd)) == odd
     dates = yaml.safe_load("a: 2020-01-02\nb: 2020-01-02 03:04:05\n")
-    assert yaml.safe_load(foreign.yaml_document(dates)) == dates
+    assert yaml.safe_load(escaping.yaml_document(dates)) == dates
 
 
 def test_what_is_no_setting_is_told() -> None:
@@ -114,14 +114,14 @@ def test_what_is_no_setting_is_told() -> None:
     inside["itself"] = inside
     for bad in ({"a": {1, 2}}, {"a": b"x"}, {(1, 2): 3}, inside, {"x" * 2000: 1}):
         with pytest.raises(ValueError, match=r"a (value|key) of |themselves"):
-            foreign.yaml_document(bad)
+            escaping.yaml_document(bad)
     with pytest.raises(ValueError, match="set"):
-        foreign.json_document({"a": {1}})
+        escaping.json_document({"a": {1}})
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_markdown_holds_no_mark_of_a_text(text: str) -> None:
-    shown = foreign.markdown(text)
+    shown = escaping.markdown(text)
     assert "\n" not in shown and "<" not in shown
     bare = shown.replace("\\\\", "")
     for mark in "`|*[":
@@ -130,25 +130,25 @@ def test_markdown_holds_no_mark_of_a_text(text: str) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_fence_is_longer_than_any_inside(text: str) -> None:
-    first, inside, last = foreign.fenced(text)
+    first, inside, last = escaping.fenced(text)
     assert first == last and first not in inside and set(first) == {"`"}
 
 
 def test_a_label_of_a_picture_is_no_formula() -> None:
     label = pytest.importorskip("matplotlib.text").Text()
     for text in HOSTILE:
-        assert label._preprocess_math(foreign.picture(text))[1] is False
-    assert not foreign.picture("_x").startswith("_")
+        assert label._preprocess_math(escaping.picture(text))[1] is False
+    assert not escaping.picture("_x").startswith("_")
 
 
 def test_damaged_texts_are_one_line() -> None:
     pytest.importorskip("yaml")
-    for read in (foreign.parsed_json, foreign.parsed_yaml):
+    for read in (escaping.parsed_json, escaping.parsed_yaml):
         for text in ("[" * 100_000, "{" * 5000, '{"a": ', "[1, 2\n\n"):
             with pytest.raises(ValueError) as caught:
                 read(text)
             assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="digits"):
-        foreign.parsed_json("1" * 5000)
+        escaping.parsed_json("1" * 5000)
     with pytest.raises(ValueError, match="month"):
-        foreign.parsed_yaml("a: 2020-99-01")
+        escaping.parsed_yaml("a: 2020-99-01")
