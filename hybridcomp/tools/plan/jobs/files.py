@@ -73,7 +73,9 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
     then = ["exec", folder / "replanned" / plan_files.START_FILE]
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / plan_files.START_FILE
-    write_script(start, [*before, "set -e", escaping.shell_words(words), escaping.shell_words(then)])
+    write_script(
+        start, [*before, "set -e", escaping.shell_words(words), escaping.shell_words(then)]
+    )
     return start
 
 
