@@ -16,7 +16,8 @@ from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.functions import DamageFlag
 from tests.codecs import guarded
-from tests.codecs.test_topk import CODECS, INTEGERS, VALUES, bits_of, encoded
+from tests.codecs.arrays import encoded
+from tests.codecs.test_topk import CODECS, INTEGERS, VALUES, bits_of
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import EmulatedLauncher
 from tests.kernels.cuda.sources import NIGHTLY
