@@ -26,7 +26,7 @@ from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 
 from hybridcomp.channels.engine_state import EngineState
-from hybridcomp.channels.error_samples import Samples
+from hybridcomp.channels.error_samples import Samples, encode_once
 from hybridcomp.channels.known_groups import KnownGroups
 from hybridcomp.channels.residuals.node_sums import CARRIER
 from hybridcomp.codecs import LOSSLESS, Codec
@@ -344,9 +344,10 @@ class Channel:
         relative_to: Tensor | None = None,
         residual: Residual | None = None,
     ) -> None:
-        """Measure, in a sampling step, the error of one encoding of ``values`` (``Samples``)."""
-        if self.sampling:
-            self.samples.record(values, codec, direction, cuts, relative_to, residual)
+        """Measure, in a sampling step, the error of one encoding (``encode_once``)."""
+        if self.sampling and not codec.lossless and values.numel():
+            sums = encode_once(values, codec, cuts, relative_to, residual)
+            self.samples.record(direction, sums)
 
     def meter(self, device: torch.device) -> Meter:
         """Return a meter for one message on ``device``."""

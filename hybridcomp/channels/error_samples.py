@@ -26,25 +26,8 @@ class Samples:
         self._dimension = dimension
         self._state = state
 
-    def record(
-        self,
-        values: Tensor,
-        codec: Codec,
-        direction: Direction,
-        cuts: Sequence[int] = (),
-        relative_to: Tensor | None = None,
-        residual: Residual | None = None,
-    ) -> None:
-        """Measure the error of one encoding of the head of ``values``.
-
-        ``codec``: codec of the first quantization; ``cuts``: borders that it must not cross. If the
-        codec has a bound, every sampled value is checked against it. ``relative_to``: the tensor
-        whose norm the error is divided by, None for ``values``; ``residual``: residual of
-        ``values``.
-        """
-        if codec.lossless or not values.numel():
-            return
-        sums = encode_once(values, codec, cuts, relative_to, residual)
+    def record(self, direction: Direction, sums: Tensor) -> None:
+        """Record a sample, the result of ``encode_once``, at the end of the step."""
         self._state.late_samples.add(sums, partial(self._write, direction))
 
     def factors(
@@ -88,7 +71,7 @@ def encode_once(
     """Encode and decode the head of ``values``; return squared L2 norms on its device.
 
     Returns float64 (4,): squared norms of error, values and residual, and the number of values
-    beyond their bound. Waits for no device.
+    beyond the codec's bound, if it has one. Waits for no device.
 
     Args:
         values: the message; its first SAMPLE_NUMEL elements are encoded.

@@ -34,7 +34,7 @@ def post(
     )  # fmt: skip
     return channel.run(
         message,
-        native=lambda: None if message.holders is None else message.post(channel, None),
+        native=lambda: None if message.holders is None else message.send(channel, None),
         encoded=lambda posted: posted,
     )
 

@@ -54,13 +54,15 @@ def all_reduce(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -
 
 def reduce_scatter(
     shards: Sequence[Tensor],
-    *how: Any,
+    codec: Codec,
+    group: Any,
     meter: Meter | None = None,
     residuals: Sequence[Residual] | None = None,
     cuts: Sequence[Sequence[int]] | None = None,
     async_op: bool = False,
 ) -> ReduceScatterHandle:
-    return collectives.reduce_scatter(shards, how_of(*how, meter), residuals, cuts, async_op)
+    how = how_of(codec, group, meter)
+    return collectives.reduce_scatter(shards, how, residuals, cuts, async_op)
 
 
 def reduce_to_owners(
@@ -76,17 +78,17 @@ def all_gather(
 
 
 def all_to_all(
-    out: Tensor, values: Tensor, *via: Any, meter: Meter | None = None, **more: Any
+    out: Tensor, values: Tensor, codec: Codec, group: Any, meter: Meter | None = None, **more: Any
 ) -> Handle:
-    return collectives.all_to_all(out, values, via_of(*via, meter), **more)
+    return collectives.all_to_all(out, values, via_of(codec, group, meter), **more)
 
 
-def send(tensor: Tensor, dst: int, *via: Any, meter: Meter | None = None) -> None:
-    collectives.send(tensor, dst, via_of(*via, meter))
+def send(tensor: Tensor, dst: int, *via: Any, **more: Any) -> None:
+    collectives.send(tensor, dst, via_of(*via, **more))
 
 
-def recv(tensor: Tensor, src: int, *via: Any, meter: Meter | None = None) -> None:
-    collectives.recv(tensor, src, via_of(*via, meter))
+def recv(tensor: Tensor, src: int, *via: Any, **more: Any) -> None:
+    collectives.recv(tensor, src, via_of(*via, **more))
 
 
 def low_rank_sum(

@@ -250,14 +250,10 @@ class PostSend(Post):
     """Encode ``values`` into a message that upstream sends."""
 
     def native_nbytes(self, size: int) -> int:
-        """Return the bytes of the values; 0 with ``holders``, since ``post`` records the parts."""
+        """Return the bytes of the values; 0 with ``holders``, since ``send`` records the parts."""
         return 0 if self.holders is not None else self.values.nbytes
 
-    def send(self, channel: Channel, codec: Codec) -> Posted:
-        """Encode this rank's part of the values."""
-        return self.post(channel, codec)
-
-    def post(self, channel: Channel, codec: Codec | None) -> Posted:
+    def send(self, channel: Channel, codec: Codec | None) -> Posted:
         """Return the message for upstream; without ``codec``, the bytes of this rank's part."""
         posting = self._posting(channel, codec)
         part, meter = posting.part(self.values), channel.meter(self.values.device)
@@ -280,11 +276,7 @@ class PostReceive(Post):
         """Return 0: the sender counts."""
         return 0
 
-    def send(self, channel: Channel, codec: Codec) -> Posted:
-        """Return the buffer for upstream's receive."""
-        return self.post(channel, codec)
-
-    def post(self, channel: Channel, codec: Codec | None) -> Posted:
+    def send(self, channel: Channel, codec: Codec | None) -> Posted:
         """Return the receive buffer; without ``codec``, for the bytes of the sender's part."""
         assert self.between is not None, "a message between two ranks"
         posting, meter = self._posting(channel, codec), channel.meter(self.values.device)

@@ -16,11 +16,7 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import chained_gather, payload_sizes, transport
 from hybridcomp.collectives.wire.chunking import Range
-from hybridcomp.collectives.wire.encoding import (
-    POOL,
-    EncodeRequest,
-    encode_sum,
-)
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_sum
 from hybridcomp.collectives.wire.exchange_plan import PayloadPlan, fields_of
 from hybridcomp.collectives.wire.group import Group, Transfer
 from hybridcomp.collectives.wire.handle import Meter, Steps

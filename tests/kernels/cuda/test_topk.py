@@ -7,7 +7,8 @@ import torch
 
 from hybridcomp.codecs.topk import TopK
 from hybridcomp.errors import CodecError
-from tests.codecs.test_topk import CODECS, INTEGERS, VALUES, encoded
+from tests.codecs.arrays import encoded
+from tests.codecs.test_topk import CODECS, INTEGERS, VALUES
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import KERNELS, check
 from tests.kernels.cuda.sources import NIGHTLY
