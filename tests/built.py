@@ -24,9 +24,11 @@ def compiler() -> str | None:
 def library(name: str, made_of: bytes, arguments: Sequence[str]) -> Path:
     """Return the shared library ``name``, compiled with ``arguments`` if it is not there yet.
 
-    ``made_of``: contents of its sources. A file lock lets only one process compile.
+    ``made_of``: contents of its sources, so that checkouts in other folders share it. A file lock
+    lets only one process compile.
     """
-    digest = hashlib.sha256(made_of + "\n".join(arguments).encode()).hexdigest()[:16]
+    flags = "\n".join(each for each in arguments if "/" not in each)
+    digest = hashlib.sha256(made_of + flags.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"hybridcomp-built-{getpass.getuser()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder / f"{name}-{digest}.so"

@@ -69,7 +69,7 @@ Codec fixed(const char* name, std::vector<int> settings) {
 
 inline Codec narrow(const char* name, int dtype) {  // `setting`: the dtype on the wire
     return {name, {dtype}, false,
-            [](const Call& c) { return align16(2 * c.numel); },
+            [](const Call& c) -> size_t { return align16(2 * c.numel); },
             [](const Call& c, const void* in, u8* out, size_t room) {
                 memset(out, 0, room);
                 cast(c.dtype, c.setting, in, out, c.numel, false, 1);

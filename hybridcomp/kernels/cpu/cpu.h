@@ -43,8 +43,6 @@ struct Float16 {
 };
 
 inline size_t item_nbytes(int dtype) { return dtype == (int)Dtype::fp32 ? 4 : 2; }
-inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
-inline size_t align16(size_t nbytes) { return (nbytes + 15) & ~size_t(15); }
 
 inline void require(bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);

@@ -11,13 +11,6 @@ namespace hybridcomp {
 namespace blockint {
 namespace {
 
-struct Layout {
-    size_t blocks, tiles, scales, bases, used, total;
-    Layout(size_t numel, int bits)
-        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)), scales(blocks * 4 * bits),
-          bases(scales + blocks), used(bases + tiles), total(align16(used)) {}
-};
-
 // Largest finite absmax of a tile that has non-finite blocks.
 inline u32 finite_absmax(const u32* absmax, int blocks) {
     u32 largest = 0;

@@ -86,13 +86,6 @@ void cast(int from, int to, const void* in, void* out, size_t numel, bool add, i
 namespace fp8 {
 namespace {
 
-struct Layout {
-    size_t blocks, scales, used, total;
-    explicit Layout(size_t numel)
-        : blocks(ceil_div(numel, BLOCK)), scales(ceil_div(numel, 4) * 4),
-          used(scales + 4 * blocks), total(align16(used)) {}
-};
-
 inline size_t block_size(size_t block, size_t numel) {
     size_t left = numel - block * BLOCK;
     return left < (size_t)BLOCK ? left : (size_t)BLOCK;

@@ -44,7 +44,7 @@ struct FewFeedback {
     FewBits residual;
     u64 tile, count;
     bool full;  // the tile is
-    HC_INLINE_MEMBER u32 blocks() const { return Layout(count).blocks_of(tile); }
+    HC_INLINE_MEMBER u32 blocks() const { return Layout(count, HC_BITS).blocks_of(tile); }
 
     // sums = values + residual, rotated where values are.
     HC_INLINE_MEMBER void load(EightFp32* sums) const {

@@ -38,19 +38,6 @@ constexpr bool LLOYD = SPACING == Spacing::lloyd;
 constexpr bool ROTATE = HC_ROTATE;
 constexpr bool RANDOM = HC_RANDOM;
 
-struct Layout {
-    u64 blocks, tiles, scales, bases, used, total;
-    HC_INLINE_MEMBER explicit Layout(u64 numel)
-        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)),
-          scales(blocks * 4 * HC_BITS), bases(scales + blocks), used(bases + tiles),
-          total(align16(used)) {}
-    // of the tile
-    HC_INLINE_MEMBER u32 blocks_of(u64 tile) const {
-        u64 left = blocks - tile * TILE_BLOCKS;
-        return left < TILE_BLOCKS ? (u32)left : TILE_BLOCKS;
-    }
-};
-
 struct Place {
     u32 group, part;
     HC_INLINE_MEMBER Place() : group(lane_id() / 4), part(lane_id() % 4) {}

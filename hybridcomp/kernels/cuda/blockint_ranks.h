@@ -175,7 +175,7 @@ HC_INLINE void start_from(float* held, Shared<float>&, const FewBits& owner, con
 template <class E, bool FEEDBACK, class R, class K, class O>
 HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typename E::Stored* own, u64 ranks,
                          u64 me, u64 slot, K residual, O owner, const Span& span, u32 turn) {
-    Layout layout(span.count);
+    Layout layout(span.count, HC_BITS);
     u32 blocks = layout.blocks_of(span.tile()), others = (u32)ranks - 1;
     bool group = !ROTATE || in_group(span.first(), span.count);
     if (span.whole) {

@@ -52,7 +52,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
                       u8* out, K residual, K owner) {
     __shared__ Room<E, FEEDBACK> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
-    Layout layout(numel);
+    Layout layout(numel, HC_BITS);
     Span span = {blockIdx.x * HC_SUM_THREADS + threadIdx.x, numel, false};
     if (span.tile() >= layout.tiles) return;
     const auto* values = (const typename E::Stored*)own;

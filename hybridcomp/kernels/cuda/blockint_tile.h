@@ -44,7 +44,7 @@ HC_INLINE void settle(const float* values, const u32* q, u32 code, u32 base, flo
 // bits takes that from where the sum was, in the end.
 template <class E, bool SETTLE, class H, class R>
 HC_INLINE void encode_held(H* held, u64 tile, u64 count, u8* out, R residual, bool whole) {
-    Layout layout(count);
+    Layout layout(count, HC_BITS);
     Place place;
     u32 tops[ROUNDS];
 #pragma unroll
@@ -201,7 +201,7 @@ HC_INLINE void write_values(const float* values, bool any, typename T::Stored* o
 template <class E, bool ADD>
 HC_INLINE void decode_tile(const u8* in, u64 count, u64 tile, typename E::Stored* out) {
     typedef Target<E> T;
-    Layout layout(count);
+    Layout layout(count, HC_BITS);
     Place place;
     bool vectors = whole_vectors(out);
     u64 first = tile * TILE_BLOCKS;

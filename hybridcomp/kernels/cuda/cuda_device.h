@@ -76,8 +76,6 @@ HC_INLINE void write4(Four v, typename T::Stored* out, u64 index, u64 count, boo
     if (index + 3 < count) out[index + 3] = T::store(v.w);
 }
 
-HC_INLINE u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }
-HC_INLINE u64 align16(u64 nbytes) { return (nbytes + 15) & ~15ull; }
 
 // A message of `numel` values in chunks of `chunk` values, whose payloads are `slot` bytes apart. Row y of the
 // grid handles a chunk; chunk `skip` (~0: none) has no payload, so later payloads move up by a slot.

@@ -15,13 +15,6 @@ namespace fp8 {
 
 constexpr int ROUNDS = BLOCK / (EACH * THREADS);
 
-struct Layout {
-    u64 blocks, scales, used, total;
-    HC_INLINE_MEMBER explicit Layout(u64 numel)
-        : blocks(ceil_div(numel, BLOCK)), scales(ceil_div(numel, 4) * 4), used(scales + 4 * blocks),
-          total(align16(used)) {}
-};
-
 // Converts two scaled numbers to two bytes.
 template <class F>
 HC_INLINE u32 narrow_pair(float low, float high) {

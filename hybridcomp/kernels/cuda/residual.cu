@@ -10,7 +10,7 @@ HC_INLINE void load_residual(const FewBits& kept, u64 numel, float* out) {
     if (tile >= ceil_div(numel, TILE)) return;  // the whole warp
     Place place;
     KeptTile<HC_KEPT> words;
-    words.load(kept, tile, Layout(numel).blocks_of(tile), place);
+    words.load(kept, tile, Layout(numel, HC_BITS).blocks_of(tile), place);
     bool whole = (tile + 1) * TILE <= numel && whole_vectors(out);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -31,7 +31,7 @@ HC_INLINE void store_residual(const float* values, u64 numel, const FewBits& kep
 #pragma unroll
         for (int k = 0; k < EACH; ++k) left[i].values[k] = residual::left_out(left[i].values[k], 0.0f);
     }
-    store_kept_tile<HC_KEPT>(left, kept, tile, Layout(numel).blocks_of(tile), place);
+    store_kept_tile<HC_KEPT>(left, kept, tile, Layout(numel, HC_BITS).blocks_of(tile), place);
 }
 
 #if HC_KEPT < 32

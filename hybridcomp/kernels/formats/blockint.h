@@ -57,6 +57,19 @@ namespace blockint {
 constexpr int BLOCK = 32;
 constexpr int TILE_BLOCKS = 32;
 constexpr int TILE = BLOCK * TILE_BLOCKS;
+
+// Places of the parts of a message, in bytes.
+struct Layout {
+    u64 blocks, tiles, scales, bases, used, total;
+    HC_INLINE_MEMBER Layout(u64 numel, int bits)
+        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)), scales(blocks * 4 * bits),
+          bases(scales + blocks), used(bases + tiles), total(align16(used)) {}
+    HC_INLINE_MEMBER u32 blocks_of(u64 tile) const {
+        u64 left = blocks - tile * TILE_BLOCKS;
+        return left < TILE_BLOCKS ? (u32)left : TILE_BLOCKS;
+    }
+};
+
 // How the levels of a block are spaced.
 enum class Spacing { uniform, gaussian, lloyd };
 

@@ -30,6 +30,14 @@ struct E5M2 {
     static constexpr u32 first_nan = 0x7c;
 };
 
+// Places of the parts of a message, in bytes.
+struct Layout {
+    u64 blocks, scales, used, total;
+    HC_INLINE_MEMBER explicit Layout(u64 numel)
+        : blocks(ceil_div(numel, BLOCK)), scales(ceil_div(numel, 4) * 4), used(scales + 4 * blocks),
+          total(align16(used)) {}
+};
+
 template <class F>
 HC_INLINE u8 narrow(float value, float inverse_scale) {
     u32 magnitude = magnitude_bits(value);

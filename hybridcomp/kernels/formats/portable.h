@@ -21,6 +21,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int i32;
 
+HC_INLINE u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }
+HC_INLINE u64 align16(u64 nbytes) { return (nbytes + 15) & ~15ull; }
+
 HC_INLINE u32 float_bits(float value) {
 #ifdef __CUDA_ARCH__
     return __float_as_uint(value);

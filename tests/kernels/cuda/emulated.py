@@ -90,7 +90,8 @@ def emulated(source: str, *defines: str) -> Emulated:
         defines = (*defines, f"HC_WAVE={wave}")
     macros = [f"-D{define}" for define in defines]
     arguments = [*FLAGS, *macros, f"-I{FORMATS}", f"-I{CUDA}", str(CUDA / source)]
-    return Emulated(built.library(Path(source).name, _sources(), arguments))
+    name = "-".join((Path(source).name, *defines))
+    return Emulated(built.library(name, _sources(), arguments))
 
 
 class EmulatedLauncher:

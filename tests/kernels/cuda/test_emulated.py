@@ -39,7 +39,7 @@ def test_bytes_are_the_cpus(codec: Codec, dtype: torch.dtype) -> None:
         check(codec, arrays.make(kind, numel, seed, dtype))
 
 
-@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[1:2]), ids=str)
 @pytest.mark.parametrize("codec", VARIABLE, ids=str)
 def test_sizes_are_left_on_the_device(codec: Codec, dtype: torch.dtype) -> None:
     """Equal to the CPU's, in a device word; neither size nor damage is read by the host."""
@@ -88,7 +88,7 @@ def test_arrays_of_hypothesis(values: Tensor) -> None:
         check(codec, values)
 
 
-@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("offset", by_day([1, 2, 3], [1, 2]))
 @pytest.mark.parametrize("codec", by_day(WITH_TOPK, DAY), ids=str)
 def test_views_that_are_not_aligned(codec: Codec, offset: int) -> None:
     check(codec, arrays.make("normal", 3001, offset)[offset:])

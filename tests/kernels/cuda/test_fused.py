@@ -30,6 +30,9 @@ from tests.kernels.cuda.sources import NIGHTLY
 from tests.ranks import RunRanks
 
 Case = tuple[Any, ...]
+#: by day those of other tests, which share the libraries
+ROTATED: dict[str, Any] = {"bits": 3 if NIGHTLY else 2, "rotate": True}
+GAUSSIAN: dict[str, Any] = {"bits": 4, "levels": "gaussian", "rotate": not NIGHTLY}
 
 
 def with_dtypes(cases: tuple[Case, ...]) -> list[Case]:
@@ -83,16 +86,14 @@ def test_an_all_reduce_takes_three_launches(on_ranks: RunRanks) -> None:
         (7000, {"bits": 8}, "normal", none), (7000, {"bits": 4}, "outliers", none),
         (40, {"bits": 4}, "normal", none), (3, {"bits": 8}, "nonfinite", none),
         (5000, {"bits": 8}, "near max", both), (9001, {"bits": 4}, "nonfinite", none),
-        (7001, {"bits": 3, "rotate": True}, "outliers", none),
-        (7001, {"bits": 4, "levels": "gaussian"}, "normal", none),
+        (7001, ROTATED, "outliers", none), (7001, GAUSSIAN, "normal", none),
         (7001, {"bits": 4, "levels": "lloyd"}, "normal", none),
         (7001, {"bits": 4, "rounding": "random"}, "outliers", none),
         (7001, {"bits": 8}, "normal", both), (7001, {"bits": 4}, "nonfinite", both),
         (7001, {"bits": 4}, "outliers", (True, False)),
         (5001, {"bits": 4}, "normal", (False, True)),
         (40, {"bits": 4}, "normal", both),
-        (7001, {"bits": 3, "rotate": True}, "nonfinite", both),
-        (7001, {"bits": 4, "levels": "gaussian"}, "normal", both),
+        (7001, ROTATED, "nonfinite", both), (7001, GAUSSIAN, "normal", both),
         (7001, {"bits": 4, "levels": "lloyd"}, "normal", both),
         (7001, {"bits": 4, "rounding": "random"}, "normal", both),
     ))  # fmt: skip
@@ -137,7 +138,7 @@ def test_a_reduce_scatter_takes_two_launches(on_ranks: RunRanks) -> None:
         for case in (
             ([2500] * 3, {"bits": 8}, "normal"), ([1025, 1025, 7], {"bits": 4}, "nonfinite"),
             ([2049, 2049, 0], {"bits": 4}, "near max"), ([33, 0, 0], {"bits": 8}, "normal"),
-            ([1101] * 3, {"bits": 3, "rotate": True}, "outliers"),
+            ([1101] * 3, ROTATED, "outliers"),
         )
         for held in (False, True)
     ))  # fmt: skip
@@ -179,9 +180,9 @@ def moved(numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype) -
 def test_what_is_only_moved_takes_two_launches(on_ranks: RunRanks) -> None:
     cases = with_dtypes((
         (2500, {"bits": 8}, "normal"), (1025, {"bits": 4}, "nonfinite"),
-        (33, {"bits": 4, "levels": "gaussian"}, "normal"),
+        (33, GAUSSIAN, "normal"),
         (1057, {"bits": 4, "levels": "lloyd"}, "normal"),
-        (1101, {"bits": 3, "rotate": True}, "outliers"),
+        (1101, ROTATED, "outliers"),
     ))  # fmt: skip
     for found in on_ranks(3, every, moved, cases):
         for case, (different, kernels) in zip(cases, found, strict=True):

@@ -42,8 +42,8 @@ def contributions(
     ("settings", "dtype"),
     [
         ({"bits": 8}, torch.float32), ({"bits": 4}, torch.bfloat16),
-        ({"bits": 3, "rotate": True}, torch.float16),
-        ({"bits": 4, "levels": "gaussian"}, torch.float32),
+        ({"bits": 2, "rotate": True}, torch.float16),
+        ({"bits": 4, "levels": "gaussian", "rotate": True}, torch.float32),
         ({"bits": 4, "levels": "lloyd"}, torch.bfloat16),
         ({"bits": 4, "rounding": "random"}, torch.float32),
     ],
