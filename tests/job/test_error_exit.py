@@ -50,8 +50,8 @@ raise AgreementError("compression block: rank(s) 1 differ from rank 0")
 
 def ranks(code: str, folder: Path, **more: str) -> list[tuple[int, str]]:
     """Return exit status and stderr of two ranks that run ``code``, started by one launcher."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    job = {"WORLD_SIZE": "2", **place, **more}
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {"WORLD_SIZE": "2", **port, **more}
     (folder / "script.py").write_text(code)
     words = [*(["-m", "hybridcomp.run"] if code is UNDER_RUN else []), "script.py"]
     given = [{**os.environ, "RANK": rank, "LOCAL_RANK": rank, **job} for rank in "01"]
