@@ -166,3 +166,15 @@ def test_only_a_store_that_outlives_a_restart_tells_starts_apart(
     assert agreement.start() == "2"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0 creates a new store
     assert agreement.start() == "0"
+
+
+def test_a_store_that_went_with_its_rank_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_told() -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    this: Any = SimpleNamespace(speakers=(0, 1), is_told=is_told)
+    for ended, error in (["rank 0"], PeerError), ([], RuntimeError):
+        monkeypatch.setattr(agreement.processes, "gone", lambda *_, ended=ended: ended)
+        words = "checkpoint: rank 0 .* never stated theirs" if ended else "reset by peer"
+        with pytest.raises(error, match=words):
+            agreement._check_peers(this, "checkpoint")

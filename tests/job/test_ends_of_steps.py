@@ -22,11 +22,12 @@ import torch.distributed as dist
 import hybridcomp
 from hybridcomp.autotune import timing
 from hybridcomp.autotune.timing import seconds
-from hybridcomp.errors import HybridcompError
+from hybridcomp.errors import CheckpointError, HybridcompError
 from hybridcomp.job import agreement, peer_liveness, small_messages
+from hybridcomp.job.together import ending, together
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from tests.job.failing import Outcome, steps
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, run_ranks
 from tests.sync.torch_job import Job
 
 #: longest wait of a rank in seconds, by night
@@ -173,3 +174,22 @@ def test_a_failure_beside_a_message_without_gates_ends_all_ranks(
     assert outcome.tried == count and outcome.failed > count // 2
     if count > 10:  # by day a busy machine may need longer
         assert outcome.longest_s <= LIMIT_S
+
+
+def known() -> float:
+    """Raise an error that all ranks know; return a sum that they make after it."""
+    with pytest.raises(CheckpointError), ending("step"):
+        raise CheckpointError.naming_rank("save: rank 1: no space")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_an_error_that_all_ranks_know_closes_no_connection(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, known) == [2.0, 2.0]
+
+
+def test_an_error_that_names_its_rank_is_not_named_again() -> None:
+    words = "^save: rank 1: no space$"
+    with pytest.raises(CheckpointError, match=words), together("step", lambda: None):
+        raise CheckpointError.naming_rank("save: rank 1: no space")

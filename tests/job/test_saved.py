@@ -13,6 +13,7 @@ import torch
 
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved
+from hybridcomp.job.saved_together import files_together
 from tests.selection import by_day
 
 
@@ -54,6 +55,21 @@ def test_what_an_ended_save_left_goes_with_the_next(tmp_path: Path) -> None:
     assert left == ["a_rank_00001.pt.part", "b_rank_00003.pt.part"]
     saved.write(tmp_path / "a_rank_00001.pt", {"format": 1})
     assert not (tmp_path / "a_rank_00001.pt.part").exists()
+
+
+def test_files_are_as_before_if_one_cannot_get_its_name(tmp_path: Path) -> None:
+    old, new, folder = (tmp_path / name for name in ("old", "new", "folder"))
+    before, after = {"format": 1, "step": 1}, {"format": 1, "step": 2}
+    saved.write_json(old, before)
+    (folder / "inside").mkdir(parents=True)
+    with pytest.raises(CheckpointError), files_together("save"):
+        with files_together("a part of it"):
+            saved.write_json(old, after)
+            saved.write_json(new, after)
+        assert saved.read_json(old) == before and not new.exists(), "a part names no file"
+        saved.write_json(folder, after)
+    assert saved.read_json(old) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "old"]
 
 
 @pytest.mark.parametrize("error", [CheckpointError("it is cut"), KeyError("x"), MemoryError()])
