@@ -44,13 +44,13 @@ def train_draft(
 ) -> Draft:
     """Train a small model that drafts for ``hybridcomp.generate``; experimental.
 
-    Every rank calls it between two steps. The stages run forward over the sequences, ``batch`` of
-    the block's ``generate`` in a step, and the last one trains; the engine stays as it is.
+    Every rank calls it between two steps. The stages run forward over the sequences, in batches of
+    the block's ``generate.batch``, and the last one trains; the engine does not change.
 
     Args:
         engine: as for ``generate``; no tensor-parallel ranks.
-        sequences: ids of text, (n, T); the ranks of a replica give the same, replicas as many.
-            The last sixteenth is held out.
+        sequences: token ids, (n, T): equal on the ranks of a replica, equally many on each
+            replica. The last sixteenth is held out.
         kind: "glide" looks at the keys and values of the target's top layers, "plain" has a wider
             MLP instead; "better" trains both and keeps the one that agrees more often with the
             target on the held-out sequences.
@@ -134,8 +134,9 @@ def picker_of(
     sampling: Sampling,
     figures: DraftFigures | None,
 ) -> tuple[DraftPicker | None, int]:
-    """Return the picker of drafts, None where this rank is not of the last stage, and its trees'
-    most nodes. Raises ConfigError where drafts cannot act.
+    """Return the picker of drafts (None except on the last stage), and the most nodes of a tree.
+
+    Raises ConfigError if drafts cannot act.
     """
     key = "generate: draft"
     if sampling.temperature > 0:

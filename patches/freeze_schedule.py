@@ -1,4 +1,4 @@
-"""Freeze blocks from the front on as a training goes: PipeTransformer's rule, or given steps."""
+"""Freeze blocks from the front on during training: by PipeTransformer's rule, or at given steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KEY = "hybridcomp.FreezeSchedule"
 
 
 class FreezeSchedule:
-    """Freeze the front blocks of a model, more of them as the training goes.
+    """Freeze the front blocks of a model, more of them as training proceeds.
 
-    ``step()`` is called on every rank after every optimizer step. PipeTransformer's rule: at every
-    ``every``-th step at most ``alpha`` of the blocks that train are frozen, and none behind the one
+    Every rank calls ``step()`` after every optimizer step. PipeTransformer's rule: every
+    ``every``-th step freezes at most ``alpha`` of the trained blocks, and none behind the block
     whose gradients have the smallest norm.
     """
 
@@ -47,13 +47,13 @@ class FreezeSchedule:
             engine: as for ``hybridcomp.freeze``.
             blocks: front first; each as ``freeze`` takes it: names, modules, or several of them.
                 In a pipeline names of all stages.
-            alpha: share of the blocks that train which a decision may freeze, above 0, below 1.
+            alpha: largest share of the trained blocks that a decision freezes, above 0, below 1.
             every: optimizer steps from one decision to the next.
             norms: whether gradient norms count; False: only the share, as in the authors' code.
-            most: most blocks that are frozen; None: all but one.
-            steps: in place of ``every``: by optimizer step, how many blocks are frozen from then.
+            most: largest number of frozen blocks; None: all but one.
+            steps: in place of ``every``: number of frozen blocks, by optimizer step.
 
-        Raises ConfigError where these do not fit.
+        Raises ConfigError if these do not fit.
         """
         self._engine, self._blocks = frozen.unwrapped(engine), list(blocks)
         self._most = len(self._blocks) - 1 if most is None else most

@@ -21,9 +21,8 @@ from hybridcomp.job import error_exit
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.together import together
 from hybridcomp.log import say
-from hybridcomp.patches.common import frozen_layers
 from hybridcomp.patches.common.engine_packages import ENGINES, is_megatron, packages_of
-from hybridcomp.patches.common.frozen_layers import Adapter, Frozen, frozen_of
+from hybridcomp.patches.common.frozen_layers import ATTRIBUTE, Adapter, Frozen, frozen_of
 
 KEY = {False: "hybridcomp.freeze", True: "hybridcomp.thaw"}
 #: prefix of names of residuals of sums between replicas, under FSDP2
@@ -33,7 +32,7 @@ _BETWEEN = "between replicas: "
 def freeze(engine: Any, what: What) -> tuple[str, ...]:
     """Stop training some parameters, from the next step on; every rank calls it between two steps.
 
-    They stay exactly as they are, at any stage of ZeRO; their gradients are neither made nor sent.
+    Their values do not change, at any stage of ZeRO; their gradients are neither computed nor sent.
     Their residuals are dropped, with a message on their norm; their optimizer state stays.
 
     Args:
@@ -100,7 +99,7 @@ def _change(engine: Any, what: What | None, trains: bool) -> tuple[str, ...]:
             for part in parts
         ]
         adapter.apply(frozen)
-    frozen_layers.give(engine, frozen)
+    vars(engine)[ATTRIBUTE] = frozen
     lost = 0.0
     if adapter.channels is not None:
         adapter.channels.frozen = frozen.state

@@ -51,10 +51,10 @@ def generate(
         top_k, top_p: sample among so many most likely tokens (0: all), and among the fewest that
             have the probability ``top_p`` together.
         seed: seed of sampling; answers do not depend on the number of stages and ranks.
-        figures: counters of this rank's work, added to.
+        figures: counters of this rank's work, which the call increases.
         draft: a draft of ``train_draft``, for temperature 0; experimental (``docs/drafts.md``).
         cape: whether a draft gives more candidates where it is unsure; "auto" takes the faster way.
-        drafted: adds up what drafts save, on the last stage.
+        drafted: counts what drafts save, on the last stage.
 
     Returns the answers, int64 (n,) each on the CPU, on every rank of the replica.
 

@@ -141,11 +141,6 @@ def disarm() -> None:
     ARMED.disarm()
 
 
-def applied(package: str) -> list[Patch]:
-    """Return the applied patches of a package."""
-    return list(IN_PLACE.get(package, ()))
-
-
 def _apply(package: str) -> list[Patch] | None:
     if package in TOLD_BY and not TOLD_BY[package]():
         return None

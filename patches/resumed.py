@@ -32,11 +32,11 @@ def resume(
 ) -> ResumedJob:
     """Resume from the newest whole checkpoint in a folder, on any number of ranks.
 
-    Every rank calls it, once, before the first step. Weights, optimizer states and step are exact;
-    kept are the sum of the residuals, what is frozen, and the verdicts of guard and
-    ``"when": "auto"``. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first if replicas or
-    pipeline stages differ in number. A checkpoint that is not whole is skipped, with a line;
-    without any the job begins at step 0.
+    Every rank calls it, once, before the first step. It restores weights, optimizer states and step
+    exactly, the sum of the residuals, the frozen parameters, and the verdicts of guard and
+    ``"when": "auto"``. It first converts DeepSpeed's checkpoints at ZeRO 1 to 3 if the number of
+    replicas or pipeline stages differs. It skips incomplete checkpoints, and prints a line; without
+    a complete one the job begins at step 0.
 
     Args:
         engine: an engine of DeepSpeed, a model under torch's or Megatron's DistributedDataParallel

@@ -10,7 +10,6 @@ replacement, ``COVERS`` and ``PATCHES``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from hybridcomp.channels import AllReduce
 from hybridcomp.collectives import Handle
 from hybridcomp.patches.common.collective_wrappers import flat
 from hybridcomp.patches.common.routes import Layers
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 #: the symbol, the supported versions of the package, and the parameters of the symbol in them
@@ -33,28 +33,24 @@ AVERAGE = Seam(
 LAYERS = Layers(lambda group: "dp")
 
 
-def make_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def make_average(
+    original: Callable[..., Tensor], gradient: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Send the sum encoded where the block asks for it; divide as upstream divides."""
+    channel = LAYERS.channel(group)
+    if channel is None:  # no block, or one rank
+        return original(gradient, group)
+    values, world_size = flat(gradient), dist.get_world_size(group)
+    message = AllReduce(numel=gradient.numel(), dtype=gradient.dtype, group=group, values=values)
 
-    @functools.wraps(original)
-    def average(gradient: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        channel = LAYERS.channel(group)
-        if channel is None:  # no block, or one rank
-            return original(gradient, group)
-        values, world_size = flat(gradient), dist.get_world_size(group)
-        message = AllReduce(
-            numel=gradient.numel(), dtype=gradient.dtype, group=group, values=values
-        )
+    def deliver(handle: Handle) -> Tensor:
+        handle.wait()
+        gradient.copy_(values.view_as(gradient))
+        mean: Tensor = gradient.div_(world_size)
+        return mean
 
-        def deliver(handle: Handle) -> Tensor:
-            handle.wait()
-            gradient.copy_(values.view_as(gradient))
-            mean: Tensor = gradient.div_(world_size)
-            return mean
-
-        return channel.run(message, native=lambda: original(gradient, group), encoded=deliver)
-
-    return average
+    return channel.run(message, native=lambda: original(gradient, group), encoded=deliver)
 
 
 #: the dimensions whose messages come through here, for the support matrix

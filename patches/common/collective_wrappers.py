@@ -7,7 +7,6 @@ dimension, direction and channels of their messages.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from hybridcomp.channels import (
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, ReduceScatterHandle
 from hybridcomp.patches.common.routes import Layers
+from hybridcomp.seams.around import around
 
 Collective = Callable[..., Any]
 Maker = Callable[[Collective], Collective]
@@ -67,97 +67,89 @@ class AllReduceInPlace(AllReduce):
 def make_all_reduce(layers: Layers) -> Maker:
     """Wrap ``torch.distributed.all_reduce``; each call looks dimension and direction up again."""
 
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def all_reduce(
-            tensor: Tensor,
-            op: Any = dist.ReduceOp.SUM,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            channel = layers.channel(group) if op == dist.ReduceOp.SUM else None
-            if channel is None:
-                return original(tensor, op=op, group=group, async_op=async_op)
-            message = AllReduceInPlace(
-                numel=tensor.numel(), dtype=tensor.dtype, group=group, direction=layers.way(),
-                tensor=tensor, async_op=async_op,
-            )  # fmt: skip
-            return channel.run(
-                message,
-                native=lambda: original(tensor, op=op, group=group, async_op=async_op),
-                encoded=message.finish,
-            )
+    @around
+    def all_reduce(
+        original: Any,
+        tensor: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        channel = layers.channel(group) if op == dist.ReduceOp.SUM else None
+        if channel is None:
+            return original(tensor, op=op, group=group, async_op=async_op)
+        message = AllReduceInPlace(
+            numel=tensor.numel(), dtype=tensor.dtype, group=group, direction=layers.way(),
+            tensor=tensor, async_op=async_op,
+        )  # fmt: skip
+        return channel.run(
+            message,
+            native=lambda: original(tensor, op=op, group=group, async_op=async_op),
+            encoded=message.finish,
+        )
 
-        return all_reduce
-
-    return make
+    return all_reduce
 
 
 def make_all_gather_into_tensor(layers: Layers) -> Maker:
     """Wrap ``torch.distributed.all_gather_into_tensor``."""
 
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def all_gather_into_tensor(
-            output_tensor: Tensor,
-            input_tensor: Tensor,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            channel = layers.channel(group)
-            if channel is None:
-                return original(output_tensor, input_tensor, group=group, async_op=async_op)
-            message = AllGather(
-                numel=input_tensor.numel(), dtype=input_tensor.dtype, group=group,
-                direction=layers.way(), shard=flat(input_tensor),
-                out=output_tensor.detach().view(-1), async_op=async_op,
-            )  # fmt: skip
-            return channel.run(
-                message,
-                native=lambda: original(
-                    output_tensor, input_tensor, group=group, async_op=async_op
-                ),
-                encoded=lambda handle: handle if async_op else None,
-            )
+    @around
+    def all_gather_into_tensor(
+        original: Any,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        channel = layers.channel(group)
+        if channel is None:
+            return original(output_tensor, input_tensor, group=group, async_op=async_op)
+        message = AllGather(
+            numel=input_tensor.numel(), dtype=input_tensor.dtype, group=group,
+            direction=layers.way(), shard=flat(input_tensor),
+            out=output_tensor.detach().view(-1), async_op=async_op,
+        )  # fmt: skip
+        return channel.run(
+            message,
+            native=lambda: original(output_tensor, input_tensor, group=group, async_op=async_op),
+            encoded=lambda handle: handle if async_op else None,
+        )
 
-        return all_gather_into_tensor
-
-    return make
+    return all_gather_into_tensor
 
 
 def make_reduce_scatter_tensor(layers: Layers) -> Maker:
     """Wrap ``torch.distributed.reduce_scatter_tensor``."""
 
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def reduce_scatter_tensor(
-            output: Tensor,
-            input: Tensor,
-            op: Any = dist.ReduceOp.SUM,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            channel = layers.channel(group) if op == dist.ReduceOp.SUM else None
-            if channel is None:
-                return original(output, input, op=op, group=group, async_op=async_op)
-            message = ReduceScatter(
-                numel=input.numel(), dtype=input.dtype, group=group, direction=layers.way(),
-                shards=Shards(flat(input), output.numel()), async_op=async_op,
-            )  # fmt: skip
+    @around
+    def reduce_scatter_tensor(
+        original: Any,
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        channel = layers.channel(group) if op == dist.ReduceOp.SUM else None
+        if channel is None:
+            return original(output, input, op=op, group=group, async_op=async_op)
+        message = ReduceScatter(
+            numel=input.numel(), dtype=input.dtype, group=group, direction=layers.way(),
+            shards=Shards(flat(input), output.numel()), async_op=async_op,
+        )  # fmt: skip
 
-            def deliver(handle: ReduceScatterHandle) -> ReduceScatterHandle | None:
-                handle.then(lambda: put(handle.wait(), output))
-                return handle if async_op else None
+        def deliver(handle: ReduceScatterHandle) -> ReduceScatterHandle | None:
+            handle.then(lambda: put(handle.wait(), output))
+            return handle if async_op else None
 
-            return channel.run(
-                message,
-                native=lambda: original(output, input, op=op, group=group, async_op=async_op),
-                encoded=deliver,
-            )
+        return channel.run(
+            message,
+            native=lambda: original(output, input, op=op, group=group, async_op=async_op),
+            encoded=deliver,
+        )
 
-        return reduce_scatter_tensor
-
-    return make
+    return reduce_scatter_tensor
 
 
 def make_all_to_all_single(layers: Layers) -> Maker:
@@ -167,42 +159,40 @@ def make_all_to_all_single(layers: Layers) -> Maker:
     ``min_bytes`` does not apply, and vectors stay native.
     """
 
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def all_to_all_single(
-            output: Tensor,
-            input: Tensor,
-            output_split_sizes: Sequence[int] | None = None,
-            input_split_sizes: Sequence[int] | None = None,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            def native() -> Any:
-                return original(
-                    output,
-                    input,
-                    output_split_sizes=output_split_sizes,
-                    input_split_sizes=input_split_sizes,
-                    group=group,
-                    async_op=async_op,
-                )
-
-            channel = layers.channel(group)
-            if channel is None:
-                return native()
-            uneven = input_split_sizes is not None or output_split_sizes is not None
-            message = AllToAll(
-                numel=ANY_NUMEL if uneven else input.numel(), dtype=input.dtype, group=group,
-                direction=layers.way(), values=input, out=output.detach().view(-1),
-                in_splits=input_split_sizes, out_splits=output_split_sizes,
-                row=input.shape[1:].numel(), async_op=async_op,
-            )  # fmt: skip
-            if uneven and input.dim() < 2:
-                return channel.run_native(message, native)
-            return channel.run(
-                message, native=native, encoded=lambda handle: handle if async_op else None
+    @around
+    def all_to_all_single(
+        original: Any,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        def native() -> Any:
+            return original(
+                output,
+                input,
+                output_split_sizes=output_split_sizes,
+                input_split_sizes=input_split_sizes,
+                group=group,
+                async_op=async_op,
             )
 
-        return all_to_all_single
+        channel = layers.channel(group)
+        if channel is None:
+            return native()
+        uneven = input_split_sizes is not None or output_split_sizes is not None
+        message = AllToAll(
+            numel=ANY_NUMEL if uneven else input.numel(), dtype=input.dtype, group=group,
+            direction=layers.way(), values=input, out=output.detach().view(-1),
+            in_splits=input_split_sizes, out_splits=output_split_sizes,
+            row=input.shape[1:].numel(), async_op=async_op,
+        )  # fmt: skip
+        if uneven and input.dim() < 2:
+            return channel.run_native(message, native)
+        return channel.run(
+            message, native=native, encoded=lambda handle: handle if async_op else None
+        )
 
-    return make
+    return all_to_all_single

@@ -1,7 +1,7 @@
 """Find engines that were built before ``hybridcomp.install()`` and would send uncompressed.
 
 A patched constructor calls ``register``. Objects of these classes that exist when ``install`` is
-called, and were not seen, were built too early. Only the garbage collector has a list of them.
+called, and were not registered, were built too early. Only the garbage collector lists them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridcomp.config import CompressionConfig, load_config
 from hybridcomp.config.error_messages import Shown
@@ -19,21 +17,13 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.job.launcher import start_command
 
 
-@dataclass(frozen=True)
-class TrackedClass:
-    """Class whose objects have to be built after ``install``.
+class TrackedClass(NamedTuple):
+    """Class whose objects have to be built after ``install``."""
 
-    Attributes:
-        package: upstream package whose patches see them.
-        module: defines the class.
-        name: of the class.
-        line: call of a training script that builds one.
-    """
-
-    package: str
+    package: str  # whose patches see the objects
     module: str
     name: str
-    line: str
+    line: str  # of a training script, that builds an object
 
 
 ENGINE = TrackedClass(
@@ -86,17 +76,17 @@ def too_late(kind: TrackedClass, name: str) -> ConfigError:
     )
 
 
-def _alive(kind: TrackedClass) -> Iterator[Any]:
-    """Yield the existing objects of an imported class, after a garbage collection."""
+def _alive(kind: TrackedClass) -> list[Any]:
+    """Return the existing objects of an imported class, after a garbage collection."""
     cls = getattr(sys.modules.get(kind.module), kind.name, None)
-    if cls is None:
-        return
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
-    if found:
-        del found
-        gc.collect()  # engines are in reference cycles
-        # by type: reading a proxy's __class__ would run foreign code
-        yield from [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
+
+    def objects() -> list[Any]:  # by type: reading a proxy's __class__ would run foreign code
+        return [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
+
+    if cls is None or not objects():
+        return []
+    gc.collect()  # engines are in reference cycles
+    return objects()
 
 
 def _own_block(built: Any) -> CompressionConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: what ``resume`` and ``freeze`` take, megatron-core's aside
+#: engines that ``resume`` and ``freeze`` take, besides megatron-core's
 ENGINES = (
     "expected an engine of DeepSpeed, a model under DistributedDataParallel, or the root of "
     "fully_shard"

@@ -77,8 +77,3 @@ def frozen_of(engine: Any) -> Frozen | None:
     """Return the ``Frozen`` of an engine; None if ``freeze`` was never called."""
     found: Frozen | None = vars(engine).get(ATTRIBUTE)
     return found
-
-
-def give(engine: Any, frozen: Frozen) -> None:
-    """Store ``frozen`` on its engine."""
-    vars(engine)[ATTRIBUTE] = frozen

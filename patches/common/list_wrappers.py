@@ -5,7 +5,6 @@ The shards of ``collective_wrappers`` are equally long parts of one tensor.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from hybridcomp.channels import AllGather, Channel, Message, ReduceScatter, native_nbytes
 from hybridcomp.codecs.base import Codec
-from hybridcomp.patches.common.collective_wrappers import Collective, Maker, flat, put
+from hybridcomp.patches.common.collective_wrappers import Maker, flat, put
 from hybridcomp.patches.common.routes import Layers
+from hybridcomp.seams.around import around
 
 
 @dataclass(eq=False, kw_only=True)
@@ -71,59 +71,55 @@ class _Padded(AllGather):
 def make_all_gather_list(layers: Layers) -> Maker:
     """Wrap ``torch.distributed.all_gather``, also of shards of unequal length (experts)."""
 
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def all_gather(
-            tensor_list: MutableSequence[Tensor],
-            tensor: Tensor,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            channel = None if async_op else layers.channel(group)
-            if channel is None:
-                return original(tensor_list, tensor, group=group, async_op=async_op)
-            message = AllGatherParts(
-                numel=sum(part.numel() for part in tensor_list) // len(tensor_list),
-                dtype=tensor.dtype, group=group, direction=layers.way(), tensor=tensor,
-                parts=tensor_list,
-            )  # fmt: skip
-            return channel.run(
-                message,
-                native=lambda: original(tensor_list, tensor, group=group, async_op=async_op),
-                encoded=lambda handle: None,
-            )
+    @around
+    def all_gather(
+        original: Any,
+        tensor_list: MutableSequence[Tensor],
+        tensor: Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        channel = None if async_op else layers.channel(group)
+        if channel is None:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        message = AllGatherParts(
+            numel=sum(part.numel() for part in tensor_list) // len(tensor_list),
+            dtype=tensor.dtype, group=group, direction=layers.way(), tensor=tensor,
+            parts=tensor_list,
+        )  # fmt: skip
+        return channel.run(
+            message,
+            native=lambda: original(tensor_list, tensor, group=group, async_op=async_op),
+            encoded=lambda handle: None,
+        )
 
-        return all_gather
-
-    return make
+    return all_gather
 
 
 def make_reduce_scatter_list(layers: Layers) -> Maker:
     """Wrap ``torch.distributed.reduce_scatter`` of shards of unequal length."""
 
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def reduce_scatter_list(
-            output: Tensor,
-            input_list: Sequence[Tensor],
-            op: Any = dist.ReduceOp.SUM,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            plain = op == dist.ReduceOp.SUM and not async_op
-            channel = layers.channel(group) if plain else None
-            if channel is None:
-                return original(output, input_list, op=op, group=group, async_op=async_op)
-            message = ReduceScatter(
-                numel=sum(part.numel() for part in input_list), dtype=output.dtype, group=group,
-                direction=layers.way(), shards=[flat(part) for part in input_list],
-            )  # fmt: skip
-            return channel.run(
-                message,
-                native=lambda: original(output, input_list, op=op, group=group, async_op=async_op),
-                encoded=lambda handle: put(handle.wait(), output),
-            )
+    @around
+    def reduce_scatter_list(
+        original: Any,
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        plain = op == dist.ReduceOp.SUM and not async_op
+        channel = layers.channel(group) if plain else None
+        if channel is None:
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        message = ReduceScatter(
+            numel=sum(part.numel() for part in input_list), dtype=output.dtype, group=group,
+            direction=layers.way(), shards=[flat(part) for part in input_list],
+        )  # fmt: skip
+        return channel.run(
+            message,
+            native=lambda: original(output, input_list, op=op, group=group, async_op=async_op),
+            encoded=lambda handle: put(handle.wait(), output),
+        )
 
-        return reduce_scatter_list
-
-    return make
+    return reduce_scatter_list

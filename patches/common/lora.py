@@ -79,7 +79,8 @@ def _merged(weights: EngineWeights, adapter: str, adapters: set[str]) -> EngineW
         owner, base, last = name.partition(BASE)
         layer = modules.get(owner)
         if base and last == "weight":
-            is_whole = one.stretch == whole and whole.numel == _numel(weights, name)
+            numel = torch.Size(weights.shapes[name]).numel()
+            is_whole = one.stretch == whole and whole.numel == numel
             if layer is None or not is_whole:
                 todo = "the base is cut among the ranks (ZeRO 3, FSDP2): publish adapters alone"
                 raise ConfigError(KEY, MERGED, todo)
@@ -90,10 +91,6 @@ def _merged(weights: EngineWeights, adapter: str, adapters: set[str]) -> EngineW
     names = {name: name.removeprefix(PREFIX).replace(BASE, ".")
              for name in weights.shapes if name not in adapters}  # fmt: skip
     return _renamed(replace(weights, held=held), names)
-
-
-def _numel(weights: EngineWeights, name: str) -> int:
-    return torch.Size(weights.shapes[name]).numel()
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ call, keeps the overlap around it and copies no upstream code, which changes wit
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from hybridcomp.channels import Channel, Channels
 from hybridcomp.dimensions import Dimension, Direction
 from hybridcomp.patches.common.scope import Scope
-from hybridcomp.seams.patching import Seam
+from hybridcomp.seams.around import around
 from hybridcomp.session.process import current
 
 
@@ -49,16 +48,12 @@ def direction() -> Direction:
     return "forward" if sender is None else sender.direction
 
 
-def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_backward(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Mark the messages of a backward method as ``backward``, and as its layer's."""
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        channels = getattr(args[0], OWNER, None) if args else None
-        with SENDER.inside(Sender(channels, "backward")):
-            return original(*args, **kwargs)
-
-    return backward
+    channels = getattr(args[0], OWNER, None) if args else None
+    with SENDER.inside(Sender(channels, "backward")):
+        return original(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -107,11 +102,6 @@ def make_stand_in(makers: Makers) -> Callable[[Any], Any]:
         return Namespace(original, wrapped)
 
     return make
-
-
-def torch_seam(module: str, requirement: str, source: Callable[[], str] | None = None) -> Seam:
-    """Return the seam that replaces the global ``torch`` of an upstream module."""
-    return Seam(requirement, module, "torch", None, source)
 
 
 def make_torch(makers: Makers) -> Callable[[Any], Any]:

@@ -6,10 +6,11 @@ holds in the thread that set it and in no other.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, Generic, TypeVar
+
+from hybridcomp.seams.around import around
 
 T = TypeVar("T")
 
@@ -29,13 +30,10 @@ class Scope(Generic[T]):
     def marks(self, value: T) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator under which ``get`` returns ``value`` while the function runs."""
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def marked(*args: Any, **kwargs: Any) -> Any:
-                with self.inside(value):
-                    return original(*args, **kwargs)
-
-            return marked
+        @around
+        def make(original: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.inside(value):
+                return original(*args, **kwargs)
 
         return make
 

@@ -9,6 +9,7 @@ change either. This works for optimizers with elementwise state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,8 @@ class SteppedParts:
 
     Attributes:
         frozen: names of parameters that no step touches.
-        missed: steps, by name, that a parameter missed before it was thawed: its own count of
-            steps is that of its flat tensor without these, as where each parameter has a count.
+        missed: by name, the steps that a parameter missed before it was thawed: it steps with the
+            step count of its flat tensor minus these.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], fragments: Iterable[FlatFragment]) -> None:
@@ -104,7 +105,7 @@ class SteppedParts:
                     self._kept.append((view, view.clone()))
             return [flat]
         parts: list[Tensor] = []
-        for start, stop, missed in self._runs(held, values.numel()):
+        for start, stop, missed in self._runs(held):
             part = nn.Parameter(values[start:stop])
             part.grad = gradients[start:stop]
             optimizer.state[part] = {
@@ -115,21 +116,16 @@ class SteppedParts:
         self._parts.append((flat, parts))
         return parts
 
-    def _runs(self, held: list[FlatFragment], numel: int) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, held: list[FlatFragment]) -> Iterator[tuple[int, int, int]]:
         """Yield ranges of trained elements that missed equally many steps, and how many."""
-        run: tuple[int, int, int] | None = None
-        for one in held:
-            missed = self.missed.get(one.name, 0)
-            if one.name in self.frozen:
-                missed = -1
-            if run is not None and run[2] == missed:
-                run = run[0], one.start + one.numel, missed
-                continue
-            if run is not None and run[2] >= 0:
-                yield run
-            run = one.start, one.start + one.numel, missed
-        if run is not None and run[2] >= 0:
-            yield run
+
+        def missed_by(one: FlatFragment) -> int | None:
+            return None if one.name in self.frozen else self.missed.get(one.name, 0)
+
+        for missed, run in groupby(held, missed_by):
+            ones = list(run)
+            if missed is not None:
+                yield ones[0].start, ones[-1].start + ones[-1].numel, missed
 
 
 def _cut(value: Any, numel: int, start: int, stop: int, missed: int) -> Any:

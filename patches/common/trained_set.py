@@ -25,52 +25,35 @@ class TrainedSet:
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        every = dict(named)
-        self._names, self._parameters = list(every), list(every.values())
-        self._hold()
-        self.first = frozenset(name for name, one in every.items() if one.requires_grad)
+        self._named = dict(named)
+        self._held = self._now()
+        self.first = self._trained()
         self._told: set[str] = set()
 
-    def _hold(self) -> None:
-        """Store which parameters require gradients now."""
-        self._held = [
-            (
-                wanted,
-                [parameter for parameter in self._parameters if parameter.requires_grad is wanted],
-            )
-            for wanted in (True, False)
-        ]
+    def _now(self) -> list[bool]:
+        return [one.requires_grad for one in self._named.values()]
 
-    def _is_as_held(self) -> bool:
-        for wanted, parameters in self._held:
-            for parameter in parameters:
-                if parameter.requires_grad is not wanted:
-                    return False
-        return True
+    def _trained(self) -> frozenset[str]:
+        return frozenset(name for name, one in self._named.items() if one.requires_grad)
 
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return the parameters that stopped and those that began to require gradients.
 
         None if nothing has changed. A check takes about 50 nanoseconds per parameter.
         """
-        if self._is_as_held():
+        before, now = self._held, self._now()
+        if now == before:
             return None
-        before = set(map(id, self._held[0][1]))
-        self._hold()
-        changed = [
-            (name, one)
-            for name, one in zip(self._names, self._parameters, strict=True)
-            if one.requires_grad != (id(one) in before)
-        ]
+        self._held = now
+        both = zip(self._named.items(), before, now, strict=True)
+        changed = [named for named, was, trains in both if was != trains]
         stopped = {name: one for name, one in changed if not one.requires_grad}
         return stopped, {name: one for name, one in changed if one.requires_grad}
 
     def accept(self) -> None:
         """Add the parameters that require gradients now to ``first``."""
-        self._hold()
-        self.first |= {
-            n for n, one in zip(self._names, self._parameters, strict=True) if one.requires_grad
-        }
+        self._held = self._now()
+        self.first |= self._trained()
 
     def tell(self, names: Iterable[str], verb: str, rest: str) -> None:
         """Print on this rank that parameters ``verb`` requiring gradients; each name once."""
@@ -87,10 +70,6 @@ class TrainedFollower(FollowerBase):
     """Follower of a session that checks its model's ``TrainedSet`` before every step."""
 
     name = "trained set"
-
-    def before_step(self) -> None:
-        """Check which parameters train, and print what has changed."""
-        raise NotImplementedError
 
     def accept(self) -> None:
         """Accept the changes so far without a message: ``hybridcomp.freeze`` has made them."""

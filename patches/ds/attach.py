@@ -45,6 +45,7 @@ from hybridcomp.patches.ds.zero import node_sums, secondary
 from hybridcomp.patches.rules import ds_check, neox
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.seams.arming import IN_PLACE
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process, wandb_run
 from hybridcomp.session.agreement import agree_on
@@ -84,56 +85,46 @@ WHAT = "the start of DeepSpeed's engine"
 CHECKPOINTS = "DeepSpeed's checkpoints"
 
 
-def make_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Read, check and agree on the block before the engine is built; attach it afterwards."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        notes: list[str] = []
-        absent: frozenset[Dimension] = frozenset()
-        with together(WHAT):  # upstream's own messages begin on all ranks or on none
-            ds_json = settings.of_config(bound.arguments["config_class"])
-            block = load_config(ds_json)
-            if BLOCK not in ds_json:
-                # without a block in the file, the process's block applies, so that no setting is
-                # ignored
-                block = process.configured()
-            agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
-            if block is not None:
-                notes, absent = _plan(block, ds_json, bound.arguments)
-                secondary.give_size(bound.arguments["config_class"], block)
-            early_engines.register(self, attached=block is not None)
-            given = island_unit.give(bound.arguments, block)
-        try:
-            with nvme.BLOCK_OF.inside(block):
-                original(*bound.args, **bound.kwargs)
-        except Exception as error:
-            if advice := wandb_run.ended_by(error):
-                say(advice)  # printed before the tracebacks of all ranks
-            raise
-        island_unit.finish(self, given)
-        if block is None:
-            process.say_native("DeepSpeed's engine", _lacking(ds_json))
-            process.mark_no_block()
-            layer_scope.tag(self, None)
-            describe_run(None)
-        else:
-            undo = ExitStack()
-            with together(WHAT, undo.close):
-                _attach(self, block, notes, absent, undo)
-        record.attach(self)
-
-    return __init__
-
-
-def _lacking(ds_json: Mapping[str, Any]) -> str:
-    return (
-        "that of DeepSpeed's configuration is not enabled"
-        if BLOCK in ds_json
-        else f'DeepSpeed\'s configuration has no "{BLOCK}"'
-    )
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    notes: list[str] = []
+    absent: frozenset[Dimension] = frozenset()
+    with together(WHAT):  # upstream's own messages begin on all ranks or on none
+        ds_json = settings.of_config(bound.arguments["config_class"])
+        block = load_config(ds_json)
+        if BLOCK not in ds_json:
+            # without a block in the file, the process's block applies, so that no setting is
+            # ignored
+            block = process.configured()
+        agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
+        if block is not None:
+            notes, absent = _plan(block, ds_json, bound.arguments)
+            secondary.give_size(bound.arguments["config_class"], block)
+        early_engines.register(self, attached=block is not None)
+        given = island_unit.give(bound.arguments, block)
+    try:
+        with nvme.BLOCK_OF.inside(block):
+            original(*bound.args, **bound.kwargs)
+    except Exception as error:
+        if advice := wandb_run.ended_by(error):
+            say(advice)  # printed before the tracebacks of all ranks
+        raise
+    island_unit.finish(self, given)
+    if block is None:
+        lacks = f'DeepSpeed\'s configuration has no "{BLOCK}"'
+        if BLOCK in ds_json:
+            lacks = "that of DeepSpeed's configuration is not enabled"
+        process.say_native("DeepSpeed's engine", lacks)
+        process.mark_no_block()
+        layer_scope.tag(self, None)
+        describe_run(None)
+    else:
+        undo = ExitStack()
+        with together(WHAT, undo.close):
+            _attach(self, block, notes, absent, undo)
+    record.attach(self)
 
 
 def _plan(
@@ -188,7 +179,11 @@ def _attach(
     channels.common = job_facts.common_names(engine)
     for attached in WHEN_ATTACHED.get("deepspeed", ()):
         attached(engine, channels)
-    _report_pipeline(engine, session)
+    pipe: Pipe | None = getattr(engine, PIPE, None)
+    if pipe is not None and pipe.waitless is not None:
+        from hybridcomp.patches.ds.pipeline.row import PipelineRow
+
+        session.follow(PipelineRow(pipe.waitless))
     session.say(*notes)
     session.place(_data_parallel(engine))
     dtypes = dict.fromkeys(parameter.dtype for parameter in engine.module.parameters())
@@ -214,14 +209,6 @@ def _attach(
     process.share_session(engine, session)
     session.open_reporter()
     session.warn(dtypes)
-
-
-def _report_pipeline(engine: Any, session: EngineSession) -> None:
-    pipe: Pipe | None = getattr(engine, PIPE, None)
-    if pipe is not None and pipe.waitless is not None:
-        from hybridcomp.patches.ds.pipeline.row import PipelineRow
-
-        session.follow(PipelineRow(pipe.waitless))
 
 
 def _tag(tagged: Any, channels: Channels | None) -> None:
@@ -256,27 +243,23 @@ def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
     return {ranks_of(group) for group in groups if group is not None}
 
 
-def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_take_model_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Call the session's ``end_step`` after the step."""
-
-    @functools.wraps(original)
-    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
-        session = session_of(self)
-        if session is None:
-            original(self, *args, **kwargs)
-            return
-        session.loss_scale = loss_scale(self)
-        session.before_step()
-        node_sums.cross(self.optimizer)
+    session = session_of(self)
+    if session is None:
         original(self, *args, **kwargs)
-        overflow, scale = bool(getattr(self.optimizer, "overflow", False)), loss_scale(self)
-        # this scaler shows by its scale whether it skipped the step
-        if getattr(self, Z0_SCALER, None) is not None:
-            overflow = scale < session.loss_scale
-        end = functools.partial(session.end_step, overflow=overflow, loss_scale=scale)
-        at_the_end(self, functools.partial(end, step=self.global_steps))
-
-    return _take_model_step
+        return
+    session.loss_scale = loss_scale(self)
+    session.before_step()
+    node_sums.cross(self.optimizer)
+    original(self, *args, **kwargs)
+    overflow, scale = bool(getattr(self.optimizer, "overflow", False)), loss_scale(self)
+    # this scaler shows by its scale whether it skipped the step
+    if getattr(self, Z0_SCALER, None) is not None:
+        overflow = scale < session.loss_scale
+    end = functools.partial(session.end_step, overflow=overflow, loss_scale=scale)
+    at_the_end(self, functools.partial(end, step=self.global_steps))
 
 
 def _interval(engine: Any, ledger: LedgerConfig) -> int:
@@ -295,26 +278,22 @@ def _write(engine: Any, events: list[Event], step: int) -> None:
         wandb_run.log(events, step)  # the W&B run of Hugging Face's Trainer, or of a script
 
 
-def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_destroy(original: Any, self: Any) -> None:
     """Close a destroyed engine's session, stop sharing its channels, and free its residuals.
 
     Until then DeepSpeed's hooks keep an engine alive, at stage 3 even afterwards.
     """
-
-    @functools.wraps(original)
-    def destroy(self: Any) -> None:
-        original(self)
-        close(self)
-        process.release(self)
-        island_unit.release(self)
-        sparse_rows.leave(self)
-        session = session_of(self)
-        if session is not None:
-            session.close()
-            session.channels.residuals.clear()
-            session.channels.node_sums.drop()
-
-    return destroy
+    original(self)
+    close(self)
+    process.release(self)
+    island_unit.release(self)
+    sparse_rows.leave(self)
+    session = session_of(self)
+    if session is not None:
+        session.close()
+        session.channels.residuals.clear()
+        session.channels.node_sums.drop()
 
 
 PATCHES = (

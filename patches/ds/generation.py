@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -95,12 +94,7 @@ def _is_cut(layer: Any) -> bool:
         module
         for module in modules
         for weight in module.parameters(recurse=False)
-        if _by_rows(weight)
+        if getattr(weight, "tensor_model_parallel", False)
+        and getattr(weight, "partition_dim", -1) == 0
     ]
     return bool(cut) and not getattr(cut[-1], "gather_output", False)
-
-
-def _by_rows(weight: torch.Tensor) -> bool:
-    return bool(getattr(weight, "tensor_model_parallel", False)) and (
-        getattr(weight, "partition_dim", -1) == 0
-    )

@@ -191,15 +191,9 @@ def _written(optimizer: Any) -> None:
             persistent[0].all_gather(persistent)
     else:
         for wide, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-            _unflatten(wide.data, group)
-
-
-def _unflatten(flat: Tensor, parameters: list[Any]) -> None:
-    start = 0
-    for parameter in parameters:
-        values = flat[start : start + parameter.numel()].view_as(parameter)
-        parameter.data.copy_(values)
-        start += parameter.numel()
+            parts = wide.data.split([parameter.numel() for parameter in group])
+            for parameter, values in zip(group, parts, strict=True):
+                parameter.data.copy_(values.view_as(parameter))
 
 
 def _check(engine: Any) -> None:

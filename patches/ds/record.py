@@ -75,72 +75,52 @@ class Recorder:
         self._before: tuple[int, Any] | None = None
         self._start: float | None = None
         self._steps = 0
+        methods = {"forward": self._forward, "backward": self._backward, "step": self._step}
         if hasattr(engine, "train_batch"):
-            engine.train_batch = self._around_train_batch(engine.train_batch)
-            engine._next_batch = self._after_next_batch(engine._next_batch)
-        else:
-            engine.forward = self._before_forward(engine.forward)
-            engine.backward = self._before_backward(engine.backward)
-            engine.step = self._after_step(engine.step)
+            methods = {"train_batch": self._train_batch, "_next_batch": self._next_batch}
+        for name, method in methods.items():
+            setattr(engine, name, functools.partial(method, getattr(engine, name)))
         self._header: dict[str, Any] = {
             "seed": torch.initial_seed(),
             "model": fingerprint(engine.module),
         }
 
-    def _before_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward(*inputs: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                self._forget_validation()
-                if not self._engine.training:
-                    self._before = self._step_tokens, self._batches.copy()
-                self._see((inputs, kwargs))
-            return original(*inputs, **kwargs)
+    def _forward(self, original: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._forget_validation()
+            if not self._engine.training:
+                self._before = self._step_tokens, self._batches.copy()
+            self._see((inputs, kwargs))
+        return original(*inputs, **kwargs)
 
-        return forward
+    def _backward(
+        self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._before = None
+        self._losses.append(loss.detach())
+        return original(loss, *args, **kwargs)
 
-    def _before_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._before = None
-            self._losses.append(loss.detach())
-            return original(loss, *args, **kwargs)
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self._engine.global_steps
+        result = original(*args, **kwargs)
+        if self._engine.global_steps != before and self._losses:
+            with ending("recording the loss"):
+                mean = torch.stack(self._losses).float().mean().to(self._engine.device)
+                self._losses.clear()
+                self._finish(float(small_messages.total(mean)) / dist.get_world_size())
+        return result
 
-        return backward
+    def _next_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._see(batch)
+        return batch
 
-    def _after_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            before = self._engine.global_steps
-            result = original(*args, **kwargs)
-            if self._engine.global_steps != before and self._losses:
-                with ending("recording the loss"):
-                    mean = torch.stack(self._losses).float().mean().to(self._engine.device)
-                    self._losses.clear()
-                    self._finish(float(small_messages.total(mean)) / dist.get_world_size())
-            return result
-
-        return step
-
-    def _after_next_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _next_batch(*args: Any, **kwargs: Any) -> Any:
-            batch = original(*args, **kwargs)
-            if torch.is_grad_enabled():
-                self._see(batch)
-            return batch
-
-        return _next_batch
-
-    def _around_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train_batch(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            loss = original(*args, **kwargs)
-            self._finish(float(loss.mean()))  # the mean over replicas, on all stages
-            return loss
-
-        return train_batch
+    def _train_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        loss = original(*args, **kwargs)
+        self._finish(float(loss.mean()))  # the mean over replicas, on all stages
+        return loss
 
     def _begin(self) -> None:
         if self._start is None:

@@ -7,11 +7,11 @@ version or a meeting and trained on, the next micro-batch would count as the las
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 STEP = Seam(REQUIREMENT, "deepspeed.runtime.engine", "DeepSpeedEngine.step", ("self", "lr_kwargs"))
@@ -35,23 +35,19 @@ def at_the_end(engine: Any, work: Callable[[], object]) -> None:
         setattr(engine, LATE, vars(engine)[LATE] or error)
 
 
-def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Raise the error stored by ``at_the_end``, after calling ``original``."""
-
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, LATE, None)
-        result, later = None, None
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException as problem:  # for example the error of a message without connections
-            later = problem
-        error: BaseException | None = vars(self).pop(LATE, None) or later
-        if error is not None:
-            raise error
-        return result
-
-    return step
+    setattr(self, LATE, None)
+    result, later = None, None
+    try:
+        result = original(self, *args, **kwargs)
+    except BaseException as problem:  # for example the error of a message without connections
+        later = problem
+    error: BaseException | None = vars(self).pop(LATE, None) or later
+    if error is not None:
+        raise error
+    return result
 
 
 PATCHES = ((STEP, make_step), (TRAIN_BATCH, make_step))

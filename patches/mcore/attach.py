@@ -10,9 +10,6 @@ initialized and before the first message. Steps are counted in the concrete ``st
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +17,11 @@ import torch
 from hybridcomp.collectives.topology import machines
 from hybridcomp.job.devices import device_name
 from hybridcomp.job.together import together
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore import groups, islands, torch_steps
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process
 
@@ -74,26 +73,16 @@ LACKS_STATE = (
 )
 
 
-@dataclass
-class _Progress:
-    """Process-wide state: whether an optimizer step is running."""
-
-    stepping: bool = False  # inside the outermost step, or its zero_grad
+#: whether the outermost step is running, or its zero_grad
+_STEPPING: Scope[bool] = Scope("mcore_step", False)
 
 
-_progress = _Progress()
-
-
-def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_initialize_model_parallel(original: Any, *args: Any, **kwargs: Any) -> None:
     """Start the session once the process groups exist and before they carry a message."""
-
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        with together("the start of megatron-core", process.put_back()):
-            _start()
-
-    return initialize_model_parallel
+    original(*args, **kwargs)
+    with together("the start of megatron-core", process.put_back()):
+        _start()
 
 
 def _start() -> None:
@@ -111,35 +100,28 @@ def _start() -> None:
         session.measure(groups.replicas(), torch.bfloat16)
 
 
-def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_step(original: Any, self: Any) -> Any:
     """Call the session's ``end_step`` after the outermost step."""
-
-    @functools.wraps(original)
-    def step(self: Any) -> Any:
-        session = process.own_session()
-        if session is None or _progress.stepping:
-            return original(self)
-        torch_steps.leave(session)
-        channels = session.channels
-        feedback = any(channel.error_feedback for channel in channels)
-        if feedback:  # otherwise no residual depends on it, and reading it may wait for a GPU
-            session.loss_scale = loss_scale(self)
-        has_islands = islands.stepping(session, self)
-        session.before_step()
-        kept = feedback or channels.config.start_step or session.followers.stateful
-        if session.forgetful and kept:
-            session.say(LACKS_STATE)
-        _progress.stepping = True
-        try:
-            result = original(self)
-        finally:
-            _progress.stepping = False
-        skipped = (feedback or has_islands) and not bool(result[0])
-        after = loss_scale(self) if feedback or skipped else session.loss_scale
-        session.end_step(overflow=skipped, loss_scale=after)
-        return result
-
-    return step
+    session = process.own_session()
+    if session is None or _STEPPING.get():
+        return original(self)
+    torch_steps.leave(session)
+    channels = session.channels
+    feedback = any(channel.error_feedback for channel in channels)
+    if feedback:  # otherwise no residual depends on it, and reading it may wait for a GPU
+        session.loss_scale = loss_scale(self)
+    has_islands = islands.stepping(session, self)
+    session.before_step()
+    kept = feedback or channels.config.start_step or session.followers.stateful
+    if session.forgetful and kept:
+        session.say(LACKS_STATE)
+    with _STEPPING.inside(True):
+        result = original(self)
+    skipped = (feedback or has_islands) and not bool(result[0])
+    after = loss_scale(self) if feedback or skipped else session.loss_scale
+    session.end_step(overflow=skipped, loss_scale=after)
+    return result
 
 
 def loss_scale(optimizer: Any) -> float:
@@ -154,36 +136,25 @@ def loss_scale(optimizer: Any) -> float:
     return float(optimizer.get_loss_scale())
 
 
-def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_zero_grad(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Start islands before the first forward pass, from the first island's weights."""
-
-    @functools.wraps(original)
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        session = process.own_session()
-        if session is None or _progress.stepping or not islands.stepping(session, self):
-            original(self, *args, **kwargs)
-            return
-        _progress.stepping = True
-        try:
-            session.before_step()
-            original(self, *args, **kwargs)
-        finally:
-            _progress.stepping = False
-
-    return zero_grad
+    session = process.own_session()
+    if session is None or _STEPPING.get() or not islands.stepping(session, self):
+        original(self, *args, **kwargs)
+        return
+    with _STEPPING.inside(True):
+        session.before_step()
+        original(self, *args, **kwargs)
 
 
-def make_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_load_state_dict(original: Any, self: Any, state_dict: Any) -> Any:
     """Record that a checkpoint was loaded: hybridcomp's state beside it must be loaded, too."""
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        session = process.own_session()
-        if session is not None:
-            session.restored = True
-        return original(self, state_dict)
-
-    return load_state_dict
+    session = process.own_session()
+    if session is not None:
+        session.restored = True
+    return original(self, state_dict)
 
 
 COVERS = ("sync",)

@@ -7,7 +7,6 @@ runs, with its configuration (``ddp``). The rules are in ``rules.mcore``.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patches.rules import engine, mcore
 from hybridcomp.patches.rules.engine import hold
 from hybridcomp.seams.arming import missing
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current
 
@@ -71,20 +71,15 @@ def _homes(model: Any) -> Iterator[str]:
         yield kind.__module__.partition(".")[0]
 
 
-def make_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Check wrappers other than DistributedDataParallel."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        channels = current()
-        early_engines.register(self, attached=channels is not None)
-        if channels is not None and type(self).__name__ != "DistributedDataParallel":
-            given = signature.bind(self, *args, **kwargs).arguments
-            check(channels, self, given["config"], None, given["module"])
-        original(self, *args, **kwargs)
-
-    return __init__
+    channels = current()
+    early_engines.register(self, attached=channels is not None)
+    if channels is not None and type(self).__name__ != "DistributedDataParallel":
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        check(channels, self, given["config"], None, given["module"])
+    original(self, *args, **kwargs)
 
 
 PATCHES = ((BASE, make_init),)

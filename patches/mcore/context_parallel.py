@@ -15,7 +15,6 @@ no seam covers (``rules.mcore``).
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn import ring_attention
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current
 
@@ -62,45 +62,43 @@ def _check(layer: Any) -> None:
         _refuse("cp_comm_type", wished, 'set it to "p2p": local layers have a ring only')
 
 
-def make_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_init(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Permit context parallelism in the constructor if there is a block."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.context_parallel_size == 1 or current() is None:
-            original(self, config, *args, **kwargs)
-            return
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        original(self, alone, *args, **kwargs)
-        self.config = config
-        _check(self)
-
-    return __init__
+    if config.context_parallel_size == 1 or current() is None:
+        original(self, config, *args, **kwargs)
+        return
+    alone = copy.copy(config)
+    alone.context_parallel_size = 1
+    original(self, alone, *args, **kwargs)
+    self.config = config
+    _check(self)
 
 
-def make_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def make_forward(
+    original: Callable[..., Tensor],
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """Compute attention over the context-parallel ranks: (S, B, H, D) to (S, B, H * D)."""
-
-    @functools.wraps(original)
-    def forward(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if self.config.context_parallel_size == 1:
-            return original(self, query, key, value, *args, **kwargs)
-        given = dict(zip(FORWARD[4:], args, strict=False)) | kwargs
-        for name in ("attention_bias", "packed_seq_params"):
-            if given.get(name) is not None:
-                _refuse(name, type(given[name]).__name__, "leave it out")
-        query, key, value = (values.permute(1, 2, 0, 3) for values in (query, key, value))
-        # apply_query_key_layer_scaling divides by the layer's number, and multiplies the scores
-        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
-        causal = self.attn_mask_type.name == "causal"
-        # zigzag layout, the default: Megatron cuts every batch like this, whatever its mask
-        out = ring_attention(query, key, value, _group(self), causal=causal, scale=scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    return forward
+    if self.config.context_parallel_size == 1:
+        return original(self, query, key, value, *args, **kwargs)
+    given = dict(zip(FORWARD[4:], args, strict=False)) | kwargs
+    for name in ("attention_bias", "packed_seq_params"):
+        if given.get(name) is not None:
+            _refuse(name, type(given[name]).__name__, "leave it out")
+    query, key, value = (values.permute(1, 2, 0, 3) for values in (query, key, value))
+    # apply_query_key_layer_scaling divides by the layer's number, and multiplies the scores
+    scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+    causal = self.attn_mask_type.name == "causal"
+    # zigzag layout, the default: Megatron cuts every batch like this, whatever its mask
+    out = ring_attention(query, key, value, _group(self), causal=causal, scale=scale)
+    return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def _group(layer: Any) -> dist.ProcessGroup:

@@ -29,7 +29,7 @@ from torch import Tensor
 from hybridcomp.channels import native_nbytes
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.optimizer_steps import NO_PASS, backward_pass
-from hybridcomp.patches.common.routes import make_torch, torch_seam
+from hybridcomp.patches.common.routes import make_torch
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore import check, islands, step_messages, weights
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
@@ -37,6 +37,7 @@ from hybridcomp.patches.mcore.groups import coordinates, sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patches.rules import mcore
 from hybridcomp.patches.rules.engine import hold
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process
 from hybridcomp.session.process import current
@@ -97,30 +98,25 @@ _GROUP: Scope[Any] = Scope("mcore_bucket_group", None)
 _BATCH: Scope[BucketBatch | None] = Scope("mcore_batch", None)
 
 
-def make_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Check the job before the buffers exist, and name the parameters afterwards."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        session = process.session()
-        if session is None:
-            original(self, *args, **kwargs)
-            return
-        given = signature.bind(self, *args, **kwargs).arguments
-        check.check(
-            session.channels, self, given["config"], given["ddp_config"], given["module"],
-            given.get("pg_collection"),
-        )  # fmt: skip
+    session = process.session()
+    if session is None:
         original(self, *args, **kwargs)
-        model, chunk = given["module"], session.models
-        named = {_name(chunk, name, p): p for name, p in model.named_parameters()}
-        session.name_parameters(named.items(), _common(named))
-        step_messages.tell(session, self)
-        weights.note(session, self)
-        islands.follow(session, self)
-
-    return __init__
+        return
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    check.check(
+        session.channels, self, given["config"], given["ddp_config"], given["module"],
+        given.get("pg_collection"),
+    )  # fmt: skip
+    original(self, *args, **kwargs)
+    model, chunk = given["module"], session.models
+    named = {_name(chunk, name, p): p for name, p in model.named_parameters()}
+    session.name_parameters(named.items(), _common(named))
+    step_messages.tell(session, self)
+    weights.note(session, self)
+    islands.follow(session, self)
 
 
 def _name(chunk: int, name: str, parameter: Tensor) -> str:
@@ -163,24 +159,20 @@ def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
     return start_grad_sync
 
 
-def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+@contextmanager
+def make_coalescing_manager(
+    original: Any, group: Any = None, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[Any]:
     """Collect the collectives that upstream calls inside, and launch them at the end."""
-
-    @functools.wraps(original)
-    @contextmanager
-    def _coalescing_manager(
-        group: Any = None, device: torch.device | None = None, async_ops: bool = False
-    ) -> Iterator[Any]:
-        if current() is None or group is None:
-            with original(group, device, async_ops) as coalesced:
-                yield coalesced
-            return
-        batch = BucketBatch(group, async_ops, _GROUP.get())
-        with _BATCH.inside(batch):
-            yield batch
-        batch.launch(original, device)
-
-    return _coalescing_manager
+    if current() is None or group is None:
+        with original(group, device, async_ops) as coalesced:
+            yield coalesced
+        return
+    batch = BucketBatch(group, async_ops, _GROUP.get())
+    with _BATCH.inside(batch):
+        yield batch
+    batch.launch(original, device)
 
 
 def _collect(call: CollectedCall) -> BucketBatch | None:
@@ -191,100 +183,93 @@ def _collect(call: CollectedCall) -> BucketBatch | None:
     return batch
 
 
-def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_all_reduce(
+    original: Any,
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Collect gradient all-reduces: without a distributed optimizer, or between its instances."""
-
-    @functools.wraps(original)
-    def all_reduce(
-        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        native = functools.partial(original, tensor, op=op, group=group, async_op=async_op)
-        batch = _collect(CollectedCall("all_reduce", native, tensor, tensor, op))
-        return native() if batch is None else batch
-
-    return all_reduce
+    native = functools.partial(original, tensor, op=op, group=group, async_op=async_op)
+    batch = _collect(CollectedCall("all_reduce", native, tensor, tensor, op))
+    return native() if batch is None else batch
 
 
-def make_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_reduce_scatter_tensor(
+    original: Any,
+    output: Tensor,
+    input: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Collect the distributed optimizer's reduce-scatters; ``output`` is a view of ``input``."""
-
-    @functools.wraps(original)
-    def reduce_scatter_tensor(
-        output: Tensor,
-        input: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        native = functools.partial(original, output, input, op=op, group=group, async_op=async_op)
-        batch = _collect(CollectedCall("reduce_scatter", native, output, input, op))
-        return native() if batch is None else batch
-
-    return reduce_scatter_tensor
+    native = functools.partial(original, output, input, op=op, group=group, async_op=async_op)
+    batch = _collect(CollectedCall("reduce_scatter", native, output, input, op))
+    return native() if batch is None else batch
 
 
-def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_all_gather_into_tensor(
+    original: Any,
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Collect the distributed optimizer's gathers of parameters."""
-
-    @functools.wraps(original)
-    def all_gather_into_tensor(
-        output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        native = functools.partial(
-            original, output_tensor, input_tensor, group=group, async_op=async_op
-        )
-        sum_op = dist.ReduceOp.SUM  # a gather has no reduction
-        batch = _collect(CollectedCall("all_gather", native, output_tensor, input_tensor, sum_op))
-        return native() if batch is None else batch
-
-    return all_gather_into_tensor
+    native = functools.partial(
+        original, output_tensor, input_tensor, group=group, async_op=async_op
+    )
+    sum_op = dist.ReduceOp.SUM  # a gather has no reduction
+    batch = _collect(CollectedCall("all_gather", native, output_tensor, input_tensor, sum_op))
+    return native() if batch is None else batch
 
 
-def make_chained_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_chained_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Check the block against a layer-wise optimizer, which gathers weights itself; count that.
 
     It derives from ChainedOptimizer. From 0.18 on it may gather whole buffers, which are encoded.
     """
+    original(self, *args, **kwargs)
+    gather, channels = getattr(self, "allgather_params", None), current()
+    if channels is None or gather is None or getattr(self, "use_buffer_param_sync", False):
+        return
+    facts = SimpleNamespace(use_layer_wise_distributed_optimizer=True)
+    job = mcore.MegatronJob(facts, None, "DistributedDataParallel", sizes())
+    for sentence in hold(channels.config, ((rule, job) for rule in mcore.LAYER_WISE)):
+        say_once(sentence)
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        gather, channels = getattr(self, "allgather_params", None), current()
-        if channels is None or gather is None or getattr(self, "use_buffer_param_sync", False):
-            return
-        facts = SimpleNamespace(use_layer_wise_distributed_optimizer=True)
-        job = mcore.MegatronJob(facts, None, "DistributedDataParallel", sizes())
-        for sentence in hold(channels.config, ((rule, job) for rule in mcore.LAYER_WISE)):
-            say_once(sentence)
+    def allgather_params() -> None:
+        for name in ("dp_cp", "expt_dp"):
+            if shares := getattr(self, f"{name}_params_list"):  # weights of each rank
+                own = shares[dist.get_rank(getattr(self.pg_collection, name))]
+                numel, dtype = sum(one.numel() for one in own), shares[0][0].dtype
+                raw = native_nbytes.all_gather_nbytes(numel, dtype, len(shares))
+                channels["zero"].count_native(raw)
+        gather()
 
-        def allgather_params() -> None:
-            for name in ("dp_cp", "expt_dp"):
-                if shares := getattr(self, f"{name}_params_list"):  # weights of each rank
-                    own = shares[dist.get_rank(getattr(self.pg_collection, name))]
-                    numel, dtype = sum(one.numel() for one in own), shares[0][0].dtype
-                    raw = native_nbytes.all_gather_nbytes(numel, dtype, len(shares))
-                    channels["zero"].count_native(raw)
-            gather()
-
-        self.allgather_params = allgather_params
-
-    return __init__
+    self.allgather_params = allgather_params
 
 
-def _gather_list(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _gather_list(
+    original: Any,
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Count gathers of unequal lists (layer-wise optimizer) and leave them native."""
-
-    @functools.wraps(original)
-    def all_gather(
-        tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        channels = current()
-        if channels is not None:
-            raw = native_nbytes.all_gather_nbytes(tensor.numel(), tensor.dtype, len(tensor_list))
-            channels["zero"].count_native(raw)
-        return original(tensor_list, tensor, group=group, async_op=async_op)
-
-    return all_gather
+    channels = current()
+    if channels is not None:
+        raw = native_nbytes.all_gather_nbytes(tensor.numel(), tensor.dtype, len(tensor_list))
+        channels["zero"].count_native(raw)
+    return original(tensor_list, tensor, group=group, async_op=async_op)
 
 
 COVERS = ("dp", "zero")
@@ -293,7 +278,7 @@ PATCHES = (
     (START_GRAD_SYNC, make_start_grad_sync),
     (MANAGER, make_coalescing_manager),
     (
-        torch_seam(MODULE, REQUIREMENT),
+        Seam(REQUIREMENT, MODULE, "torch", None),
         make_torch({"all_reduce": make_all_reduce, "all_gather": _gather_list}),
     ),
     (CHAINED_INIT, make_chained_init),

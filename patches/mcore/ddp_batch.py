@@ -67,22 +67,27 @@ class BucketBatch:
         """Start ``call`` encoded, or add its native start to ``native``."""
         channels = current()
         assert channels is not None, "calls are collected for a block"
+        later = partial(native.append, call.native)
         if dist.get_world_size(self.group) < 2 or call.op not in (SUM, AVERAGE):
             native.append(call.native)
         elif call.kind == "all_gather":
-            channel, gather = channels["zero"], self._gather(call)
+            channel = channels["zero"]
+            gather = GatherParameters(
+                numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
+                shard=flat(call.values), out=call.out.view(-1), buffer=call.out,
+                async_op=self.async_ops,
+            )  # fmt: skip
 
             def leave() -> None:
                 gather.leave(channel)
-                native.append(call.native)
+                later()
 
-            channel.run(gather, native=leave, encoded=self._keep)
+            channel.run(gather, native=leave, encoded=lambda handle: self.waits.append(handle.wait))
         elif call.kind == "all_reduce":
             reduce = _Reduce(
                 numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
                 values=call.values.view(-1), async_op=self.async_ops, call=call, batch=self,
             )  # fmt: skip
-            later = partial(native.append, call.native)
             channels["dp"].run(reduce, native=later, encoded=reduce.deliver)
         else:
             scatter = _Scatter(
@@ -90,18 +95,7 @@ class BucketBatch:
                 shards=Shards(call.values.view(-1), call.out.numel()),
                 async_op=self.async_ops, call=call, batch=self,
             )  # fmt: skip
-            later = partial(native.append, call.native)
             channels["dp"].run(scatter, native=later, encoded=scatter.deliver)
-
-    def _gather(self, call: CollectedCall) -> GatherParameters:
-        return GatherParameters(
-            numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
-            shard=flat(call.values), out=call.out.view(-1), buffer=call.out,
-            async_op=self.async_ops,
-        )  # fmt: skip
-
-    def _keep(self, handle: Handle) -> None:
-        self.waits.append(handle.wait)
 
     def wait(self) -> None:
         """Finish all collectives, decoding included; harmless when called twice."""
@@ -124,7 +118,7 @@ class _Reduce(AllReduce):
     def deliver(self, handle: Handle) -> None:
         """Divide the sum if upstream averages."""
         if self.call.op == AVERAGE:
-            handle.then(partial(_divide, self.call.values, dist.get_world_size(self.group)))
+            handle.then(lambda: self.call.values.div_(dist.get_world_size(self.group)))
         self.batch.waits.append(handle.wait)
 
 
@@ -153,10 +147,6 @@ class _Scatter(ReduceScatter):
 
         handle.then(write)
         self.batch.waits.append(handle.wait)
-
-
-def _divide(values: Tensor, world_size: int) -> None:
-    values.div_(world_size)
 
 
 def _pieces_of(values: Tensor, bucket_group: Any) -> list[Piece] | None:

@@ -101,11 +101,9 @@ class CommonPieces:
         whole = torch.cat([piece.values.detach().view(-1) for piece in self.pieces])
         broadcast(whole, dist.get_global_rank(self.group, 0), self.group)
         if dist.get_rank(self.group):
-            start = 0
-            for piece in self.pieces:
-                flat = piece.values.detach().view(-1)
-                flat.copy_(whole[start : start + flat.numel()])
-                start += flat.numel()
+            parts = whole.split([piece.values.numel() for piece in self.pieces])
+            for piece, part in zip(self.pieces, parts, strict=True):
+                piece.values.detach().view(-1).copy_(part)
 
 
 def masters_of(optimizer: Any, wrapper: Any, island: Ranks, todo: str) -> Masters:

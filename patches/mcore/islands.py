@@ -1,4 +1,4 @@
-"""Cut megatron-core's data-parallel groups into islands, and have them meet, for ``sync``.
+"""Cut megatron-core's data-parallel groups into islands, and make them meet, for ``sync``.
 
 ``pg_collection``, the argument of DistributedDataParallel and of ``get_megatron_optimizer``, gives
 upstream the groups of an island, inside which gradients, shards and gradient norms then stay.
@@ -161,9 +161,9 @@ def _check(islands: Islands, every: list[dict[str, Ranks]]) -> None:
 
 
 def follow(session: EngineSession, wrapper: Any) -> None:
-    """Have islands meet after the steps of the job that owns the model chunk of ``wrapper``.
+    """Make islands meet after the steps of the job that owns the model chunk of ``wrapper``.
 
-    Raises ConfigError where its gradients are summed over other ranks than the island's.
+    Raises ConfigError if its gradients are summed over other ranks than the island's.
     """
     config = session.channels.config
     if not config.sync.acts:

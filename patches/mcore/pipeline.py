@@ -22,7 +22,6 @@ over their tensor group. The ledger counts those bytes as native ones of ``tp``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
@@ -40,6 +39,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore.pipeline_message import post
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current
 
@@ -56,13 +56,11 @@ OPERATIONS = tuple(
     )
     for name in ("_batched_p2p_ops", "_p2p_ops")
 )  # fmt: skip
-SLOTS: tuple[tuple[str, str, Direction], ...] = (
-    # upstream's key in order of a batch, its key in a dict, direction
-    ("tensor_send_prev", "send_prev", "backward"),
-    ("tensor_recv_prev", "recv_prev", "forward"),
-    ("tensor_send_next", "send_next", "forward"),
-    ("tensor_recv_next", "recv_next", "backward"),
-)
+#: direction of each request, in upstream's order; tensors are passed as ``tensor_send_prev``, ...
+WAYS: dict[str, Direction] = {
+    "send_prev": "backward", "recv_prev": "forward", "send_next": "forward",
+    "recv_next": "backward",
+}  # fmt: skip
 
 #: upstream's configuration of the operations that are running
 _CONFIG: Scope[Any] = Scope("mcore_pipeline", None)
@@ -85,48 +83,36 @@ def communicate_seam() -> Seam:
     )
 
 
-def make_communicate(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_communicate(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Publish the configuration for the operations inside."""
-
-    @functools.wraps(original)
-    def _communicate(*args: Any, **kwargs: Any) -> Any:
-        with _CONFIG.inside(kwargs["config"] if "config" in kwargs else args[0].config):
-            return original(*args, **kwargs)
-
-    return _communicate
+    with _CONFIG.inside(kwargs["config"] if "config" in kwargs else args[0].config):
+        return original(*args, **kwargs)
 
 
-def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_operations(original: Callable[..., Any], **kwargs: Any) -> Any:
     """Replace tensors by payloads in upstream's calls, and decode in ``wait()``."""
-    batched = original.__name__ == "_batched_p2p_ops"
-
-    @functools.wraps(original)
-    def operations(**kwargs: Any) -> Any:
-        channels = current()
-        if channels is None:
-            return original(**kwargs)
-        group = kwargs["group"]
-        config = _CONFIG.get()
-        if batched:
-            _refuse_two_stages(config, group)
-        posted: dict[str, Posted] = {}
-        payloads: dict[str, Tensor | None] = {}
-        for slot, key, way in SLOTS:
-            tensor = payloads[slot] = kwargs[slot]
-            if tensor is None:
-                continue
-            ends = dist.get_rank(), int(kwargs[f"{key[5:]}_pipeline_rank"])
-            between = ends if key.startswith("send") else ends[::-1]
-            message = post(channels, tensor, group, way, config, between)
-            if message is not None:
-                posted[key], payloads[slot] = message, message.message
-        if not posted:
-            return original(**kwargs)
-        rest = {name: value for name, value in kwargs.items() if name not in payloads}
-        requests = original(**payloads, **rest)
-        return _with_decoding(requests, payloads, posted)
-
-    return operations
+    channels = current()
+    if channels is None:
+        return original(**kwargs)
+    group, config = kwargs["group"], _CONFIG.get()
+    if original.__name__ == "_batched_p2p_ops":
+        _refuse_two_stages(config, group)
+    posted: dict[str, Posted] = {}
+    payloads: dict[str, Tensor | None] = {}
+    for key, way in WAYS.items():
+        tensor = payloads[f"tensor_{key}"] = kwargs[f"tensor_{key}"]
+        if tensor is None:
+            continue
+        ends = dist.get_rank(), int(kwargs[f"{key[5:]}_pipeline_rank"])
+        between = ends if key.startswith("send") else ends[::-1]
+        message = post(channels, tensor, group, way, config, between)
+        if message is not None:
+            posted[key], payloads[f"tensor_{key}"] = message, message.message
+    if not posted:
+        return original(**kwargs)
+    return _with_decoding(original(**{**kwargs, **payloads}), payloads, posted)
 
 
 class Request:
@@ -159,7 +145,7 @@ def _with_decoding(
 
     if isinstance(requests, dict):
         return {key: request(upstream, [key]) for key, upstream in requests.items()}
-    keys = [key for slot, key, _ in SLOTS if payloads[slot] is not None]
+    keys = [key for key in WAYS if payloads[f"tensor_{key}"] is not None]
     if len(requests) == len(keys):  # gloo: one request for each operation
         return [request(u, [key]) for key, u in zip(keys, requests, strict=True)]
     # NCCL: one request for the whole batch

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.dimensions import Dimension, Direction
+from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
@@ -27,7 +27,7 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_reduce_scatter_tensor,
 )
 from hybridcomp.patches.common.list_wrappers import make_all_gather_list, make_reduce_scatter_list
-from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
+from hybridcomp.patches.common.routes import Layers, make_backward, make_torch
 from hybridcomp.patches.mcore.experts import TOKENS
 from hybridcomp.patches.mcore.groups import dimension_of
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
@@ -44,25 +44,15 @@ def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
     return dimension_of(group, "tp")
 
 
-def _forward() -> Direction:
-    return "forward"
+#: of ``mappings``: the running method has the direction
+MARKED = Layers(_dimension)
+#: of gathers and of reductions in ``layers``
+INPUTS = Layers(_dimension, lambda: "forward")
+GRADIENTS = Layers(_dimension, lambda: "backward")
 
 
-def _backward() -> Direction:
-    return "backward"
-
-
-#: Layers of ``mappings`` (direction by the running method), and of gathers and reductions in
-#: ``layers``
-MARKED, INPUTS, GRADIENTS = (
-    Layers(_dimension),
-    Layers(_dimension, _forward),
-    Layers(_dimension, _backward),
-)
-
-
-def _function(module: str, name: str, parameters: tuple[str, ...]) -> Seam:
-    return Seam(requirement=REQUIREMENT, module=module, qualname=name, parameters=parameters)
+def _seam(module: str, name: str, parameters: tuple[str, ...] | None) -> Seam:
+    return Seam(REQUIREMENT, module, name, parameters)
 
 
 #: autograd functions of ``mappings`` whose backward pass communicates
@@ -79,7 +69,7 @@ FUNCTIONS = (
 COVERS = ("tp",)
 PATCHES = (
     (
-        torch_seam(MAPPINGS, REQUIREMENT),
+        _seam(MAPPINGS, "torch", None),
         make_torch(
             {
                 "all_reduce": make_all_reduce(MARKED),
@@ -90,24 +80,24 @@ PATCHES = (
         ),
     ),
     (
-        _function(MAPPINGS, "dist_all_gather_func", GATHER_PARAMETERS),
+        _seam(MAPPINGS, "dist_all_gather_func", GATHER_PARAMETERS),
         make_all_gather_into_tensor(MARKED),
     ),
     (
-        _function(MAPPINGS, "dist_reduce_scatter_func", SCATTER_PARAMETERS),
+        _seam(MAPPINGS, "dist_reduce_scatter_func", SCATTER_PARAMETERS),
         make_reduce_scatter_tensor(MARKED),
     ),
     *(
-        (_function(MAPPINGS, f"{name}.backward", ("ctx", "grad_output")), make_backward)
+        (_seam(MAPPINGS, f"{name}.backward", ("ctx", "grad_output")), make_backward)
         for name in FUNCTIONS
     ),
-    (torch_seam(LAYERS, REQUIREMENT), make_torch({"all_reduce": make_all_reduce(GRADIENTS)})),
+    (_seam(LAYERS, "torch", None), make_torch({"all_reduce": make_all_reduce(GRADIENTS)})),
     (
-        _function(LAYERS, "dist_all_gather_func", GATHER_PARAMETERS),
+        _seam(LAYERS, "dist_all_gather_func", GATHER_PARAMETERS),
         make_all_gather_into_tensor(INPUTS),
     ),
     (
-        _function(LAYERS, "dist_reduce_scatter_func", SCATTER_PARAMETERS),
+        _seam(LAYERS, "dist_reduce_scatter_func", SCATTER_PARAMETERS),
         make_reduce_scatter_tensor(GRADIENTS),
     ),
 )

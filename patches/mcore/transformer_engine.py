@@ -43,10 +43,11 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_all_reduce,
     make_reduce_scatter_tensor,
 )
-from hybridcomp.patches.common.routes import Layers, make_torch, torch_seam
+from hybridcomp.patches.common.routes import Layers, make_torch
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore.groups import dimension_of
 from hybridcomp.patches.mcore.requirement import TRANSFORMER_ENGINE as REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 PACKAGE = "transformer_engine.pytorch"
@@ -110,13 +111,10 @@ REDUCED, GATHERED = Layers(_dimension, _reduced), Layers(_dimension, _gathered)
 def _marked(way: Direction) -> Maker:
     """Return a maker that marks a layer's method with its direction, forward or backward."""
 
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with _WAY.inside(way), _GRADIENT.inside(False):
-                return original(*args, **kwargs)
-
-        return method
+    @around
+    def make(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with _WAY.inside(way), _GRADIENT.inside(False):
+            return original(*args, **kwargs)
 
     return make
 
@@ -191,7 +189,7 @@ def _seam(module: str, qualname: str, parameters: tuple[tuple[str, ...], ...] | 
 Entry = tuple[Seam, Callable[[Any], Any]]
 COVERS = ("tp",)
 PATCHES: tuple[Entry, ...] = (
-    (torch_seam(DISTRIBUTED, REQUIREMENT), make_distributed),
+    (_seam("distributed", "torch", None), make_distributed),
     (
         _seam(
             "module.base",

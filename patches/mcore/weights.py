@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config.error_messages import Shown
@@ -104,7 +103,7 @@ def _as_they_are(
             shown = Shown(f"{part.name} {part.shape} of which {part.local} is here")
             raise ConfigError(KEY, shown, "its values on a rank are no evenly spaced rows")
         shapes[part.name], dtypes[part.name] = part.shape, part.values.dtype
-        held.append(Held(stretch, functools.partial(_detached, part.values)))
+        held.append(Held(stretch, part.values.detach))
     return EngineWeights(
         shapes, dtypes, held, _ranks(), aliases,
         functools.partial(_gather, chunks), _unchanged(chunks, parts), hugging_face,
@@ -139,10 +138,6 @@ def note(session: EngineSession, wrapper: Any) -> None:
 
 def _of_living(known: Sequence[weakref.ref[Any]]) -> EngineWeights:
     return weights_of([found for one in known if (found := one()) is not None])
-
-
-def _detached(values: Tensor) -> Tensor:
-    return values.detach()
 
 
 def _parts(chunk: Any) -> Iterator[WeightPart]:

@@ -8,16 +8,15 @@ without this seam the figures would be in the log only.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.patches.neox.checkout import REQUIREMENT, source
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session.engine_session import session_of
-from hybridcomp.session.reporter import Event
 
 TRAINING_LOG = Seam(
     REQUIREMENT,
@@ -32,34 +31,23 @@ TRAINING_LOG = Seam(
 )  # fmt: skip
 
 
-def make_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Log the figures that the engine reported since the last iteration."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        result = original(*args, **kwargs)
-        session = session_of(given["model"])
-        if session is not None:
-            _log(session.take_events(), given["iteration"], given["neox_args"])
-        return result
-
-    return training_log
-
-
-def _log(events: list[Event], iteration: int, neox_args: Any) -> None:
-    """Write ``events``, which only rank 0 has, to all writers of GPT-NeoX."""
+@around
+def make_training_log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Log the figures that the engine reported since the last iteration; rank 0 has some."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    result = original(*args, **kwargs)
+    session, neox_args = session_of(given["model"]), given["neox_args"]
     write = importlib.import_module("megatron.logging").tb_wandb_log
-    for name, value in events:
+    for name, value in () if session is None else session.take_events():
         write(
             name,
             value,
-            iteration,
+            given["iteration"],
             use_wandb=neox_args.use_wandb,
             tensorboard_writer=neox_args.tensorboard_writer,
             comet_experiment=getattr(neox_args, "comet_experiment", None),
         )
+    return result
 
 
 PATCHES = ((TRAINING_LOG, make_training_log),)

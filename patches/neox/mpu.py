@@ -16,16 +16,13 @@ under sequence parallelism (``model.utils``), token broadcasts, routing tables o
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
     make_reduce_scatter_tensor,
 )
 from hybridcomp.patches.common.list_wrappers import make_all_gather_list, make_reduce_scatter_list
-from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
+from hybridcomp.patches.common.routes import Layers, make_backward, make_torch
 from hybridcomp.patches.neox.checkout import MAPPINGS, REQUIREMENT, source
 from hybridcomp.seams.patching import Seam
 
@@ -40,16 +37,13 @@ FUNCTIONS = (
 )
 
 
-def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
-    return "tp"  # the six functions use no other group
-
-
-LAYERS = Layers(_dimension)
+#: the six functions use groups of tensor-parallel ranks alone
+LAYERS = Layers(lambda group: "tp")
 
 COVERS = ("tp",)
 PATCHES = (
     (
-        torch_seam(MAPPINGS, REQUIREMENT, source),
+        Seam(REQUIREMENT, MAPPINGS, "torch", None, source),
         make_torch(
             {
                 "all_reduce": make_all_reduce(LAYERS),

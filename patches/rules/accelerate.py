@@ -1,7 +1,7 @@
 """Read the file of ``accelerate config``: the DeepSpeed settings that Accelerate makes of it.
 
-Accelerate hands on the file that ``deepspeed_config_file`` names, or writes settings of its own,
-which have no place for a block.
+Accelerate passes on the file that ``deepspeed_config_file`` names, or writes its own settings,
+which cannot hold a block.
 """
 
 from __future__ import annotations

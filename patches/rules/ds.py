@@ -95,12 +95,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "refuse", ("zero",), '"secondary" with tensor or sequence parallelism or experts',
         "DeepSpeed cuts the secondary copy over consecutive ranks of the job, whatever they hold",
-        "remove secondary",
-        lambda job: job.tensor_parallel > 1
-        or job.sequence_parallel > 1
-        or bool(job.get("expert_parallel.enabled", False))
-        or job.moe is True,
-        settings=_keeps_copy,
+        "remove secondary", lambda job: job.is_cut, settings=_keeps_copy,
     ),
     Rule(
         "refuse", ("zero",), '"frozen" below ZeRO stage 3',
@@ -165,7 +160,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "bypass", ("dp",), "a 1-bit optimizer",
         "it exchanges gradients itself after its warm-up", "use adam, adamw or lamb",
-        lambda job: job.optimizer in ("onebitadam", "zerooneadam", "onebitlamb"),
+        lambda job: job.is_one_bit,
     ),
     Rule(
         "bypass", ("zero",), '"zero_optimization.stage3_use_all_reduce_for_fetch_params": true',
@@ -190,18 +185,12 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "refuse", ("sync",), "a model whose layers or sequence are cut over ranks",
         "an island is a data-parallel group alone", "use ZeRO stages without tensor, sequence or "
         "expert parallelism",
-        lambda job: job.tensor is True
-        or job.tensor_parallel > 1
-        or job.sequence is True
-        or job.sequence_parallel > 1
-        or job.moe is True
-        or bool(job.get("expert_parallel.enabled", False))
-        or bool(job.mesh),
+        lambda job: job.is_cut or bool(job.tensor or job.sequence or job.mesh),
     ),
     Rule(
         "refuse", ("sync",), "a 1-bit optimizer",
         "it exchanges gradients over all ranks after its warm-up", "use adam, adamw or lamb",
-        lambda job: job.optimizer in ("onebitadam", "zerooneadam", "onebitlamb"),
+        lambda job: job.is_one_bit,
     ),
     Rule(
         "refuse", ("sync",), "weights or optimizer states on a disk, MiCS or hpZ",

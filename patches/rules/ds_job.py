@@ -127,6 +127,20 @@ class DeepSpeedJob:
         return str(self.get("optimizer.type", "")).lower()
 
     @property
+    def is_one_bit(self) -> bool:
+        """Return whether a 1-bit optimizer exchanges the gradients."""
+        return self.optimizer in ("onebitadam", "zerooneadam", "onebitlamb")
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether layers, sequences or experts are cut over ranks, by file or model."""
+        return (
+            max(self.tensor_parallel, self.sequence_parallel) > 1
+            or bool(self.get("expert_parallel.enabled", False))
+            or self.moe is True
+        )
+
+    @property
     def tensor_parallel(self) -> int:
         """Return the size of AutoTP's groups."""
         return max(1, int(self.get("tensor_parallel.autotp_size")))

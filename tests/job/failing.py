@@ -51,7 +51,7 @@ KEPT = {
     ("frozen.py", "_put"), ("frozen.py", "_gather"),
     ("frozen.py", "_stretches"), ("members.py", "chunk"),
     ("all_gather_all_to_all.py", "gather_words"), ("channel.py", "group"), ("channel.py", "meter"),
-    ("parameter_gathers.py", "_dist_allgather_fn"), ("scope.py", "get"),
+    ("parameter_gathers.py", "make_dist_allgather_fn"), ("scope.py", "get"),
     ("steps.py", "transfer"), ("steps.py", "steps"), ("handle.py", "_advance"),
 }  # fmt: skip
 #: owners of C functions that fail only for lack of memory: containers, types

@@ -14,6 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hybridcomp.errors import SeamError
+from hybridcomp.patches.registry import patches_of
+from hybridcomp.seams.patching import Seam, apply_all, revert_all
+
 FILE = Path(__file__).with_name("upstream.json")
 RECORDED: dict[str, Any] = json.loads(FILE.read_text())
 
@@ -29,6 +35,24 @@ def bound(name: str, version: str) -> dict[str, str]:
         symbol: next(text for text, having in ways.items() if version in having)
         for symbol, ways in RECORDED[name]["symbols"].items()
     }
+
+
+def raw(seam: Seam) -> Any:
+    """Return the attribute that a seam names, as it stands in its owner."""
+    owner, name = seam.owner_and_name()
+    return inspect.getattr_static(owner, name)
+
+
+def hold_to_revert(package: str) -> None:
+    """Apply the patches of ``package``, which refuse a second application, and revert them."""
+    fresh = patches_of(package)
+    before = [raw(patch.seam) for patch in fresh]
+    apply_all(fresh)
+    assert all(raw(patch.seam) is not was for patch, was in zip(fresh, before, strict=True))
+    with pytest.raises(SeamError, match="do not stack"):
+        patches_of(package)[0].apply()
+    revert_all(fresh)
+    assert all(raw(patch.seam) is was for patch, was in zip(fresh, before, strict=True))
 
 
 def parameters(text: str) -> tuple[str, ...] | None:

@@ -18,7 +18,9 @@ import pytest
 
 import hybridcomp
 from hybridcomp.patches import registry as patches
+from hybridcomp.seams.arming import IN_PLACE
 from hybridcomp.seams.patching import Patch, apply_all
+from tests.patches.recorded import raw
 from tests.selection import by_day
 
 
@@ -37,15 +39,9 @@ def package(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def held(patch: Patch) -> Any:
-    """Return the raw attribute of a seam."""
-    owner, name = patch.seam.owner_and_name()
-    return inspect.getattr_static(owner, name)
-
-
 def state(package: str) -> dict[str, Any]:
-    """Return the raw attribute of every seam."""
-    return {str(patch.seam): held(patch) for patch in patches.patches_of(package)}
+    """Return the attribute of every seam."""
+    return {str(patch.seam): raw(patch.seam) for patch in patches.patches_of(package)}
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
@@ -58,6 +54,17 @@ def test_every_module_lists_seams(package: str) -> None:
         assert module.__doc__ and len(module.__doc__.splitlines()) > 1, module.__name__
     seams = [str(patch.seam) for patch in patches.patches_of(package)]
     assert len(seams) == len(set(seams))
+
+
+def test_replacements_take_the_parameters_of_their_seam(package: str) -> None:
+    compared = 0
+    for module in patches.modules_of(package):
+        for seam, make in module.PATCHES:
+            spec = inspect.getfullargspec(inspect.unwrap(make))
+            if hasattr(make, "__wrapped__") and not spec.varargs and not spec.varkw:
+                assert tuple(spec.args[1:] + spec.kwonlyargs) in seam.alternatives, seam
+                compared += 1
+    assert compared > 5 or package not in ("deepspeed", "megatron.core")
 
 
 @pytest.mark.parametrize("whole", by_day([False, True], [False]))
@@ -74,12 +81,12 @@ def test_pairs_in_both_orders(package: str, whole: bool) -> None:
 def check_pair(one: Patch, two: Patch, before: dict[str, Any]) -> None:
     one.apply()
     two.apply()
-    changed = held(one), held(two)
+    changed = raw(one.seam), raw(two.seam)
     assert changed[0] is not before[str(one.seam)] and changed[1] is not before[str(two.seam)]
     one.revert()
-    assert held(one) is before[str(one.seam)] and held(two) is changed[1]
+    assert raw(one.seam) is before[str(one.seam)] and raw(two.seam) is changed[1]
     two.revert()
-    assert held(one) is before[str(one.seam)] and held(two) is before[str(two.seam)]
+    assert raw(one.seam) is before[str(one.seam)] and raw(two.seam) is before[str(two.seam)]
 
 
 @pytest.mark.parametrize("seed", by_day(range(20), range(4)))
@@ -103,7 +110,7 @@ def test_install_twice_and_uninstall(package: str) -> None:
     after = state(package)
     hybridcomp.install()
     assert same(state(package), after)
-    assert len(patches.applied(package)) == len(before)
+    assert len(IN_PLACE[package]) == len(before)
     hybridcomp.uninstall()
     assert same(state(package), before)
-    assert not patches.applied(package)
+    assert package not in IN_PLACE

@@ -8,7 +8,6 @@ checkpoint; it is wrapped too, since gathered weights may be inexact.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.offload import saved_states
 from hybridcomp.patches.ds.pipeline.pipe import drain
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session import saved_session
 from hybridcomp.session.engine_session import session_of
@@ -59,106 +59,92 @@ LOAD = Seam(
 )  # fmt: skip
 
 
-def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_save_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Save this rank's residuals before upstream updates its ``latest`` file, and exact weights."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session = session_of(self)
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        with ExitStack() as exact:
-            # without a save_dir nothing is written, and upstream reports the error
-            if session is None or not bound.arguments["save_dir"]:
-                drain(self, "for a checkpoint")
-            else:
-                with files_together(exact_weights.WHAT):
-                    drain(self, "for a checkpoint")
-                    tag, save_dir = bound.arguments["tag"], bound.arguments["save_dir"]
-                    tag = f"global_step{self.global_steps}" if tag is None else tag
-                    folder = Path(save_dir) / str(tag)
-                    references = exact_weights.save(folder, self, session.channels)
-                    saved_states.save(folder, self.optimizer)
-                    session.save(folder, loss_scale(self), references)
-                    bound.arguments["save_dir"] = island_unit.folder_of(self, save_dir)
-                    bound.arguments["tag"] = tag
-                    gate()  # its gathers begin and end on all ranks
-                    exact.enter_context(exact_weights.exact_parameters(self, session.channels))
-            return original(*bound.args, **bound.kwargs)
-
-    return save_checkpoint
-
-
-def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make upstream save exact weights."""
-
-    @functools.wraps(original)
-    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with exact_weights.exact_parameters(self, channels_of(self)):
-            return original(self, *args, **kwargs)
-
-    return save_16bit_model
-
-
-def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Load step and residuals when upstream loads the optimizer's state."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session = session_of(self)
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
-        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
-        if session is None:
-            tag = universal.newest(self, load_dir) if tag is None else tag
-            if whole and tag is not None:
-                folder = universal.beside(self, Path(load_dir) / str(tag))
-                saved_states.refuse(folder)
-                say(*checkpoint_note.dropped(folder, None))
-            return original(self, *args, **kwargs)
-        found, loads, undo = None, bound.arguments, ExitStack()
-        # raises for damaged files before upstream changes any weights
-        with together(exact_weights.WHAT, undo.close, error=CheckpointError):
-            drain(self, "for the weights of a checkpoint")
-            tag = universal.newest(self, load_dir) if tag is None else tag
-            folder = Path(load_dir) / str(tag)
-            if tag is not None and whole:
-                bring = universal.bring(self, folder)
-                folder = universal.folder_of_state(self, folder)
-                found = saved_session.read(session, folder)
-                exact_weights.check(folder, session.channels)
-            if tag is not None:
-                saved_states.read(Path(load_dir) / str(tag), self)
-            if tag is not None and load_dir:
-                loads["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
-                loads["tag"] = str(tag)
-            put_back = exact_weights.forget(self)
-            undo.callback(put_back)
-        result: Any = (None, None)
-        has_returned = False
-        try:
-            result = original(*bound.args, **bound.kwargs)
-            has_returned = True
-        finally:
-            if result[0] is None and (has_returned or not folder.is_dir()):
-                put_back()  # upstream found no checkpoint
-        if result[0] is None:
-            return result
-        if found is None:
-            session.channels.step = self.global_steps
-            session.channels.residuals.clear()
+    session = session_of(self)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.apply_defaults()
+    with ExitStack() as exact:
+        # without a save_dir nothing is written, and upstream reports the error
+        if session is None or not bound.arguments["save_dir"]:
+            drain(self, "for a checkpoint")
         else:
-            step = self.global_steps
-            saved_session.take_over(session, found, loss_scale(self), step, bring)
-            with together(exact_weights.WHAT, error=CheckpointError):
-                exact_weights.resume(folder, self, session.channels)
-        session.channels.node_sums.drop()
-        return result
+            with files_together(exact_weights.WHAT):
+                drain(self, "for a checkpoint")
+                tag, save_dir = bound.arguments["tag"], bound.arguments["save_dir"]
+                tag = f"global_step{self.global_steps}" if tag is None else tag
+                folder = Path(save_dir) / str(tag)
+                references = exact_weights.save(folder, self, session.channels)
+                saved_states.save(folder, self.optimizer)
+                session.save(folder, loss_scale(self), references)
+                bound.arguments["save_dir"] = island_unit.folder_of(self, save_dir)
+                bound.arguments["tag"] = tag
+                gate()  # its gathers begin and end on all ranks
+                exact.enter_context(exact_weights.exact_parameters(self, session.channels))
+        return original(*bound.args, **bound.kwargs)
 
-    return load_checkpoint
+
+@around
+def make_save_16bit_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make upstream save exact weights."""
+    with exact_weights.exact_parameters(self, channels_of(self)):
+        return original(self, *args, **kwargs)
+
+
+@around
+def make_load_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load step and residuals when upstream loads the optimizer's state."""
+    session = session_of(self)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.apply_defaults()
+    loads, undo = bound.arguments, ExitStack()
+    load_dir, tag = loads["load_dir"], loads["tag"]
+    whole = loads["load_optimizer_states"] and not loads["load_module_only"]
+    if session is None:
+        tag = universal.newest(self, load_dir) if tag is None else tag
+        if whole and tag is not None:
+            folder = universal.beside(self, Path(load_dir) / str(tag))
+            saved_states.refuse(folder)
+            say(*checkpoint_note.dropped(folder, None))
+        return original(self, *args, **kwargs)
+    found = None
+    # raises for damaged files before upstream changes any weights
+    with together(exact_weights.WHAT, undo.close, error=CheckpointError):
+        drain(self, "for the weights of a checkpoint")
+        tag = universal.newest(self, load_dir) if tag is None else tag
+        folder = Path(load_dir) / str(tag)
+        if tag is not None and whole:
+            bring = universal.bring(self, folder)
+            folder = universal.folder_of_state(self, folder)
+            found = saved_session.read(session, folder)
+            exact_weights.check(folder, session.channels)
+        if tag is not None:
+            saved_states.read(Path(load_dir) / str(tag), self)
+        if tag is not None and load_dir:
+            loads["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
+            loads["tag"] = str(tag)
+        put_back = exact_weights.forget(self)
+        undo.callback(put_back)
+    result: Any = (None, None)
+    has_returned = False
+    try:
+        result = original(*bound.args, **bound.kwargs)
+        has_returned = True
+    finally:
+        if result[0] is None and (has_returned or not folder.is_dir()):
+            put_back()  # upstream found no checkpoint
+    if result[0] is None:
+        return result
+    if found is None:
+        session.channels.step = self.global_steps
+        session.channels.residuals.clear()
+    else:
+        saved_session.take_over(session, found, loss_scale(self), self.global_steps, bring)
+        with together(exact_weights.WHAT, error=CheckpointError):
+            exact_weights.resume(folder, self, session.channels)
+    session.channels.node_sums.drop()
+    return result
 
 
 PATCHES = (

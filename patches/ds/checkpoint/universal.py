@@ -8,7 +8,6 @@ checkpoint, as long as that is beside it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hybridcomp.channels.checkpoint import checkpoint_note
 from hybridcomp.job import saved, small_messages
 from hybridcomp.log import say
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session.saved_session import BRING
 
@@ -26,17 +26,13 @@ MAIN = Seam(REQUIREMENT, "deepspeed.checkpoint.ds_to_universal", "main", ("args"
 WHAT = "looking for the state of hybridcomp beside a universal checkpoint"
 
 
-def make_main(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def make_main(original: Callable[[Any], None], args: Any) -> None:
     """Copy hybridcomp's files once upstream has converted its own."""
-
-    @functools.wraps(original)
-    def main(args: Any) -> None:
-        original(args)
-        source, target = Path(args.input_folder), Path(args.output_folder)
-        if copied := checkpoint_note.copy_files(source, target):
-            say(f"{copied} files of hybridcomp were copied from {source} to {target}")
-
-    return main
+    original(args)
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    if copied := checkpoint_note.copy_files(source, target):
+        say(f"{copied} files of hybridcomp were copied from {source} to {target}")
 
 
 def is_loaded(engine: Any) -> bool:

@@ -9,9 +9,7 @@ threads, so the function's context stores the layer's channels.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.channels import ATTRIBUTE, Channels
@@ -20,6 +18,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.routes import OWNER, SENDER, Layers, Sender
 from hybridcomp.patches.common.scope import Scope
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import has_module
 from hybridcomp.session import process
 
@@ -46,39 +45,27 @@ def owner() -> Channels | None:
     return channels
 
 
-def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a layer's ``__call__`` to publish its channels; recomputation calls it again."""
-
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _OWNER.inside(getattr(self, ATTRIBUTE, _NOBODY)):
-            return original(self, *args, **kwargs)
-
-    return __call__
+    with _OWNER.inside(getattr(self, ATTRIBUTE, _NOBODY)):
+        return original(self, *args, **kwargs)
 
 
-def make_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_forward(original: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``forward`` of an autograd function; inside a ``backward`` the direction is kept."""
-
-    @functools.wraps(original)
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        sender = SENDER.get() or Sender(owner(), "forward")
-        setattr(ctx, OWNER, sender.channels)
-        with SENDER.inside(sender):
-            return original(ctx, *args, **kwargs)
-
-    return forward
+    sender = SENDER.get() or Sender(owner(), "forward")
+    setattr(ctx, OWNER, sender.channels)
+    with SENDER.inside(sender):
+        return original(ctx, *args, **kwargs)
 
 
-def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_layer_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``forward`` of a layer that calls collectives outside an autograd function."""
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with SENDER.inside(Sender(owner(), "forward")):
-            return original(self, *args, **kwargs)
-
-    return forward
+    with SENDER.inside(Sender(owner(), "forward")):
+        return original(self, *args, **kwargs)
 
 
 def whose() -> Channels | None:

@@ -16,7 +16,6 @@ message. It does not apply there, and every message is encoded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,10 +25,10 @@ from torch import Tensor
 
 from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
 from hybridcomp.dimensions import Direction
-from hybridcomp.errors import ConfigError
-from hybridcomp.log import say
 from hybridcomp.patches.common.scope import Scope
+from hybridcomp.patches.ds.layers.layer_scope import refuse
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam, has_module, since
 
 NATIVE_MOE = "deepspeed.moe.sharded_moe"
@@ -50,16 +49,12 @@ ANY_SIZE = 1 << 60
 _RUNNING: Scope[Channel | None] = Scope("moe", None)
 
 
-def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_layer_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Publish the layer's channel; recomputation under checkpointing calls this again."""
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        channels = channels_of(self)
-        with _RUNNING.inside(None if channels is None else channels["ep"]):
-            return original(self, *args, **kwargs)
-
-    return forward
+    channels = channels_of(self)
+    with _RUNNING.inside(None if channels is None else channels["ep"]):
+        return original(self, *args, **kwargs)
 
 
 class _Exchange(torch.autograd.Function):
@@ -126,17 +121,9 @@ class _ExchangeRows(torch.autograd.Function):
         return None, None, None, None, back, None, None
 
 
-def make_all_to_all(original: Any) -> type:
-    """Replace ``_AllToAll`` by ``_Exchange`` inside layers of an attached engine."""
-    return _switch(original, _Exchange)
+def switch(ours: Any, original: Any) -> type:
+    """Replace ``original`` by the function ``ours`` inside layers of an attached engine."""
 
-
-def make_all_to_all_v(original: Any) -> type:
-    """Replace ``_AllToAllV`` by ``_ExchangeRows`` likewise."""
-    return _switch(original, _ExchangeRows)
-
-
-def _switch(original: Any, ours: Any) -> type:
     def apply(group: Any, *args: Any) -> Any:
         channel = _RUNNING.get()
         if channel is None:
@@ -150,39 +137,25 @@ def _switch(original: Any, ours: Any) -> type:
 def attached(engine: Any, channels: Channels) -> None:
     """Tag the MoE layers of an engine. Raises ConfigError if DeepEP would bypass ``ep``."""
     for name, module in engine.module.named_modules():
-        kind = type(module).__name__
-        if kind not in ("MOELayer", "AutoEPMoELayer"):
+        if type(module).__name__ not in ("MOELayer", "AutoEPMoELayer"):
             continue
         setattr(module, ATTRIBUTE, channels)
-        if kind == "AutoEPMoELayer" and channels["ep"].active:
-            _refuse_deepep(name, module, channels)
-
-
-def _refuse_deepep(name: str, layer: Any, channels: Channels) -> None:
-    backend = getattr(layer, "comm_backend", None)
-    if backend != "deepep" or layer.ep_size == 1:
-        return
-    config = channels.config
-    if config.on_unsupported == "error" and "ep" in config.explicit:
-        raise ConfigError(
-            "compression.ep",
-            f"expert_parallel.comm_backend: {backend!r} in {name}",
-            'DeepEP moves tokens with kernels of its own; use another comm_backend, set "ep": '
-            '"none", or set "on_unsupported": "native"',
-        )
-    say(f"ep stays native in {name}: DeepEP moves its tokens")
+        if getattr(module, "comm_backend", None) == "deepep" and module.ep_size > 1:
+            found = f"expert_parallel.comm_backend: 'deepep' in {name}"
+            reason = "DeepEP moves tokens with kernels of its own"
+            refuse(channels, "ep", found, reason, "use another comm_backend")
 
 
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     patches = (
-        (ALL_TO_ALL, make_all_to_all),
+        (ALL_TO_ALL, partial(switch, _Exchange)),
         (MOE_LAYER, make_layer_forward),
     )
     if not has_module(AUTO_EP):
         return patches
     return (
         *patches,
-        (ALL_TO_ALL_V, make_all_to_all_v),
+        (ALL_TO_ALL_V, partial(switch, _ExchangeRows)),
         (AUTO_EP_LAYER, make_layer_forward),
     )
 

@@ -10,8 +10,6 @@ numbers and values in separate messages.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +20,7 @@ from hybridcomp.channels.messages.row_sums import RowSum
 from hybridcomp.collectives.row_sums import TouchedRows
 from hybridcomp.patches.common.sparse_tables import SparseTables
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 SPARSE_ALLREDUCE = Seam(
@@ -48,41 +47,37 @@ def leave(engine: Any) -> None:
         tables.leave()
 
 
-def make_sparse_allreduce(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_sparse_allreduce(
+    original: Any, self: Any, sparse: Any, dp_group: Any, dp_world_size: float | None = None
+) -> Any:
     """Exchange a table's rows encoded; call upstream if there is no codec."""
+    channels = channels_of(self)
+    tables: SparseTables | None = getattr(self, TABLES, None)
+    if channels is None or tables is None:
+        return original(self, sparse, dp_group, dp_world_size)
+    dtype = sparse.values.dtype
+    values = sparse.values.to(self.communication_data_type)
+    mine = TouchedRows(sparse.indices.cpu(), values)
+    size = dist.get_world_size(dp_group) if dp_world_size is None else dp_world_size
+    weight = next(p for p in self.module.parameters() if p.grad is sparse.orig_dense_tensor)
+    message = RowSum(
+        dtype=values.dtype, group=dp_group, direction="backward", mine=mine,
+        scaled=lambda: TouchedRows(mine.ids, values.mul(_factor(self, size))),
+        table=tables.names.get(id(weight), "a table"), rows=int(sparse.dense_size[0]),
+        wrong=tables.wrong(weight), behind=True,
+    )  # fmt: skip
 
-    @functools.wraps(original)
-    def sparse_allreduce(
-        self: Any, sparse: Any, dp_group: Any, dp_world_size: float | None = None
-    ) -> Any:
-        channels = channels_of(self)
-        tables: SparseTables | None = getattr(self, TABLES, None)
-        if channels is None or tables is None:
-            return original(self, sparse, dp_group, dp_world_size)
-        dtype = sparse.values.dtype
-        values = sparse.values.to(self.communication_data_type)
-        mine = TouchedRows(sparse.indices.cpu(), values)
-        size = dist.get_world_size(dp_group) if dp_world_size is None else dp_world_size
-        weight = next(p for p in self.module.parameters() if p.grad is sparse.orig_dense_tensor)
-        message = RowSum(
-            dtype=values.dtype, group=dp_group, direction="backward", mine=mine,
-            scaled=lambda: TouchedRows(mine.ids, values.mul(_factor(self, size))),
-            table=tables.names.get(id(weight), "a table"), rows=int(sparse.dense_size[0]),
-            wrong=tables.wrong(weight), behind=True,
-        )  # fmt: skip
+    def finish(found: TouchedRows) -> Any:
+        sparse.indices = found.ids.to(sparse.indices.device)
+        sparse.values = found.values.to(dtype)
+        return sparse
 
-        def finish(found: TouchedRows) -> Any:
-            sparse.indices = found.ids.to(sparse.indices.device)
-            sparse.values = found.values.to(dtype)
-            return sparse
-
-        return channels["embed"].run(
-            message,
-            native=lambda: original(self, sparse, dp_group, dp_world_size),
-            encoded=finish,
-        )
-
-    return sparse_allreduce
+    return channels["embed"].run(
+        message,
+        native=lambda: original(self, sparse, dp_group, dp_world_size),
+        encoded=finish,
+    )
 
 
 def _factor(engine: Any, size: float) -> float:

@@ -37,6 +37,7 @@ from hybridcomp.patches.ds.layers.layer_scope import (
     upstream_has,
 )
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 LAYER = "deepspeed.sequence.layer"
@@ -92,16 +93,12 @@ def _name_directions() -> None:
             groups.setdefault(BACKWARD + name, Directed(group, "backward"))
 
 
-def make_register(original: Callable[..., str]) -> Callable[..., str]:
+@around
+def make_register(original: Callable[..., str], group: Any) -> str:
     """Register a group with its directions, which a compiled region could not add later."""
-
-    @functools.wraps(original)
-    def register_all_to_all_group(group: Any) -> str:
-        name = original(group)
-        _name_directions()
-        return name
-
-    return register_all_to_all_group
+    name = original(group)
+    _name_directions()
+    return name
 
 
 def make_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -44,6 +44,7 @@ from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds import settings
 from hybridcomp.patches.ds.offload import saved_states
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process
 
@@ -91,20 +92,16 @@ def make_builder(original: Any) -> Callable[[], Any]:
     return builder
 
 
-def make_configure_states(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_configure_states(
+    original: Any, self: Any, offload_optimizer_config: Any, aio_config: Any
+) -> None:
     """Create the optimizer's swapper with files that are encoded and checked."""
-
-    @functools.wraps(original)
-    def _configure_tensor_swapping(
-        self: Any, offload_optimizer_config: Any, aio_config: Any
-    ) -> None:
-        files = _files(self, BLOCK_OF.get(), halves=functools.partial(_half, weakref.proxy(self)))
-        with _MAKING.inside(files):
-            original(self, offload_optimizer_config, aio_config)
-        if files is not None:
-            state_files.sweep(self.optimizer_swapper.swap_folder)
-
-    return _configure_tensor_swapping
+    files = _files(self, BLOCK_OF.get(), halves=functools.partial(_half, weakref.proxy(self)))
+    with _MAKING.inside(files):
+        original(self, offload_optimizer_config, aio_config)
+    if files is not None:
+        state_files.sweep(self.optimizer_swapper.swap_folder)
 
 
 def _files(owner: Any, block: CompressionConfig | None, **settings: Any) -> StateFiles | None:
@@ -130,16 +127,12 @@ def _half(optimizer: Any, path: str) -> Tensor | None:
     return None
 
 
-def make_configure_parameters(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_configure_parameters(original: Any, self: Any, ds_config: Any) -> None:
     """Create the swapper of parameters likewise, for ``zero.Init`` before the engine exists."""
-
-    @functools.wraps(original)
-    def _configure_aio(self: Any, ds_config: Any) -> None:
-        block = BLOCK_OF.get() or _block_of(ds_config)
-        with _MAKING.inside(_files(self, block, poisons=True)):
-            original(self, ds_config)
-
-    return _configure_aio
+    block = BLOCK_OF.get() or _block_of(ds_config)
+    with _MAKING.inside(_files(self, block, poisons=True)):
+        original(self, ds_config)
 
 
 def _block_of(ds_config: Any) -> CompressionConfig | None:
@@ -148,48 +141,36 @@ def _block_of(ds_config: Any) -> CompressionConfig | None:
     return load_config(ds_json) if BLOCK in ds_json else process.configured()
 
 
-def make_moved(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_moved(original: Any, self: Any, sub_group_id: int, timer_names: Any) -> None:
     """Make all ranks raise if one cannot read or write a sub-group."""
-
-    @functools.wraps(original)
-    def moved(self: Any, sub_group_id: int, timer_names: Any) -> None:
-        files = saved_states.files_of(self)
-        if files is None:
-            original(self, sub_group_id, timer_names)
-            return
-        try:
-            files.hold()
-            saved_states.restore(self, files, sub_group_id)
-            original(self, sub_group_id, timer_names)
-            files.hold()
-        except StateFileError as error:
-            # they reach the next gate in _post_step
-            with together(WHAT, error=StateFileError, votes=True):
-                raise error
-
-    return moved
+    files = saved_states.files_of(self)
+    if files is None:
+        original(self, sub_group_id, timer_names)
+        return
+    try:
+        files.hold()
+        saved_states.restore(self, files, sub_group_id)
+        original(self, sub_group_id, timer_names)
+        files.hold()
+    except StateFileError as error:
+        # they reach the next gate in _post_step
+        with together(WHAT, error=StateFileError, votes=True):
+            raise error
 
 
-def make_post_step(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_post_step(original: Any, self: Any, timer_names: Any) -> None:
     """Raise on all ranks if one has failed, before the collectives at the end of a step."""
-
-    @functools.wraps(original)
-    def _post_step(self: Any, timer_names: Any) -> None:
-        _hold(saved_states.files_of(self))
-        original(self, timer_names)
-
-    return _post_step
+    _hold(saved_states.files_of(self))
+    original(self, timer_names)
 
 
-def make_pre_step(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_pre_step(original: Any, self: Any) -> None:
     """Raise on all ranks if one could not read a parameter, before the optimizer's step."""
-
-    @functools.wraps(original)
-    def _pre_step(self: Any) -> None:
-        _hold(getattr(self, PARAMETER_FILES, None))
-        original(self)
-
-    return _pre_step
+    _hold(getattr(self, PARAMETER_FILES, None))
+    original(self)
 
 
 def _hold(files: StateFiles | None) -> None:
@@ -198,21 +179,17 @@ def _hold(files: StateFiles | None) -> None:
             files.hold()
 
 
-def make_reset(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_reset(original: Any, self: Any) -> None:
     """Read the states of a checkpoint, on all ranks or none."""
-
-    @functools.wraps(original)
-    def reset_swap_buffers(self: Any) -> None:
-        files = saved_states.files_of(self)
-        if files is None:
-            original(self)
-            return
-        with together(WHAT, error=StateFileError):
-            saved_states.take_over(self, files)
-            original(self)
-            files.hold()
-
-    return reset_swap_buffers
+    files = saved_states.files_of(self)
+    if files is None:
+        original(self)
+        return
+    with together(WHAT, error=StateFileError):
+        saved_states.take_over(self, files)
+        original(self)
+        files.hold()
 
 
 def attached(engine: Any, channels: Channels) -> None:

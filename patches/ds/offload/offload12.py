@@ -10,8 +10,8 @@ Seams:
 * ``step``: decoded gradients must be complete before it, and the copy of updated parameters is one
   line inside it. A ``TorchFunctionMode`` intercepts every ``copy_`` and recognizes this one by its
   source, one of the optimizer's 16-bit host buffers.
-* ``update_lp_params``: the same copy, after loading and around saving. *
-``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums if the script sets the boundary.
+* ``update_lp_params``: the same copy, after loading and around saving.
+* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums if the script sets the boundary.
 * ``get_lp_grad_fragment``: code that reads a gradient before the step waits for its decoder.
 
 The fp32 master weights stay on the host and exact. Every rank gathers the parameters that the
@@ -20,7 +20,6 @@ owner's device decoded, so replicas are equal; saved weights are exact (``exact_
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,6 +43,7 @@ from hybridcomp.patches.ds.offload.offload_sums import (
 )
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero.node_sums import at_boundary
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
@@ -55,16 +55,14 @@ def _seam(method: str, *parameters: tuple[str, ...]) -> Seam:
     return Seam(REQUIREMENT, MODULE, f"{CLASS}.{method}", parameters)
 
 
-def make_copy_grads_in_partition(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_copy_grads_in_partition(
+    original: Any, self: Any, param: Any, *args: Any, **kwargs: Any
+) -> None:
     """Encode one gradient, or the part of it that this rank owns."""
-
-    @functools.wraps(original)
-    def copy_grads_in_partition(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-        channels = channels_of(self)
-        if channels is None or not offloads(self) or not _copy(self, channels, param):
-            original(self, param, *args, **kwargs)
-
-    return copy_grads_in_partition
+    channels = channels_of(self)
+    if channels is None or not offloads(self) or not _copy(self, channels, param):
+        original(self, param, *args, **kwargs)
 
 
 def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
@@ -179,44 +177,36 @@ def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alon
     return int(last + total * (2 if optimizer.micro_step_id > 0 else 1))
 
 
-def make_update_lp_params(original: Callable[..., None]) -> Callable[..., None]:
+@around
+@torch.no_grad()
+def make_update_lp_params(original: Any, self: Any) -> None:
     """Copy parameters to the device encoded, as the step does, then call upstream's gather."""
+    channels = channels_of(self)
+    if channels is None or not offloads(self):
+        original(self)
+        return
+    from deepspeed.runtime.zero import stage_1_and_2
 
-    @functools.wraps(original)
-    @torch.no_grad()
-    def update_lp_params(self: Any) -> None:
-        channels = channels_of(self)
-        if channels is None or not offloads(self):
-            original(self)
-            return
-        from deepspeed.runtime.zero import stage_1_and_2
-
-        partitions = self.parallel_partitioned_bit16_groups
-        masters = self.single_partition_of_fp32_groups
-        for group, (shares, master) in enumerate(zip(partitions, masters, strict=True)):
-            own = shares[dist.get_rank(group=self.real_dp_process_group[group])].data
-            if not upload(channels, master.data, own):
-                own.copy_(master.data)
-        stage_1_and_2.all_gather_dp_groups(
-            groups_flat=self.bit16_groups_flat,
-            partitioned_param_groups=partitions,
-            dp_process_group=self.real_dp_process_group,
-            start_alignment_factor=self.nccl_start_alignment_factor,
-            allgather_bucket_size=self.allgather_bucket_size,
-        )
-
-    return update_lp_params
+    partitions = self.parallel_partitioned_bit16_groups
+    masters = self.single_partition_of_fp32_groups
+    for group, (shares, master) in enumerate(zip(partitions, masters, strict=True)):
+        own = shares[dist.get_rank(group=self.real_dp_process_group[group])].data
+        if not upload(channels, master.data, own):
+            own.copy_(master.data)
+    stage_1_and_2.all_gather_dp_groups(
+        groups_flat=self.bit16_groups_flat,
+        partitioned_param_groups=partitions,
+        dp_process_group=self.real_dp_process_group,
+        start_alignment_factor=self.nccl_start_alignment_factor,
+        allgather_bucket_size=self.allgather_bucket_size,
+    )
 
 
-def make_get_lp_grad_fragment(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_get_lp_grad_fragment(original: Any, self: Any, index_in_param_group: int) -> Any:
     """Wait for the gradients of all engines, since a fragment does not know its engine."""
-
-    @functools.wraps(original)
-    def get_lp_grad_fragment(self: Any, index_in_param_group: int) -> Any:
-        HostMoves.finish_all()
-        return original(self, index_in_param_group)
-
-    return get_lp_grad_fragment
+    HostMoves.finish_all()
+    return original(self, index_in_param_group)
 
 
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:

@@ -20,7 +20,6 @@ check of the config refuses or announces.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,6 +41,7 @@ from hybridcomp.patches.ds.offload.offload_sums import (
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero.node_sums import at_boundary
 from hybridcomp.patches.ds.zero.partitions import filled
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage3"
@@ -52,24 +52,20 @@ def _seam(method: str, *parameters: str) -> Seam:
     return Seam(REQUIREMENT, MODULE, f"{CLASS}.{method}", parameters)
 
 
-def make_partition_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_partition_grads(
+    original: Any, self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]
+) -> Any:
     """Encode gradients that have a codec; leave the others to upstream."""
-
-    @functools.wraps(original)
-    def partition_grads(
-        self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]
-    ) -> Any:
-        channels = channels_of(self)
-        if channels is None or not offloads(self):
-            return original(self, params_to_release, grad_partitions)
-        rest = [
-            (param, part)
-            for param, part in zip(params_to_release, grad_partitions, strict=True)
-            if not _copy(self, channels, param, part)
-        ]
-        return original(self, [param for param, _ in rest], [part for _, part in rest])
-
-    return partition_grads
+    channels = channels_of(self)
+    if channels is None or not offloads(self):
+        return original(self, params_to_release, grad_partitions)
+    rest = [
+        (param, part)
+        for param, part in zip(params_to_release, grad_partitions, strict=True)
+        if not _copy(self, channels, param, part)
+    ]
+    return original(self, [param for param, _ in rest], [part for _, part in rest])
 
 
 def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
@@ -175,26 +171,22 @@ def _widen(out: Tensor, held: Tensor) -> None:
     out.copy_(held)
 
 
-def make_reassign(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_reassign(original: Any, self: Any, sub_group_id: int) -> None:
     """Copy the updated parameters of one sub-group to the device, encoded."""
-
-    @functools.wraps(original)
-    def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
-        channels, flat = channels_of(self), self.fp16_partitioned_groups_flat[sub_group_id]
-        ours = channels is not None and offloads(self) and not self.offload_param
-        if not ours or flat is None or steps_on_device(self, sub_group_id):
-            original(self, sub_group_id)
-            return
-        assert channels is not None
-        master = self.fp32_partitioned_groups_flat[sub_group_id].data
-        if channels["offload"].active:
-            _zero_padding(self.fp16_groups[sub_group_id], master)
-        if upload(channels, master, flat.data):
-            self._unflatten_partitioned_parameters(sub_group_id)
-        else:
-            original(self, sub_group_id)
-
-    return _reassign_or_swap_out_partitioned_parameters
+    channels, flat = channels_of(self), self.fp16_partitioned_groups_flat[sub_group_id]
+    ours = channels is not None and offloads(self) and not self.offload_param
+    if not ours or flat is None or steps_on_device(self, sub_group_id):
+        original(self, sub_group_id)
+        return
+    assert channels is not None
+    master = self.fp32_partitioned_groups_flat[sub_group_id].data
+    if channels["offload"].active:
+        _zero_padding(self.fp16_groups[sub_group_id], master)
+    if upload(channels, master, flat.data):
+        self._unflatten_partitioned_parameters(sub_group_id)
+    else:
+        original(self, sub_group_id)
 
 
 def steps_on_device(optimizer: Any, sub_group_id: int) -> bool:
@@ -215,17 +207,13 @@ def _zero_padding(params: list[Any], master: Tensor) -> None:
         start = stop
 
 
-def make_get_fp32_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_get_fp32_grad(original: Any, self: Any, param: Any, release_swap_buffers: bool) -> Any:
     """Wait for gradients that are being decoded."""
-
-    @functools.wraps(original)
-    def _get_fp32_grad_state_partition(self: Any, param: Any, release_swap_buffers: bool) -> Any:
-        channels = channels_of(self)
-        if channels is not None:
-            channels.host.finish()
-        return original(self, param, release_swap_buffers)
-
-    return _get_fp32_grad_state_partition
+    channels = channels_of(self)
+    if channels is not None:
+        channels.host.finish()
+    return original(self, param, release_swap_buffers)
 
 
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:

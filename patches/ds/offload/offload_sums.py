@@ -16,6 +16,7 @@ from hybridcomp.channels import Channels, channels_of
 from hybridcomp.log import say
 from hybridcomp.patches.ds.offload.offload_accumulation import forget, sums_of
 from hybridcomp.patches.ds.zero import node_sums
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import has_module
 
 
@@ -149,23 +150,19 @@ def norm_dtype(optimizer: Any) -> torch.dtype:
     return dtype
 
 
-def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_finalize(original: Any, self: Any) -> None:
     """Close the open sums at a boundary set by the script; one method for stages 1, 2 and 3.
 
     First, sums kept inside nodes are sent between them.
     """
-
-    @functools.wraps(original)
-    def finalize_gradient_accumulation_boundary(self: Any) -> None:
-        node_sums.cross(self)
-        original(self)
-        channels = channels_of(self)
-        if channels is not None and offloads(self):
-            sums = sums_of(self)
-            for key in list(sums.open):
-                sums.open.pop(key)()
-
-    return finalize_gradient_accumulation_boundary
+    node_sums.cross(self)
+    original(self)
+    channels = channels_of(self)
+    if channels is not None and offloads(self):
+        sums = sums_of(self)
+        for key in list(sums.open):
+            sums.open.pop(key)()
 
 
 def offloads(optimizer: Any) -> bool:

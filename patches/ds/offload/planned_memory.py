@@ -12,7 +12,6 @@ fixed choice is optimal.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 from hybridcomp.patches.ds.offload.nvme import BLOCK_OF, STATES
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.partitioned_param_coordinator"
@@ -194,76 +194,60 @@ def apply(coordinator: Any, knobs: Knobs) -> None:
     decide.cache_clear()
 
 
-def make_fetch(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_fetch(original: Any, self: Any, current_submodule: Any, forward: bool) -> None:
     """Count what a module gathers, and record the order while DeepSpeed records its trace."""
-
-    @functools.wraps(original)
-    def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
-        plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
-        if plan is None:
-            original(self, current_submodule, forward)
-            return
-        before = getattr(self, f"{PRIVATE}n_available_params")
+    plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
+    if plan is None:
         original(self, current_submodule, forward)
-        after = int(getattr(self, f"{PRIVATE}n_available_params"))
-        plan.gathered += after - before
-        plan.peak, plan.count = max(plan.peak, after), plan.count + 1
-        if self.is_record_trace():
-            plan.events.append((current_submodule, True, forward))
+        return
+    before = getattr(self, f"{PRIVATE}n_available_params")
+    original(self, current_submodule, forward)
+    after = int(getattr(self, f"{PRIVATE}n_available_params"))
+    plan.gathered += after - before
+    plan.peak, plan.count = max(plan.peak, after), plan.count + 1
+    if self.is_record_trace():
+        plan.events.append((current_submodule, True, forward))
 
-    return fetch_sub_module
 
-
-def make_release(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_release(original: Any, self: Any, submodule: Any, forward: bool = False) -> None:
     """Record the order in which modules end."""
-
-    @functools.wraps(original)
-    def release_sub_module(self: Any, submodule: Any, forward: bool = False) -> None:
-        plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
-        if plan is not None and self.is_record_trace():
-            plan.events.append((submodule, False, forward))
-        original(self, submodule, forward)
-
-    return release_sub_module
+    plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
+    if plan is not None and self.is_record_trace():
+        plan.events.append((submodule, False, forward))
+    original(self, submodule, forward)
 
 
-def make_reset(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_reset(original: Any, self: Any) -> None:
     """Plan once the trace is complete, and compare each pass with the plan."""
-
-    @functools.wraps(original)
-    def reset_step(self: Any) -> None:
-        plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
-        if plan is None:
-            original(self)
-            return
-        had = self.is_complete_trace()
-        if had:
-            plan.compare()
-        elif plan.choice is not None:
-            apply(self, plan.written)
-            plan.choice = None
-            say("memory: planned: the passes are others than were recorded; the settings are those "
-                "of the file until a pass is recorded again")  # fmt: skip
+    plan: PlannedMemory | None = getattr(self, ATTRIBUTE, None)
+    if plan is None:
         original(self)
-        if self.is_complete_trace() and not had:
-            plan.plan(self)
-        plan.begin_pass()
+        return
+    had = self.is_complete_trace()
+    if had:
+        plan.compare()
+    elif plan.choice is not None:
+        apply(self, plan.written)
+        plan.choice = None
+        say("memory: planned: the passes are others than were recorded; the settings are those "
+            "of the file until a pass is recorded again")  # fmt: skip
+    original(self)
+    if self.is_complete_trace() and not had:
+        plan.plan(self)
+    plan.begin_pass()
 
-    return reset_step
 
-
-def make_swappable(original: Callable[..., bool]) -> Callable[..., bool]:
+@around
+def make_swappable(original: Callable[..., bool], self: Any, sub_group_id: int) -> bool:
     """Keep the states of as many first sub-groups in memory as ``host_gb`` allows."""
-
-    @functools.wraps(original)
-    def _swappable_optimizer_subgroup(self: Any, sub_group_id: int) -> bool:
-        if not original(self, sub_group_id):
-            return False
-        if not hasattr(self, HOST):  # first called while the engine is being built
-            setattr(self, HOST, _on_host(self))
-        return sub_group_id not in getattr(self, HOST)
-
-    return _swappable_optimizer_subgroup
+    if not original(self, sub_group_id):
+        return False
+    if not hasattr(self, HOST):  # first called while the engine is being built
+        setattr(self, HOST, _on_host(self))
+    return sub_group_id not in getattr(self, HOST)
 
 
 def _on_host(optimizer: Any) -> frozenset[int]:

@@ -30,10 +30,11 @@ from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.log import say
 from hybridcomp.nn.async_pipeline import PassOrder, WeightVersions, make_correction
-from hybridcomp.patches.ds.pipeline.async_rules import check, check_micro_batches, is_adam
+from hybridcomp.patches.ds.pipeline.async_rules import check, is_adam, stages_of
 from hybridcomp.patches.ds.pipeline.micro_batch_prefetch import ReadAhead
 from hybridcomp.patches.ds.pipeline.posted_messages import PostedMessages
 from hybridcomp.patches.ds.pipeline.stage_grid import StageGrid, replaced
+from hybridcomp.patches.rules.ds_pipeline import check_micro_batches
 
 Instructions = list[schedule.PipeInstruction]
 
@@ -89,7 +90,7 @@ class AsyncPipeline:
         """Begin a batch; return whether the pipeline starts with it. Raises ConfigError."""
         micro_batches = int(self.engine.micro_batches)
         if micro_batches != self.order.micro_batches:
-            check_micro_batches(self.engine, self.settings)
+            check_micro_batches(self.settings, stages_of(self.engine))
             self.drain("for another number of micro-batches")
             self.order = self._new_order()
         begins, self._is_running = not self._is_running, True

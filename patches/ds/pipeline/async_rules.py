@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
-from hybridcomp.patches.rules import ds_pipeline
 from hybridcomp.patches.rules.ds_pipeline import Stages, check_precision, check_stages
 
 
 def check(engine: Any, settings: AsyncPipelineConfig) -> None:
     """Raise ConfigError, naming the key, for an engine that needs a flush between batches."""
-    check_stages(settings, _stages(engine))
+    check_stages(settings, stages_of(engine))
     check_precision(
         settings,
         fp16=engine.fp16_enabled(),
@@ -20,12 +19,8 @@ def check(engine: Any, settings: AsyncPipelineConfig) -> None:
     )
 
 
-def check_micro_batches(engine: Any, settings: AsyncPipelineConfig) -> None:
-    """Raise ConfigError if two versions are not enough for the engine's stages."""
-    ds_pipeline.check_micro_batches(settings, _stages(engine))
-
-
-def _stages(engine: Any) -> Stages:
+def stages_of(engine: Any) -> Stages:
+    """Return the facts of the engine's stages that the rules read."""
     module = engine.module
     return Stages(
         module.num_stages, bool(module.tied_comms), bool(module.dynamic_shape),

@@ -29,38 +29,35 @@ from hybridcomp.collectives import Handle
 from hybridcomp.dimensions import Direction
 from hybridcomp.patches.ds.pipeline.pipe import running
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 FULL = Seam(REQUIREMENT, "deepspeed.runtime.utils", "PartitionedTensor.full", ("self", "device"))
 
 
-def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def make_full(original: Callable[..., Tensor], self: Any, device: Any = None) -> Tensor:
     """Gather encoded pieces; every tensor rank decodes all payloads, including its own."""
+    engine = running()
+    channels = None if engine is None else channels_of(engine)
+    if channels is None or self.num_parts < 2:
+        return original(self, device)
+    channel, piece, numel = channels["tp"], self.local_data, prod(self.full_size())
+    out = piece.new_empty(numel, device=self.orig_device if device is None else device)
+    message = AllGather(
+        numel=piece.numel(), dtype=piece.dtype, group=self.group,
+        direction=direction(engine, piece), shard=piece.contiguous(), out=out,
+    )  # fmt: skip
+    native = functools.partial(original, self, device)
+    if numel != piece.numel() * self.num_parts:
+        return channel.run_native(message, native)
 
-    @functools.wraps(original)
-    def full(self: Any, device: Any = None) -> Tensor:
-        engine = running()
-        channels = None if engine is None else channels_of(engine)
-        if channels is None or self.num_parts < 2:
-            return original(self, device)
-        channel, piece, numel = channels["tp"], self.local_data, prod(self.full_size())
-        out = piece.new_empty(numel, device=self.orig_device if device is None else device)
-        message = AllGather(
-            numel=piece.numel(), dtype=piece.dtype, group=self.group,
-            direction=direction(engine, piece), shard=piece.contiguous(), out=out,
-        )  # fmt: skip
-        native = functools.partial(original, self, device)
-        if numel != piece.numel() * self.num_parts:
-            return channel.run_native(message, native)
+    def encoded(handle: Handle) -> Tensor:
+        handle.wait()
+        whole: Tensor = out.view(self.full_size())
+        return whole
 
-        def encoded(handle: Handle) -> Tensor:
-            handle.wait()
-            whole: Tensor = out.view(self.full_size())
-            return whole
-
-        return channel.run(message, native=native, encoded=encoded)
-
-    return full
+    return channel.run(message, native=native, encoded=encoded)
 
 
 def direction(engine: Any, piece: Tensor) -> Direction:

@@ -39,6 +39,7 @@ from hybridcomp.patches.ds.pipeline.posted_messages import PostedForm
 from hybridcomp.patches.ds.pipeline.values import carries_values
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.rules.ds_pipeline import no_schedule
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 ENGINE = "deepspeed.runtime.pipe.engine"
@@ -54,27 +55,23 @@ LOSS = Seam(REQUIREMENT, ENGINE, "PipelineEngine._aggregate_total_loss", ("self"
 RECV_META = Seam(REQUIREMENT, ENGINE, "PipelineEngine._recv_tensor_meta", ("self", "send_stage"))
 
 
-def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_exec_schedule(original: Any, self: Any, pipe_schedule: Any) -> Any:
     """Publish the engine whose messages follow; train_batch and eval_batch both call this."""
-
-    @functools.wraps(original)
-    def _exec_schedule(self: Any, pipe_schedule: Any) -> Any:
-        pipe: Pipe | None = getattr(self, PIPE, None)
-        waitless = None if pipe is None else pipe.waitless
-        if pipe is None or waitless is None or waitless.waits(pipe_schedule):
-            drain(self, "for an evaluation")
-            if pipe is not None:
-                pipe.begin()
-            with RUNNING.inside(pipe):
-                return original(self, pipe_schedule)
-        from hybridcomp.patches.ds.pipeline.async_pipeline import BatchSchedule
-
-        if waitless.begin():
+    pipe: Pipe | None = getattr(self, PIPE, None)
+    waitless = None if pipe is None else pipe.waitless
+    if pipe is None or waitless is None or waitless.waits(pipe_schedule):
+        drain(self, "for an evaluation")
+        if pipe is not None:
             pipe.begin()
-        with RUNNING.inside(pipe), pipe.posting(waitless.posts):
-            return original(self, BatchSchedule(waitless))
+        with RUNNING.inside(pipe):
+            return original(self, pipe_schedule)
+    from hybridcomp.patches.ds.pipeline.async_pipeline import BatchSchedule
 
-    return _exec_schedule
+    if waitless.begin():
+        pipe.begin()
+    with RUNNING.inside(pipe), pipe.posting(waitless.posts):
+        return original(self, BatchSchedule(waitless))
 
 
 def _form(tensor: Tensor, agreed: Agreed | None) -> PostedForm:
@@ -114,130 +111,112 @@ class _Buffer(Receive):
             self.out.detach().copy_(values.view(self.out.shape))
 
 
-def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_send(original: Any, tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
     """Encode tensors as agreed; count all others and leave them to upstream."""
-
-    @functools.wraps(original)
-    def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
-        pipe = RUNNING.get()
-        if pipe is None:
-            return original(tensor, dest_stage, async_op)
-        if pipe.marks is not None:
-            pipe.channel.count_native(tensor.nbytes, "forward")
-            return original(set_marks(tensor, pipe.marks), dest_stage, async_op)
-        agreed, direction = pipe.advance(dest_stage, sending=True)
-        if pipe.posts is not None:
-            return pipe.posts.send(tensor, _form(tensor, agreed), direction, pipe.rank(dest_stage))
-        message = _Activation(
-            numel=tensor.numel(),
-            dtype=agreed.dtype if agreed is not None else tensor.dtype,
-            group=None,
-            direction=direction,
-            between=(pipe.own_rank, pipe.rank(dest_stage)),
-            values=tensor,
-        )
-        native = functools.partial(original, tensor, dest_stage, async_op)
-        if agreed is None or not agreed.values:
-            return pipe.channel.run_native(message, native)
-        return pipe.channel.run(message, native=native, encoded=lambda _: None)
-
-    return send
+    pipe = RUNNING.get()
+    if pipe is None:
+        return original(tensor, dest_stage, async_op)
+    if pipe.marks is not None:
+        pipe.channel.count_native(tensor.nbytes, "forward")
+        return original(set_marks(tensor, pipe.marks), dest_stage, async_op)
+    agreed, direction = pipe.advance(dest_stage, sending=True)
+    if pipe.posts is not None:
+        return pipe.posts.send(tensor, _form(tensor, agreed), direction, pipe.rank(dest_stage))
+    message = _Activation(
+        numel=tensor.numel(),
+        dtype=agreed.dtype if agreed is not None else tensor.dtype,
+        group=None,
+        direction=direction,
+        between=(pipe.own_rank, pipe.rank(dest_stage)),
+        values=tensor,
+    )
+    native = functools.partial(original, tensor, dest_stage, async_op)
+    if agreed is None or not agreed.values:
+        return pipe.channel.run_native(message, native)
+    return pipe.channel.run(message, native=native, encoded=lambda _: None)
 
 
-def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_recv(original: Any, tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
     """Decode tensors as agreed into upstream's buffer, whatever its dtype."""
-
-    @functools.wraps(original)
-    def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
-        pipe = RUNNING.get()
-        if pipe is None:
-            return original(tensor, src_stage, async_op)
-        if pipe.reading:
-            result = original(tensor, src_stage, async_op)
-            pipe.agree(pipe.incoming, take_marks(tensor, pipe.engine.ID_TO_DTYPE))
-            return result
-        agreed, direction = pipe.advance(src_stage, sending=False)
-        if pipe.posts is not None:
-            return pipe.posts.receive(tensor, _form(tensor, agreed), direction)
-        native = functools.partial(original, tensor, src_stage, async_op)
-        if agreed is None or not agreed.values:
-            return native()
-        message = _Buffer(
-            numel=tensor.numel(),
-            dtype=agreed.dtype,
-            group=None,
-            direction=direction,
-            between=(pipe.rank(src_stage), pipe.own_rank),
-            out=tensor,
-        )
-        return pipe.channel.run(message, native=native, encoded=lambda _: None)
-
-    return recv
+    pipe = RUNNING.get()
+    if pipe is None:
+        return original(tensor, src_stage, async_op)
+    if pipe.reading:
+        result = original(tensor, src_stage, async_op)
+        pipe.agree(pipe.incoming, take_marks(tensor, pipe.engine.ID_TO_DTYPE))
+        return result
+    agreed, direction = pipe.advance(src_stage, sending=False)
+    if pipe.posts is not None:
+        return pipe.posts.receive(tensor, _form(tensor, agreed), direction)
+    native = functools.partial(original, tensor, src_stage, async_op)
+    if agreed is None or not agreed.values:
+        return native()
+    message = _Buffer(
+        numel=tensor.numel(),
+        dtype=agreed.dtype,
+        group=None,
+        direction=direction,
+        between=(pipe.rank(src_stage), pipe.own_rank),
+        out=tensor,
+    )
+    return pipe.channel.run(message, native=native, encoded=lambda _: None)
 
 
-def make_send_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_send_tensor_meta(
+    original: Any, self: Any, buffer: Tensor | tuple[Tensor, ...], recv_stage: int
+) -> Any:
     """Decide which tensors may be encoded, and mark them in the message of shapes."""
-
-    @functools.wraps(original)
-    def _send_tensor_meta(self: Any, buffer: Tensor | tuple[Tensor, ...], recv_stage: int) -> Any:
-        pipe = RUNNING.get()
-        if pipe is None:
+    pipe = RUNNING.get()
+    if pipe is None:
+        return original(self, buffer, recv_stage)
+    if not pipe.channel.active:
+        # the message of shapes is not posted
+        with RUNNING.inside(None if pipe.posts else pipe):
             return original(self, buffer, recv_stage)
-        if not pipe.channel.active:
-            # the message of shapes is not posted
-            with RUNNING.inside(None if pipe.posts else pipe):
-                return original(self, buffer, recv_stage)
-        tensors = (buffer,) if isinstance(buffer, Tensor) else buffer
-        marks = carries_values(
-            tensors,
-            mask_last=self.has_attention_mask or self.has_bool_tensors,
-            partitioned=self.is_pipe_partitioned,
-            known=pipe.trained,
-        )
-        if torch.is_grad_enabled():
-            pipe.trained = marks
-        dtypes = [tensor.dtype for tensor in tensors]
-        pipe.agree(pipe.outgoing, [Agreed(d, m) for d, m in zip(dtypes, marks, strict=True)])
-        pipe.marks = marks
-        try:
-            return original(self, buffer, recv_stage)
-        finally:
-            pipe.marks = None
-
-    return _send_tensor_meta
+    tensors = (buffer,) if isinstance(buffer, Tensor) else buffer
+    marks = carries_values(
+        tensors,
+        mask_last=self.has_attention_mask or self.has_bool_tensors,
+        partitioned=self.is_pipe_partitioned,
+        known=pipe.trained,
+    )
+    if torch.is_grad_enabled():
+        pipe.trained = marks
+    dtypes = [tensor.dtype for tensor in tensors]
+    pipe.agree(pipe.outgoing, [Agreed(d, m) for d, m in zip(dtypes, marks, strict=True)])
+    pipe.marks = marks
+    try:
+        return original(self, buffer, recv_stage)
+    finally:
+        pipe.marks = None
 
 
-def make_recv_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_recv_tensor_meta(original: Any, self: Any, send_stage: int) -> Any:
     """Read the marks, and remove them before upstream reads the message."""
-
-    @functools.wraps(original)
-    def _recv_tensor_meta(self: Any, send_stage: int) -> Any:
-        pipe = RUNNING.get()
-        if pipe is None:
+    pipe = RUNNING.get()
+    if pipe is None:
+        return original(self, send_stage)
+    if not pipe.channel.active:
+        with RUNNING.inside(None if pipe.posts else pipe):
             return original(self, send_stage)
-        if not pipe.channel.active:
-            with RUNNING.inside(None if pipe.posts else pipe):
-                return original(self, send_stage)
-        pipe.reading = True
-        try:
-            return original(self, send_stage)
-        finally:
-            pipe.reading = False
-
-    return _recv_tensor_meta
+    pipe.reading = True
+    try:
+        return original(self, send_stage)
+    finally:
+        pipe.reading = False
 
 
-def make_aggregate_total_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def make_aggregate_total_loss(original: Callable[..., Tensor], self: Any) -> Tensor:
     """Make the last stage post the loss, if the pipeline does not wait."""
-
-    @functools.wraps(original)
-    def _aggregate_total_loss(self: Any) -> Tensor:
-        pipe: Pipe | None = getattr(self, PIPE, None)
-        if pipe is None or pipe.waitless is None or not pipe.waitless.engaged:
-            return original(self)
-        return pipe.waitless.loss(original)
-
-    return _aggregate_total_loss
+    pipe: Pipe | None = getattr(self, PIPE, None)
+    if pipe is None or pipe.waitless is None or not pipe.waitless.engaged:
+        return original(self)
+    return pipe.waitless.loss(original)
 
 
 def attached(engine: Any, channels: Channels) -> None:

@@ -16,7 +16,6 @@ be gathered. Kept weights are freed with their parameters and never saved.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +31,7 @@ from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero.partitions import filled
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 CUT = Seam(
@@ -224,23 +224,20 @@ def weights_of(params: Iterable[Any]) -> FrozenWeights | None:
     return next((found.weights for p in params if (found := _of(p)) is not None), None)
 
 
-def make_partition_param(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_partition_param(
+    original: Any,
+    self: Any,
+    param: Any,
+    buffer: Any = None,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:
     """Drop a kept weight that was changed while it was gathered."""
-
-    @functools.wraps(original)
-    def _partition_param(
-        self: Any,
-        param: Any,
-        buffer: Any = None,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
-        weight = _of(param)
-        if weight is not None and has_been_updated:
-            weight.kept = None
-        original(self, param, buffer, has_been_updated, free_data)
-
-    return _partition_param
+    weight = _of(param)
+    if weight is not None and has_been_updated:
+        weight.kept = None
+    original(self, param, buffer, has_been_updated, free_data)
 
 
 def attached(engine: Any, channels: Channels) -> None:

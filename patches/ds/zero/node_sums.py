@@ -6,9 +6,9 @@ pass they get zeros as gradients, which upstream reduces like all others.
 
 Seams:
 
-* ``independent_gradient_partition_epilogue`` of stages 2 and 3, which ends a backward pass. *
-``zero_grad`` of stage 3, by which upstream drops the micro-batches so far; at stage 2 upstream
-keeps them, and so do the nodes.
+* ``independent_gradient_partition_epilogue`` of stages 2 and 3, which ends a backward pass.
+* ``zero_grad`` of stage 3, by which upstream drops the micro-batches so far; at stage 2 upstream
+  keeps them, and so do the nodes.
 
 A script may set the boundary only after the last backward pass (``managed_gradient_accumulation``
 false); then ``attach`` and ``offload_sums`` send everything in the step. Checkpoints hold no sums,
@@ -17,8 +17,7 @@ as upstream's hold no gradients; a load drops sums, and so does ``destroy``.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ import torch
 from hybridcomp.channels import NAME, channels_of
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 STAGE2 = "deepspeed.runtime.zero.stage_1_and_2"
@@ -64,17 +64,13 @@ def cross(optimizer: Any) -> None:
         optimizer.independent_gradient_partition_epilogue()
 
 
-def make_epilogue(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_epilogue(original: Any, self: Any) -> None:
     """Reduce zeros for parameters with unsent sums before upstream ends the backward pass."""
-
-    @functools.wraps(original)
-    def independent_gradient_partition_epilogue(self: Any) -> None:
-        channels = channels_of(self)
-        if channels is not None and channels.node_sums.left and crosses(self):
-            _reduce_zeros(self, channels.node_sums.left)
-        original(self)
-
-    return independent_gradient_partition_epilogue
+    channels = channels_of(self)
+    if channels is not None and channels.node_sums.left and crosses(self):
+        _reduce_zeros(self, channels.node_sums.left)
+    original(self)
 
 
 def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
@@ -103,17 +99,13 @@ def _named(group: Any, names: set[str]) -> Iterator[Any]:
     return (param for param in group if getattr(param, NAME, None) in names)
 
 
-def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_zero_grad(original: Any, self: Any, set_to_none: bool = True) -> None:
     """Drop the micro-batches so far, as upstream does."""
-
-    @functools.wraps(original)
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        original(self, set_to_none)
-        channels = channels_of(self)
-        if channels is not None:
-            channels.node_sums.drop()
-
-    return zero_grad
+    original(self, set_to_none)
+    channels = channels_of(self)
+    if channels is not None:
+        channels.node_sums.drop()
 
 
 PATCHES = (*((seam, make_epilogue) for seam in EPILOGUES), (ZERO_GRAD, make_zero_grad))

@@ -43,6 +43,7 @@ from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero import frozen, secondary
 from hybridcomp.patches.ds.zero.partitions import filled
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 DP_GROUPS = Seam(
@@ -108,32 +109,29 @@ class _FetchMessage(AllGather):
 _FETCHING: Scope[_Fetch | None] = Scope("fetch", None)
 
 
-def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_all_gather_into_tensor_dp_groups(
+    original: Any,
+    groups_flat: Sequence[Tensor],
+    partitioned_param_groups: Sequence[Sequence[Tensor]],
+    dp_process_group: Sequence[Any],
+) -> None:
     """Gather each flat group encoded; upstream gathers the groups that have no codec."""
-
-    @functools.wraps(original)
-    def all_gather_into_tensor_dp_groups(
-        groups_flat: Sequence[Tensor],
-        partitioned_param_groups: Sequence[Sequence[Tensor]],
-        dp_process_group: Sequence[Any],
-    ) -> None:
-        for flat, partitions, group in zip(
-            groups_flat, partitioned_param_groups, dp_process_group, strict=True
-        ):
-            native = functools.partial(original, [flat], [partitions], [group])
-            channels = channels_of(flat)
-            if channels is None:
-                native()
-                continue
-            shard = partitions[dist.get_rank(group)]
-            whole = functools.partial(_gather, channels["zero"], flat, shard, group, native)
-            trained = getattr(flat, TRAINED, None)
-            if trained is None:
-                whole()
-            else:
-                trained.run(channels["zero"], flat, group, whole)
-
-    return all_gather_into_tensor_dp_groups
+    for flat, partitions, group in zip(
+        groups_flat, partitioned_param_groups, dp_process_group, strict=True
+    ):
+        native = functools.partial(original, [flat], [partitions], [group])
+        channels = channels_of(flat)
+        if channels is None:
+            native()
+            continue
+        shard = partitions[dist.get_rank(group)]
+        whole = functools.partial(_gather, channels["zero"], flat, shard, group, native)
+        trained = getattr(flat, TRAINED, None)
+        if trained is None:
+            whole()
+        else:
+            trained.run(channels["zero"], flat, group, whole)
 
 
 def _gather(
@@ -157,37 +155,35 @@ def _gather(
     channel.run(message, native=leave, encoded=lambda handle: handle.wait())
 
 
-def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_all_gather_params(
+    original: Any, self: Any, params: Any, forward: bool, quantize: bool = False
+) -> None:
     """Publish the channel and partition lengths of the parameters fetched for training."""
-
-    @functools.wraps(original)
-    def __all_gather_params_(self: Any, params: Any, forward: bool, quantize: bool = False) -> None:
-        channels = next((found for p in params if (found := channels_of(p)) is not None), None)
-        if channels is None:
+    channels = next((found for p in params if (found := channels_of(p)) is not None), None)
+    if channels is None:
+        original(self, params, forward, quantize)
+        return
+    channel = channels["zero"]
+    kept = frozen.weights_of(params)
+    if kept is not None:
+        params = kept.serve(self, params, lambda: _fetch(_Fetch(channel), suspended=True))
+    copies = secondary.copies_of(params)
+    if copies is not None:
+        stream = self._PartitionedParameterCoordinator__allgather_stream
+        with copies.lent(params, stream), _fetch(_Fetch(channel), suspended=True):
             original(self, params, forward, quantize)
-            return
-        channel = channels["zero"]
-        kept = frozen.weights_of(params)
-        if kept is not None:
-            params = kept.serve(self, params, lambda: _fetch(_Fetch(channel), suspended=True))
-        copies = secondary.copies_of(params)
-        if copies is not None:
-            stream = self._PartitionedParameterCoordinator__allgather_stream
-            with copies.lent(params, stream), _fetch(_Fetch(channel), suspended=True):
-                original(self, params, forward, quantize)
-            return
-        if not channel.active:
-            batches: list[_Batch] = [(params, (), False)]
-        else:
-            _zero_padding(self, params)
-            others = [p for p in params if not p.ds_persist]
-            batches = [([p for p in params if p.ds_persist], (), True)]
-            batches += _apart(channel, others) if channels.lossy("zero") else [(others, (), False)]
-        for some, lengths, suspended in batches:
-            with _fetch(_Fetch(channel, lengths), suspended):
-                original(self, some, forward, quantize)
-
-    return __all_gather_params_
+        return
+    if not channel.active:
+        batches: list[_Batch] = [(params, (), False)]
+    else:
+        _zero_padding(self, params)
+        others = [p for p in params if not p.ds_persist]
+        batches = [([p for p in params if p.ds_persist], (), True)]
+        batches += _apart(channel, others) if channels.lossy("zero") else [(others, (), False)]
+    for some, lengths, suspended in batches:
+        with _fetch(_Fetch(channel, lengths), suspended):
+            original(self, some, forward, quantize)
 
 
 #: parameters of one upstream call; the lengths of their partitions if a codec must not cross them;
@@ -249,37 +245,35 @@ def _fetch(fetch: _Fetch, suspended: bool) -> Iterator[None]:
         yield
 
 
-def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def make_dist_allgather_fn(
+    original: Any, input_tensor: Tensor, output_tensor: Tensor, group: Any = None
+) -> Any:
     """Gather encoded shards; ``wait()``, which upstream calls before it reads, decodes them.
 
     Native gathers inside a node over gloo become messages between pairs.
     """
-
-    @functools.wraps(original)
-    def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
-        fetch = _FETCHING.get()
-        if fetch is None:
-            return original(input_tensor, output_tensor, group)
-        message = _FetchMessage(
-            numel=output_tensor.numel(),
-            dtype=output_tensor.dtype,
-            group=group,
-            shard=input_tensor.detach().view(-1),
-            out=output_tensor.detach().view(-1),
-            async_op=True,
-            # modules' parameters are sets, so ranks may wait for them in different orders
-            single_post=True,
-            fetch=fetch,
-        )
-        return fetch.channel.run(
-            message,
-            native=lambda: (
-                message.in_node(fetch.channel) or original(input_tensor, output_tensor, group)
-            ),
-            encoded=lambda handle: handle,
-        )
-
-    return _dist_allgather_fn
+    fetch = _FETCHING.get()
+    if fetch is None:
+        return original(input_tensor, output_tensor, group)
+    message = _FetchMessage(
+        numel=output_tensor.numel(),
+        dtype=output_tensor.dtype,
+        group=group,
+        shard=input_tensor.detach().view(-1),
+        out=output_tensor.detach().view(-1),
+        async_op=True,
+        # modules' parameters are sets, so ranks may wait for them in different orders
+        single_post=True,
+        fetch=fetch,
+    )
+    return fetch.channel.run(
+        message,
+        native=lambda: (
+            message.in_node(fetch.channel) or original(input_tensor, output_tensor, group)
+        ),
+        encoded=lambda handle: handle,
+    )
 
 
 def attached(engine: Any, channels: Channels) -> None:

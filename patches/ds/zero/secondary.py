@@ -10,7 +10,7 @@ Seams:
 * ``invalidate_secondary_tensor`` of the stage-3 optimizer, after each step and each load: the
   tensors that it drops are kept, as references of the next steps.
 * ``_partition_param_sec`` of ``Init``, where a gathered parameter is released: upstream makes the
-  copy there. What ``GatheredParameters`` changed goes into the kept one.
+  copy there. Changes by ``GatheredParameters`` are written into the kept copy.
 * ``parameter_gathers`` calls ``lent`` around each fetch.
 
 Parameters are renewed in buckets, by their order in the model, when the first of a bucket is
@@ -25,7 +25,6 @@ gather sends parameters whole.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from hybridcomp.job.together import ending, together
 from hybridcomp.log import say
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero.partitions import filled
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 INVALIDATE = Seam(
@@ -79,7 +79,7 @@ class NodeCopy:
             the last step.
         held: the old or encoded slice; None: there is none, or upstream has it.
         fresh: whether an encoded slice has the parameter's present values.
-        bucket: what it is renewed with.
+        bucket: the copies with which it is renewed.
     """
 
     param: Any
@@ -96,7 +96,7 @@ class NodeCopy:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether neither the copy nor upstream has the parameter's present values."""
+        """Return whether no copy has the parameter's present values, upstream's neither."""
         return self.param.ds_secondary_tensor is None and not self.fresh
 
     def own(self) -> Tensor:
@@ -164,7 +164,7 @@ class Bucket:
     generation: int
 
     def forget(self, copies: Iterable[NodeCopy]) -> None:
-        """Have the next gather renew these of its copies, all sent whole."""
+        """Make the next gather renew these copies, all sent whole."""
         self.generation = -1
         for copy in copies:
             copy.keep()
@@ -272,7 +272,7 @@ class SecondaryCopies:
         bucket.generation = self.channel.generation
 
     def forget(self) -> Callable[[], None]:
-        """Have the next gathers send all parameters whole, frozen ones too; return an undo."""
+        """Make the next gathers send all parameters whole, frozen ones too; return an undo."""
         before = [(bucket, bucket.generation) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.forget(bucket.copies)
@@ -299,7 +299,7 @@ def _as_upstream(share: Any, tensor: Any) -> Tensor:
 
 
 def copies_of(params: Iterable[Any]) -> SecondaryCopies | None:
-    """Return the copies of the engine that has these parameters, None where it keeps none."""
+    """Return the copies of the engine that has these parameters; None if it keeps none."""
     return next((p_copy.copies for p in params if (p_copy := _of(p)) is not None), None)
 
 
@@ -308,46 +308,38 @@ def _of(param: Any) -> NodeCopy | None:
     return found
 
 
-def make_invalidate_secondary_tensor(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_invalidate_secondary_tensor(original: Any, self: Any) -> None:
     """Keep the copies of trained parameters, which upstream drops."""
-
-    @functools.wraps(original)
-    def invalidate_secondary_tensor(self: Any) -> None:
-        for param in (param for group in self.fp16_groups for param in group):
-            copy = _of(param)
-            if copy is not None:
-                copy.keep()
-        original(self)
-
-    return invalidate_secondary_tensor
-
-
-def make_partition_param_sec(original: Callable[..., None]) -> Callable[..., None]:
-    """Put what a released parameter holds into the kept copy, where that lacks it."""
-
-    @functools.wraps(original)
-    def _partition_param_sec(
-        self: Any, param: Any, buffer: Any = None, has_been_updated: bool = False
-    ) -> None:
+    for param in (param for group in self.fp16_groups for param in group):
         copy = _of(param)
-        if copy is None or param.ds_status.name != "AVAILABLE":
-            original(self, param, buffer, has_been_updated)
-        elif copy.codec is not None and copy.copies.acts:
-            if has_been_updated:
-                copy.encode(param.data.detach().reshape(-1), 0)
-        elif copy.codec is None and copy.held is not None and param.ds_secondary_tensor is None:
-            param.ds_secondary_tensor, copy.held = copy.held, None
-            original(self, param, buffer, True)
-        else:
-            original(self, param, buffer, has_been_updated)
+        if copy is not None:
+            copy.keep()
+    original(self)
 
-    return _partition_param_sec
+
+@around
+def make_partition_param_sec(
+    original: Any, self: Any, param: Any, buffer: Any = None, has_been_updated: bool = False
+) -> None:
+    """Write the values of a released parameter into the kept copy if that lacks them."""
+    copy = _of(param)
+    if copy is None or param.ds_status.name != "AVAILABLE":
+        original(self, param, buffer, has_been_updated)
+    elif copy.codec is not None and copy.copies.acts:
+        if has_been_updated:
+            copy.encode(param.data.detach().reshape(-1), 0)
+    elif copy.codec is None and copy.held is not None and param.ds_secondary_tensor is None:
+        param.ds_secondary_tensor, copy.held = copy.held, None
+        original(self, param, buffer, True)
+    else:
+        original(self, param, buffer, has_been_updated)
 
 
 def give_size(config: Any, block: CompressionConfig | None) -> None:
-    """Set DeepSpeed's ``zero_hpz_partition_size`` to the ranks of a node where a file has none.
+    """Set DeepSpeed's ``zero_hpz_partition_size`` to a node's ranks if the file does not set it.
 
-    A collective where the block asks for copies. ``config``: DeepSpeed's parsed configuration.
+    A collective if the block asks for copies. ``config``: DeepSpeed's parsed configuration.
     Raises ConfigError, on all ranks, where nodes are not alike or have one rank.
     """
     zero = config.zero_config
@@ -361,9 +353,9 @@ def give_size(config: Any, block: CompressionConfig | None) -> None:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Follow the secondary tensors of an engine; a collective where the block asks for copies.
+    """Follow the secondary tensors of an engine; a collective if the block asks for copies.
 
-    Raises ConfigError, on all ranks, where DeepSpeed keeps none.
+    Raises ConfigError, on all ranks, if DeepSpeed keeps none.
     """
     settings = channels.config.zero
     if not settings.keeps_copy:
@@ -386,7 +378,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
 
 def forget(engine: Any) -> Callable[[], None]:
-    """Have parameters sent whole after a load, which this returns an undo of."""
+    """Make the gathers after a load send parameters whole; return an undo."""
     copies = copies_of(engine.module.parameters())
     return (lambda: None) if copies is None else copies.forget()
 

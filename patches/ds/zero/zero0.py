@@ -10,7 +10,6 @@ size of the group (experts).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 ALLREDUCE_BUCKET = Seam(
@@ -35,33 +35,33 @@ ALLREDUCE_BUCKET = Seam(
 )
 
 
-def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def make_allreduce_bucket(
+    original: Callable[..., Tensor],
+    self: Any,
+    bucket: Sequence[Tensor],
+    dp_group: Any,
+    dp_world_size: float | None = None,
+) -> Tensor:
     """All-reduce the flattened bucket encoded; call upstream if there is no codec."""
-
-    @functools.wraps(original)
-    def allreduce_bucket(
-        self: Any, bucket: Sequence[Tensor], dp_group: Any, dp_world_size: float | None = None
-    ) -> Tensor:
-        channels = channels_of(self)
-        if channels is None:
-            return original(self, bucket, dp_group, dp_world_size)
-        channel = channels["dp"]
-        message = _AveragedBucket(
-            numel=sum(grad.numel() for grad in bucket),
-            dtype=self.communication_data_type,
-            group=dp_group,
-            engine=self,
-            bucket=bucket,
-            dp_world_size=dp_world_size,
-            in_fp32=channel.error_feedback,
-        )
-        return channel.run(
-            message,
-            native=lambda: original(self, bucket, dp_group, dp_world_size),
-            encoded=message.finish,
-        )
-
-    return allreduce_bucket
+    channels = channels_of(self)
+    if channels is None:
+        return original(self, bucket, dp_group, dp_world_size)
+    channel = channels["dp"]
+    message = _AveragedBucket(
+        numel=sum(grad.numel() for grad in bucket),
+        dtype=self.communication_data_type,
+        group=dp_group,
+        engine=self,
+        bucket=bucket,
+        dp_world_size=dp_world_size,
+        in_fp32=channel.error_feedback,
+    )
+    return channel.run(
+        message,
+        native=lambda: original(self, bucket, dp_group, dp_world_size),
+        encoded=message.finish,
+    )
 
 
 @dataclass(eq=False, kw_only=True)

@@ -10,7 +10,7 @@ bucket starts in memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero import node_sums
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
@@ -64,18 +65,26 @@ class Slice(NamedTuple):
     output: Tensor | None
 
 
-def make_average_tensor(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_average_tensor(
+    original: Any, self: Any, tensor: Tensor, communication_data_type: torch.dtype
+) -> None:
     """Record where the bucket starts in memory, to find the parameter of a slice."""
-
-    @functools.wraps(original)
-    def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        with _START.inside(int(tensor.storage_offset())):
-            original(self, tensor, communication_data_type)
-
-    return average_tensor
+    with _START.inside(int(tensor.storage_offset())):
+        original(self, tensor, communication_data_type)
 
 
-def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def make_allreduce_and_scatter(
+    original: Any,
+    self: Any,
+    bucket: Sequence[Any],
+    communication_data_type: torch.dtype,
+    numel_per_bucket: int = 500000000,
+    log: Any = None,
+    divide: bool = True,
+    process_group: Any = None,
+) -> None:
     """Reduce every slice to its owners.
 
     1 view the slices of a bucket as one flat tensor
@@ -83,44 +92,32 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
     3 the owner copies the sum into its slice and adds it to its accumulator
     """
 
-    @functools.wraps(original)
-    def allreduce_and_scatter(
-        self: Any,
-        bucket: Sequence[Any],
-        communication_data_type: torch.dtype,
-        numel_per_bucket: int = 500000000,
-        log: Any = None,
-        divide: bool = True,
-        process_group: Any = None,
-    ) -> None:
-        def native() -> None:
-            with DECLINED.inside(True):
-                original(
-                    self, bucket, communication_data_type, numel_per_bucket, log, divide,
-                    process_group,
-                )  # fmt: skip
+    def native() -> None:
+        with DECLINED.inside(True):
+            original(
+                self, bucket, communication_data_type, numel_per_bucket, log, divide,
+                process_group,
+            )  # fmt: skip
 
-        channels = channels_of(self)
-        if channels is None:
-            native()
-            return
-        # 1
-        slices = sorted(map(_slice, bucket), key=itemgetter(0))
-        ranges = _ranges(tuple([(part.ranks, part.numel) for part in slices]))
-        message = _OwnedBucket(
-            numel=ranges[-1].stop,
-            dtype=torch.float32 if self.sequence_parallel_size > 1 else communication_data_type,
-            group=self.dp_process_group if process_group is None else process_group,
-            ranges=ranges,
-            optimizer=self,
-            bucket_dtype=communication_data_type,
-            slices=slices,
-            divides=divide and self.gradient_average,
-            crosses=node_sums.crosses(self) if self.partition_gradients else None,
-        )
-        channels["dp"].run(message, native=native, encoded=message.deliver)
-
-    return allreduce_and_scatter
+    channels = channels_of(self)
+    if channels is None:
+        native()
+        return
+    # 1
+    slices = sorted(map(_slice, bucket), key=itemgetter(0))
+    ranges = _ranges(tuple([(part.ranks, part.numel) for part in slices]))
+    message = _OwnedBucket(
+        numel=ranges[-1].stop,
+        dtype=torch.float32 if self.sequence_parallel_size > 1 else communication_data_type,
+        group=self.dp_process_group if process_group is None else process_group,
+        ranges=ranges,
+        optimizer=self,
+        bucket_dtype=communication_data_type,
+        slices=slices,
+        divides=divide and self.gradient_average,
+        crosses=node_sums.crosses(self) if self.partition_gradients else None,
+    )
+    channels["dp"].run(message, native=native, encoded=message.deliver)
 
 
 @dataclass(eq=False, kw_only=True)

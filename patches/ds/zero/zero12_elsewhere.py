@@ -7,7 +7,6 @@ gradients stay native. On any other path the two functions here raise an error.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from hybridcomp.channels import AllReduce, channels_of
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero.zero12 import CLASS, DECLINED, MODULE
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 ALLREDUCE_BUCKET = Seam(
@@ -35,40 +35,33 @@ PREDIVIDE = Seam(
 )
 
 
-def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def make_allreduce_bucket(
+    original: Callable[..., Tensor],
+    self: Any,
+    bucket: Sequence[Tensor],
+    communication_data_type: torch.dtype,
+    rank: int | None = None,
+    log: Any = None,
+    divide: bool = True,
+    process_group: Any = None,
+) -> Tensor:
     """Count the native reduction of a bucket."""
-
-    @functools.wraps(original)
-    def allreduce_bucket(
-        self: Any,
-        bucket: Sequence[Tensor],
-        communication_data_type: torch.dtype,
-        rank: int | None = None,
-        log: Any = None,
-        divide: bool = True,
-        process_group: Any = None,
-    ) -> Tensor:
-        group = self.dp_process_group if process_group is None else process_group
-        dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
-        numel = sum(tensor.numel() for tensor in bucket)
-        _count(self, ALLREDUCE_BUCKET, numel, dtype, group, to_one=rank is not None)
-        return original(self, bucket, communication_data_type, rank, log, divide, process_group)
-
-    return allreduce_bucket
+    group = self.dp_process_group if process_group is None else process_group
+    dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
+    numel = sum(tensor.numel() for tensor in bucket)
+    _count(self, ALLREDUCE_BUCKET, numel, dtype, group, to_one=rank is not None)
+    return original(self, bucket, communication_data_type, rank, log, divide, process_group)
 
 
-def make_gradient_reduction_w_predivide(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def make_gradient_reduction_w_predivide(
+    original: Callable[..., Tensor], self: Any, tensor: Tensor, communication_data_type: torch.dtype
+) -> Tensor:
     """Count the native reduction of a tensor."""
-
-    @functools.wraps(original)
-    def gradient_reduction_w_predivide(
-        self: Any, tensor: Tensor, communication_data_type: torch.dtype
-    ) -> Tensor:
-        numel, group = tensor.numel(), self.dp_process_group
-        _count(self, PREDIVIDE, numel, communication_data_type, group, to_one=False)
-        return original(self, tensor, communication_data_type)
-
-    return gradient_reduction_w_predivide
+    numel, group = tensor.numel(), self.dp_process_group
+    _count(self, PREDIVIDE, numel, communication_data_type, group, to_one=False)
+    return original(self, tensor, communication_data_type)
 
 
 def _count(

@@ -31,6 +31,7 @@ from hybridcomp.collectives import ReduceScatterHandle, Shards
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero import node_sums
+from hybridcomp.seams.around import around
 from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage3"
@@ -48,46 +49,41 @@ AVG_SCATTER = Seam(
 _REDUCING: Scope[tuple[Channel, Sequence[Any], bool] | None] = Scope("stage3", None)
 
 
-def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Publish the channel, and the parameters whose gradients are reduced next."""
-
-    @functools.wraps(original)
-    def __avg_scatter_grads(
-        self: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype
-    ) -> list[Tensor]:
-        channels = channels_of(self)
-        reducing = None
-        if channels is not None:
-            reducing = channels["dp"], params_to_reduce, node_sums.crosses(self)
-        with _REDUCING.inside(reducing):
-            return original(self, params_to_reduce, communication_data_type)
-
-    return __avg_scatter_grads
-
-
-def make_reduce_scatter_coalesced(
+@around
+def make_avg_scatter_grads(
     original: Callable[..., list[Tensor]],
-) -> Callable[..., list[Tensor]]:
+    self: Any,
+    params_to_reduce: list[Any],
+    communication_data_type: torch.dtype,
+) -> list[Tensor]:
+    """Publish the channel, and the parameters whose gradients are reduced next."""
+    channels = channels_of(self)
+    reducing = None
+    if channels is not None:
+        reducing = channels["dp"], params_to_reduce, node_sums.crosses(self)
+    with _REDUCING.inside(reducing):
+        return original(self, params_to_reduce, communication_data_type)
+
+
+@around
+def make_reduce_scatter_coalesced(
+    original: Callable[..., list[Tensor]], tensors: list[Tensor], group: Any = None
+) -> list[Tensor]:
     """Reduce-scatter gradients encoded; call upstream if there is no codec."""
-
-    @functools.wraps(original)
-    def reduce_scatter_coalesced(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
-        reducing = _REDUCING.get()
-        if reducing is None:
-            return original(tensors, group)
-        channel, params, crosses = reducing
-        message = _Gradients(
-            numel=sum(tensor.numel() for tensor in tensors),
-            dtype=tensors[0].dtype,
-            group=group,
-            tensors=tensors,
-            params=params,
-            in_fp32=channel.error_feedback,
-            crosses=crosses,
-        )
-        return channel.run(message, native=lambda: original(tensors, group), encoded=message.finish)
-
-    return reduce_scatter_coalesced
+    reducing = _REDUCING.get()
+    if reducing is None:
+        return original(tensors, group)
+    channel, params, crosses = reducing
+    message = _Gradients(
+        numel=sum(tensor.numel() for tensor in tensors),
+        dtype=tensors[0].dtype,
+        group=group,
+        tensors=tensors,
+        params=params,
+        in_fp32=channel.error_feedback,
+        crosses=crosses,
+    )
+    return channel.run(message, native=lambda: original(tensors, group), encoded=message.finish)
 
 
 @dataclass(eq=False, kw_only=True)

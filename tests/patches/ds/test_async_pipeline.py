@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,21 +77,17 @@ def test_refused(settings: dict[str, Any], changes: dict[str, Any], fragment: st
     ],
 )
 def test_adam_and_gradients_of_older_weights_are_warned_of(
-    settings: dict[str, Any], adam: bool, said: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], adam: bool, said: bool
 ) -> None:
     sentences: list[str] = []
-    monkeypatch.setattr(async_pipeline, "check", lambda engine, settings: None)
-    monkeypatch.setattr(async_pipeline, "is_adam", lambda engine: adam)
-    monkeypatch.setattr(async_pipeline, "say", sentences.append)
-    monkeypatch.setattr(async_pipeline, "PostedMessages", lambda *_: None)
-    monkeypatch.setattr(async_pipeline, "AsyncPipeline", lambda *_: None)
-    topology = SimpleNamespace(get_axis_comm_lists=lambda axis: [])
-    module = SimpleNamespace(_grid=SimpleNamespace(_topo=topology), stage_id=0, num_stages=1)
-    built: Any = SimpleNamespace(module=module, device="cpu")
-    async_pipeline.start(built, built, AsyncPipelineConfig(**settings))
-    assert [sentence.partition(" is known")[0] for sentence in sentences] == (
-        ["pipeline.versions 2 with Adam"] if said else []
-    )
+    parts = dict.fromkeys(("check", "PostedMessages", "AsyncPipeline"), mock.DEFAULT)
+    built = mock.MagicMock(module=mock.MagicMock(stage_id=0, num_stages=1))
+    with mock.patch.multiple(
+        async_pipeline, is_adam=lambda engine: adam, say=sentences.append, **parts
+    ):
+        async_pipeline.start(built, built, AsyncPipelineConfig(**settings))
+    expected = ["pipeline.versions 2 with Adam"] if said else []
+    assert [sentence.partition(" is known")[0] for sentence in sentences] == expected
 
 
 def test_spike_needs_its_optimizer() -> None:

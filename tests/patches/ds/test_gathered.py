@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +16,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, PeerError
 from hybridcomp.patches.rules import ds_check
 from tests.generation.tiny import TinyText, greedy, text
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -26,12 +25,6 @@ from tests.training.trainer import Job, make_engine
 
 STEPS: dict[str, Any] = {"gathered": "stepcode", "hierarchy": 2, "min_bytes": 0}
 ZERO: dict[str, Any] = {"stage3_param_persistence_threshold": 100}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def engine_of(block: dict[str, Any] | None, *, stage: int = 3, **zero: Any) -> Any:
@@ -103,8 +96,8 @@ def rolled_out(block: dict[str, Any] | None, steps: int, zero: dict[str, Any]) -
     [{}, {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}],
     ids=["device", "offload_param"],
 )
-def test_later_gathers_send_steps(four: RankPool, zero: dict[str, Any]) -> None:
-    native, found = (four.run(rolled_out, block, 4, zero) for block in (None, STEPS))
+def test_later_gathers_send_steps(module_ranks: RunRanks, zero: dict[str, Any]) -> None:
+    native, found = (module_ranks(4, rolled_out, block, 3, zero) for block in (None, STEPS))
     assert [one[0] for one in found] == [one[0] for one in native], "trained as without roll-outs"
     assert all(all(one[1]) for one in found)
     numel = sum(p.numel() for p in TinyText().parameters())
@@ -128,8 +121,8 @@ def _raises() -> tuple[str, list[bool]]:
     return f"{caught.type.__name__}: {caught.value}", restored
 
 
-def test_an_error_in_one_body_is_one_on_all_ranks(four: RankPool) -> None:
-    found = four.run(_raises)
+def test_an_error_in_one_body_is_one_on_all_ranks(module_ranks: RunRanks) -> None:
+    found = module_ranks(4, _raises)
     assert found[1][0] == "ZeroDivisionError: a reward"
     assert "PeerError: hybridcomp.gathered: rank 1: its roll-out raised" in found[0][0]
     assert all(all(restored) for _, restored in found)
@@ -148,8 +141,8 @@ def _below_three() -> list[str]:
     return said
 
 
-def test_below_stage_three_nothing_is_gathered(four: RankPool) -> None:
-    (said,) = {tuple(one) for one in four.run(_below_three)}
+def test_below_stage_three_nothing_is_gathered(module_ranks: RunRanks) -> None:
+    (said,) = {tuple(one) for one in module_ranks(4, _below_three)}
     assert 'compression.gathered: found "stepcode()"; every rank has all weights' in said[0]
 
 
@@ -206,8 +199,8 @@ def _refused() -> list[str]:
     return said
 
 
-def test_engines_whose_weights_are_not_at_hand(four: RankPool) -> None:
-    (said,) = {tuple(one) for one in four.run(_refused)}
+def test_engines_whose_weights_are_not_at_hand(module_ranks: RunRanks) -> None:
+    (said,) = {tuple(one) for one in module_ranks(4, _refused)}
     assert "a PipelineEngine" in said[0] and "hybridcomp.generate" in said[0]
     assert "a gather of DeepSpeed is under way; call it between two steps" in said[1]
     assert "offload_param to nvme" in said[2]

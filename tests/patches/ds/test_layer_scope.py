@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +14,13 @@ pytest.importorskip("deepspeed")
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.common.routes import SENDER, Sender, make_backward
+from hybridcomp.patches.common.routes import make_backward
 from hybridcomp.patches.ds import job_facts
 from hybridcomp.patches.ds.layers import autotp, layer_scope
 from hybridcomp.patches.ds.layers import ulysses as ds_ulysses
-from hybridcomp.patches.ds.layers.layer_scope import SEQUENCE, TENSOR, owner
-from hybridcomp.seams.patching import Patch, apply_all, revert_all
+from hybridcomp.patches.ds.layers.layer_scope import TENSOR, owner
 from hybridcomp.session import process
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.training import split_parts
 from tests.training.split_trainer import Job
 
@@ -34,19 +31,13 @@ def channels(**settings: Any) -> Channels:
     return Channels(CompressionConfig.parse(settings))
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as found:
-        yield found
-
-
 class TensorParallel_Layer(torch.nn.Module):
     """Minimal layer for ``tag``."""
 
 
 class Column(TensorParallel_Layer):
-    def forward(self) -> Channels | None:
-        return owner()
+    def forward(self, called: Any = owner) -> Any:
+        return called()
 
 
 Column.__call__ = layer_scope.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
@@ -67,73 +58,22 @@ def test_layers_know_their_engine() -> None:
         process.configure(None)
 
 
-class Function:
-    """An autograd function whose passes record their collectives' direction."""
-
-    @staticmethod
-    def forward(ctx: Any) -> tuple[Channels | None, str]:
-        return TENSOR.whose(), TENSOR.way()  # type: ignore[misc]
-
-    @staticmethod
-    def backward(ctx: Any) -> tuple[Channels | None, str]:
-        return TENSOR.whose(), TENSOR.way()  # type: ignore[misc]
+def sent(ctx: Any) -> tuple[Channels | None, str]:
+    """Pass of an autograd function: return the channels and direction of its collectives."""
+    return TENSOR.whose(), TENSOR.way()  # type: ignore[misc]
 
 
 def test_a_context_remembers_whose_it_is() -> None:
-    forward = layer_scope.make_forward(Function.forward)
-    backward = make_backward(Function.backward)
-
-    class Layer(TensorParallel_Layer):
-        def forward(self, ctx: Any) -> Any:
-            return forward(ctx)
-
-    Layer.__call__ = layer_scope.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
-    mine, ctx = channels(tp="mpc"), SimpleNamespace()
-    layer = Layer()
+    forward, backward = layer_scope.make_forward(sent), make_backward(sent)
+    mine, ctx, layer = channels(tp="mpc"), SimpleNamespace(), Column()
     layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(layer)), mine)
-    assert layer(ctx) == (mine, "forward")
+    assert layer(lambda: forward(ctx)) == (mine, "forward")
     found: list[Any] = []  # autograd runs a GPU's backward passes in a separate thread
     thread = threading.Thread(target=lambda: found.append(backward(ctx)))
     thread.start()
     thread.join()
     assert found == [(mine, "backward")]
-    assert Function.forward(ctx) == (None, "forward")  # outside, nothing is compressed
-
-
-def test_a_backward_pass_that_applies_its_function_again_stays_backward() -> None:
-    """As ``_SeqAllToAll.backward`` does."""
-    mine, inner = channels(cp="mpc"), SimpleNamespace()
-    forward = layer_scope.make_forward(Function.forward)
-    backward = make_backward(lambda ctx: forward(inner))
-    assert backward(SimpleNamespace(_hybridcomp_owner=mine)) == (mine, "backward")
-    with SENDER.inside(Sender(mine, "forward")):
-        assert SEQUENCE.way() == "forward"
-    assert SEQUENCE.whose is not None and SEQUENCE.whose() is None
-
-
-def test_the_group_of_the_operator_names_the_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: dict[str, Any] = {"sp": "the group"}
-    monkeypatch.setitem(sys.modules, ds_ulysses.LAYER, SimpleNamespace(_all_to_all_groups=groups))
-    asked: list[Any] = []
-
-    def original(values: Any, name: str) -> Any:
-        asked.append(groups[name])
-        return values
-
-    exchange = ds_ulysses.make_exchange(original)
-    values = torch.ones(1)
-    exchange(values, "sp")
-    name_of_forward = next(name for name in groups if groups[name] is asked[0])
-    exchange(values, name_of_forward)  # autograd's arguments of the backward pass
-    name_of_backward = next(name for name in groups if groups[name] is asked[1])
-    exchange(values, name_of_backward)
-    assert [(group.group, group.direction) for group in asked] == [
-        ("the group", "forward"), ("the group", "backward"), ("the group", "backward"),
-    ]  # fmt: skip
-    register = ds_ulysses.make_register(lambda group: str(groups.setdefault(group, group)))
-    assert register("late") == "late"
-    assert groups[ds_ulysses.FORWARD + "late"].group == "late"
-    assert len(groups) == 6
+    assert sent(ctx) == (None, "forward")  # outside, nothing is compressed
 
 
 class Fake(torch.nn.Module):
@@ -167,12 +107,11 @@ def test_layers_that_no_seam_reaches(
     seam.attached(fake("torch.nn"), channels(**{dimension: "mpc"}))
     seam.attached(fake(module), channels(dp="mpc"))
     assert capsys.readouterr().out == ""
-    process.configure(None)
-    seam.attached(fake(module), channels(**{dimension: "mpc"}, on_unsupported="native"))
-    assert f"{dimension} stays native" in capsys.readouterr().out
-    process.configure(None)
-    seam.attached(fake(module), channels(preset="recommended"))  # exists in every kind of job
-    assert f"{dimension} stays native" in capsys.readouterr().out
+    # a preset is made for every kind of job
+    for lenient in ({dimension: "mpc", "on_unsupported": "native"}, {"preset": "recommended"}):
+        process.configure(None)
+        seam.attached(fake(module), channels(**lenient))
+        assert f"{dimension} stays native" in capsys.readouterr().out
 
 
 def test_seams_of_an_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,18 +123,6 @@ def test_seams_of_an_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [seam.qualname for seam, _ in ds_ulysses._alst()] == [
         "_DimZeroAllToAll.forward", "_DimZeroAllToAll.backward",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("module", [autotp, ds_ulysses])
-def test_apply_and_revert(module: Any) -> None:
-    patches = [Patch(seam, make) for seam, make in module.PATCHES]
-    before = [patch.check() for patch in patches]
-    apply_all(patches)
-    for patch, raw in zip(patches, before, strict=True):
-        holder, name = patch.seam.owner_and_name()
-        assert getattr(holder, name) is not raw
-    revert_all(patches)
-    assert [patch.check() for patch in patches] == before
 
 
 def test_facts_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,19 +159,17 @@ def test_names_of_residuals() -> None:
     assert name(alst) == "w#tp3"
 
 
-def test_parameters_are_gathered_exactly(pool: RankPool) -> None:
-    for whole, shards, sent in pool.run(
-        split_parts.gather, Job(tp=2, block={"tp": BLOCKINT, "min_bytes": 0})
-    ):
+def test_parameters_are_gathered_exactly(module_ranks: RunRanks) -> None:
+    job = Job(tp=2, block={"tp": BLOCKINT, "min_bytes": 0})
+    for whole, shards, sent in module_ranks(2, split_parts.gather, job):
         assert torch.equal(whole, torch.cat(shards))
         assert sent == 0
 
 
-def test_reduction_of_a_head_in_training_and_in_inference(pool: RankPool) -> None:
+def test_reduction_of_a_head_in_training_and_in_inference(module_ranks: RunRanks) -> None:
     """A row-parallel LM head calls inference's all-reduce, in 0.19.0 during training too."""
-    for exact, trained, inferred, counted in pool.run(
-        split_parts.head, {"tp": BLOCKINT, "min_bytes": 0}
-    ):
+    block = {"tp": BLOCKINT, "min_bytes": 0}
+    for exact, trained, inferred, counted in module_ranks(2, split_parts.head, block):
         assert not torch.equal(trained, exact)
         assert torch.allclose(trained, exact, atol=0.05)
         assert torch.equal(inferred, exact)
@@ -252,21 +177,21 @@ def test_reduction_of_a_head_in_training_and_in_inference(pool: RankPool) -> Non
 
 
 @pytest.mark.parametrize("codec", ["none", "mpc"])
-def test_overlapped_ulysses(pool: RankPool, codec: str) -> None:
+def test_overlapped_ulysses(module_ranks: RunRanks, codec: str) -> None:
     """Gradients of queries and keys travel under a handle that decodes in ``wait()``."""
     block = {"cp": codec, "min_bytes": 0}
-    for native, ours, pending, ledger in pool.run(split_parts.overlapped, block):
+    for native, ours, pending, ledger in module_ranks(2, split_parts.overlapped, block):
         assert all(torch.equal(*pair) for pair in zip(native, ours, strict=True))
         assert pending == (codec != "none")
         assert ledger == {"forward": 4, "backward": 4}
 
 
-def test_a_compiled_exchange_keeps_its_directions(pool: RankPool) -> None:
+def test_a_compiled_exchange_keeps_its_directions(module_ranks: RunRanks) -> None:
     from deepspeed.sequence import layer
 
     if not hasattr(layer, "_dim_zero_all_to_all_op"):
         pytest.skip("this DeepSpeed's exchange is no operator")
     block = {"cp": {"forward": BLOCKINT, "backward": "none"}, "min_bytes": 0}
-    for same, ledger in pool.run(split_parts.compiled, block):
+    for same, ledger in module_ranks(2, split_parts.compiled, block):
         assert same
         assert ledger == {"forward": (2, 0), "backward": (2, 2)}  # eager and compiled

@@ -18,8 +18,7 @@ from hybridcomp.channels import Channels, channels_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds.layers import moe
-from hybridcomp.seams.patching import Patch, apply_all, revert_all
-from tests.ranks import Trained, run_ranks
+from tests.ranks import RunRanks, Trained
 from tests.selection import by_day
 from tests.training.moe_trainer import EXPERTS, TOKENS, WIDTH, Job, exchange_rows, run
 from tests.training.pipe_trainer import Outcome
@@ -35,7 +34,7 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     },
 }
 JOBS = {
-    "plain": Job(),
+    "plain": Job(steps=8),
     "bf16 zero": Job(bf16=True, zero=1, steps=8),
     "checkpoint": Job(checkpoint=True, steps=8),
     "nan": Job(nan_step=2, steps=4),
@@ -105,44 +104,6 @@ def test_ledger_against_closed_form(results: Trained) -> None:
     assert (found["forward"][0], found["backward"][0]) == (4 * steps, 2 * steps)
 
 
-def test_apply_and_revert() -> None:
-    from deepspeed.moe import sharded_moe
-
-    before = sharded_moe._AllToAll
-    applied = apply_all(Patch(seam, make) for seam, make in moe.PATCHES)
-    assert sharded_moe._AllToAll is not before
-    assert issubclass(sharded_moe._AllToAll, before)
-    revert_all(applied)
-    assert sharded_moe._AllToAll is before
-
-
-def test_outside_a_layer_upstream_does_it() -> None:
-    class Upstream(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, group: Any, values: torch.Tensor) -> torch.Tensor:
-            assert group == "group"
-            return values + 1
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return None, grad
-
-    patched: Any = moe.make_all_to_all(Upstream)
-    assert patched.__name__ == "Upstream"
-    assert torch.equal(patched.apply("group", torch.zeros(2)), torch.ones(2))
-
-
-def test_channel_is_published_during_forward_only() -> None:
-    seen: list[Any] = []
-    forward = moe.make_layer_forward(lambda self, x: seen.append(moe._RUNNING.get()))
-    channels = Channels(CompressionConfig.parse({"ep": "mpc"}))
-    tagged = SimpleNamespace(_hybridcomp_channels=channels)
-    forward(tagged, 1)
-    forward(SimpleNamespace(), 1)
-    assert seen == [channels["ep"], None]
-    assert moe._RUNNING.get() is None
-
-
 class AutoEPMoELayer(torch.nn.Module):
     """Minimal layer for ``attached``."""
 
@@ -171,9 +132,9 @@ def test_deepep(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
 
 @pytest.mark.skipif(find_spec(moe.AUTO_EP) is None, reason="this DeepSpeed has no AutoEP")
 @pytest.mark.parametrize("codec", ["none", "mpc", "blockint"])
-def test_unequal_rows(codec: str) -> None:
+def test_unequal_rows(module_ranks: RunRanks, codec: str) -> None:
     # min_bytes does not apply to unequal messages
-    ranks = run_ranks(2, exchange_rows, {"ep": codec, "min_bytes": 1 << 30})
+    ranks = module_ranks(2, exchange_rows, {"ep": codec, "min_bytes": 1 << 30})
     for rank, found in enumerate(ranks):
         raw = {"forward": (40, 17)[rank] * WIDTH * 4, "backward": (17, 40)[rank] * WIDTH * 4}
         for untagged, ours, native in zip(

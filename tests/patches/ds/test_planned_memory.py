@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -104,7 +103,7 @@ def coordinator_of(engine: Any) -> Any:
     return engine.optimizer.parameter_offload.get_param_coordinator()
 
 
-def compared(kind: str, threshold: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def compared(kind: str, threshold: int, half: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return elements gathered per pass and at once, measured and computed, for each setting."""
     from hybridcomp.patches.ds.offload import planned_memory as planned
 
@@ -116,7 +115,7 @@ def compared(kind: str, threshold: int) -> list[tuple[tuple[int, ...], tuple[int
     assert plan.choice is not None and planned.knobs_of(coordinator) == plan.choice.knobs
     numel: int = plan.trace.moved
     found: list[Any] = []
-    for shares in SHARES:
+    for shares in SHARES[half::2]:
         knobs = Knobs(*(int(share * numel) for share in shares))
         planned.apply(coordinator, knobs)
         step(engine)
@@ -125,17 +124,14 @@ def compared(kind: str, threshold: int) -> list[tuple[tuple[int, ...], tuple[int
     return found
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
+@pytest.mark.parametrize("half", by_day([0, 1], [1]))
 @pytest.mark.parametrize("threshold", by_day([0, 100], [100]))
 @pytest.mark.parametrize("kind", by_day(["plain", "recomputing", "leaves"], ["recomputing"]))
-def test_deepspeed_gathers_what_is_computed(pool: RankPool, kind: str, threshold: int) -> None:
-    for every in pool.run(compared, kind, threshold, timeout=280):
-        for shares, (measured, computed) in zip(SHARES, every, strict=True):
+def test_deepspeed_gathers_what_is_computed(
+    module_ranks: RunRanks, kind: str, threshold: int, half: int
+) -> None:
+    for every in module_ranks(2, compared, kind, threshold, half):
+        for shares, (measured, computed) in zip(SHARES[half::2], every, strict=True):
             assert measured == computed, shares
 
 
@@ -165,11 +161,9 @@ def planned_steps(share: float) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("share", by_day([0.35, 0.6], [0.35]))
-def test_the_plan_fits_and_is_near_the_fewest(pool: RankPool, share: float) -> None:
+def test_the_plan_fits_and_is_near_the_fewest(module_ranks: RunRanks, share: float) -> None:
     limit = int(share * sum(p.numel() for p in Model().parameters()))
-    for choice, moves, differed, bound, written, again in pool.run(
-        planned_steps, share, timeout=280
-    ):
+    for choice, moves, differed, bound, written, again in module_ranks(2, planned_steps, share):
         assert choice.moves.peak <= limit and moves[1] <= limit and not differed
         assert bound <= choice.moves.gathered <= 1.05 * bound
         assert written and again, "a pass in another order is recorded anew"
@@ -183,10 +177,10 @@ def refused(policy: dict[str, Any]) -> str:
     return ""
 
 
-def test_what_cannot_be_planned_is_said_on_all_ranks(pool: RankPool) -> None:
-    for error in pool.run(refused, {"policy": "planned"}, timeout=280):
+def test_what_cannot_be_planned_is_said_on_all_ranks(module_ranks: RunRanks) -> None:
+    for error in module_ranks(2, refused, {"policy": "planned"}):
         assert error.startswith("compression.memory.device_gb: found None; a CPU does not say")
-    for error in pool.run(refused, {"policy": "planned", "host_gb": 1}, timeout=280):
+    for error in module_ranks(2, refused, {"policy": "planned", "host_gb": 1}):
         assert "compression.memory.host_gb" in error and "device nvme only" in error
 
 
@@ -197,14 +191,14 @@ def kept(jobs: list[NvmeJob]) -> list[dict[str, Any]]:
     return nvme_trainer.run(jobs)
 
 
-def test_states_that_fit_the_host_stay_out_of_files(pool: RankPool, tmp_path: Path) -> None:
+def test_states_that_fit_the_host_stay_out_of_files(module_ranks: RunRanks, tmp_path: Path) -> None:
     """Files get half of the bytes where two of four sub-groups are resident; weights are equal."""
-    job = NvmeJob(str(tmp_path / "all"), layers=4)
+    job = NvmeJob(str(tmp_path / "all"), steps=2, layers=4)
     numel = sum(p.numel() for p in nvme_trainer.Layers(4).parameters())
     block: dict[str, Any] = {**(job.block or {}), "memory": {
         "policy": "planned", "device_gb": 1.0, "host_gb": 16 * 0.505 * numel / 1e9}}  # fmt: skip
     fewer = replace(job, folder=str(tmp_path / "half"), block=block)
-    for host, whole, half in pool.run(kept, [replace(job, folder=None), job, fewer], timeout=280):
+    for host, whole, half in module_ranks(2, kept, [replace(job, folder=None), job, fewer]):
         assert host["digests"] == whole["digests"] == half["digests"]
         raw, files = (half["ledger"][n] / whole["ledger"][n] for n in (1, 2))
         assert raw == pytest.approx(1_049_600 / 2_107_392, abs=0.001) and files <= 0.51

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from hybridcomp.channels import channels_of
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
+from tests.selection import by_day
 
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -19,12 +19,6 @@ from tests.training import in_turn, pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, train_step
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def used(channels: Any, dimension: str, direction: str = "forward") -> list[str]:
@@ -49,9 +43,9 @@ def gradients(stage: int) -> tuple[list[list[str]], list[float], dict[str, str]]
     return specs, losses, found
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients(pool: RankPool, stage: int) -> None:
-    found = pool.run(gradients, stage)
+@pytest.mark.parametrize("stage", by_day([0, 2, 3], [2, 3]))
+def test_gradients(module_ranks: RunRanks, stage: int) -> None:
+    found = module_ranks(2, gradients, stage)
     for specs, losses, parameters in found:
         bits = [8, 8, 7, 6, 6, 5, 4, 4]
         assert specs == [[f"blockint(bits={n})"] for n in bits]
@@ -89,9 +83,9 @@ def activations() -> tuple[list[float], list[tuple[list[str], list[str]]]]:
     return losses, specs
 
 
-def test_pipeline_stages_change_together(pool: RankPool) -> None:
+def test_pipeline_stages_change_together(module_ranks: RunRanks) -> None:
     """A receiver whose codec differs from its sender's raises an error."""
-    first, last = pool.run(activations)
+    first, last = module_ranks(2, activations)
     assert first[0] == last[0] and first[0][-1] < first[0][0]
     sent = [step[0] for step in first[1]]  # the first stage sends activations
     assert len({tuple(specs) for specs in sent}) == 5 and sent[4:] == [sent[4]] * 4

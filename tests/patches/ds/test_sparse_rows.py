@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,13 +13,14 @@ from torch import Tensor, nn
 from hybridcomp.channels import channels_of
 from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import digest
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import RunRanks
+from tests.selection import by_day
 from tests.training.in_turn import start_deepspeed
 
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-ROWS, WIDTH = 500, 16
+ROWS, WIDTH, STEPS = 500, 16, 4
 B8 = {"codec": "blockint", "bits": 8}
 
 
@@ -56,10 +56,10 @@ def build(block: dict[str, Any] | None, **settings: Any) -> Any:
     return engine
 
 
-def trained(block: dict[str, Any] | None, steps: int = 5, **settings: Any) -> tuple[str, Any]:
+def trained(block: dict[str, Any] | None, settings: dict[str, Any]) -> tuple[str, Any]:
     """Return the weights' digest after some steps, and the ledger's rows."""
     engine = build(block, **settings)
-    for step in range(steps):
+    for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ids = torch.rand(300, generator=generator).pow(3).mul(ROWS).long()
         if step == 1 and dist.get_rank() == 1:
@@ -79,32 +79,19 @@ KINDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_a_lossless_codec_changes_no_bit(pool: RankPool, settings: dict[str, Any]) -> None:
-    steps = 5 if settings else 50
-    native = pool.run(trained, None)
+@pytest.mark.parametrize("settings", by_day(KINDS, [KINDS[0], KINDS[2], KINDS[3]]), ids=str)
+def test_a_lossless_codec_changes_no_bit(module_ranks: RunRanks, settings: dict[str, Any]) -> None:
+    wanted = module_ranks(2, trained, None, settings)
     for embed in ("expcode", "none"):
-        found = pool.run(_with, {"embed": embed, "dp": "none"}, steps, settings)
-        wanted = pool.run(_with, None, steps, settings)
+        found = module_ranks(2, trained, {"embed": embed, "dp": "none"}, settings)
         assert [one[0] for one in found] == [one[0] for one in wanted]
         if embed == "expcode":
             for _, (messages, raw, wire) in found:
-                assert messages == steps and 0 < wire < raw
-    assert native[0][0] == native[1][0]
+                assert messages == STEPS and 0 < wire < raw
 
 
-def _with(block: dict[str, Any] | None, steps: int, settings: dict[str, Any]) -> tuple[str, Any]:
-    return trained(block, steps, **settings)
-
-
-def test_lossy_sums_leave_four_replicas_equal() -> None:
-    found = run_ranks(4, trained, {"embed": B8, "dp": "none"})
+def test_lossy_sums_leave_four_replicas_equal(module_ranks: RunRanks) -> None:
+    found = module_ranks(4, trained, {"embed": B8, "dp": "none"}, {})
     assert len({one[0] for one in found}) == 1
     assert all(wire < 0.4 * raw for _, (_, raw, wire) in found)
 
@@ -122,9 +109,9 @@ def _out_of_range() -> str:
     return "nothing"
 
 
-def test_an_id_out_of_range_on_one_rank_is_told_on_all(pool: RankPool) -> None:
+def test_an_id_out_of_range_on_one_rank_is_told_on_all(module_ranks: RunRanks) -> None:
     wanted = "table.weight: rank 1 has row 502; expected 0 to 499; look at the ids of its batch"
-    assert pool.run(_out_of_range) == [wanted] * 2
+    assert module_ranks(2, _out_of_range) == [wanted] * 2
 
 
 def _refused() -> str:
@@ -135,6 +122,6 @@ def _refused() -> str:
     return "nothing"
 
 
-def test_stages_that_take_no_sparse_gradients_are_refused(pool: RankPool) -> None:
-    for said in pool.run(_refused):
+def test_stages_that_take_no_sparse_gradients_are_refused(module_ranks: RunRanks) -> None:
+    for said in module_ranks(2, _refused):
         assert said.startswith("compression.embed: found Embedding(sparse=True) at ZeRO 1 to 3")

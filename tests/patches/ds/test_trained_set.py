@@ -30,7 +30,7 @@ JOBS: dict[str, tuple[Job, bool, bool]] = {
     "ZeRO 2": (Job(stage=2, block=BLOCK), True, False),
     "ZeRO 3": (Job(stage=3, block=BLOCK), True, False),
 }
-STEPS = 3
+STEPS = 2
 
 
 def changed(job: Job, begins: bool) -> tuple[bool, list[str]]:

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from hybridcomp.tools.commands import validate
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, run_ranks
 from tests.selection import by_day
 from tests.training.in_turn import start_deepspeed
 from tests.training.test_checkpoint import WIDTH, add, make_engine, sums, train
 
 pytest.importorskip("deepspeed")
 
-STAGES = (1, 2, 3)
+STAGES = (1, 3)
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 REFERENCES = {"zero": {"codec": "blockint", "bits": 8, "delta": True}}
 Sums = dict[str, torch.Tensor]
@@ -87,28 +87,25 @@ def load(
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sums]]:
+def converted(
+    module_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Sums]]:
     """Convert checkpoints of two ranks as upstream's pages say; return their summed residuals."""
     folder = tmp_path_factory.mktemp("universal")
-    by_rank = run_ranks(2, save, str(folder))
+    by_rank = module_ranks(2, save, str(folder))
     for stage in STAGES:
-        convert(folder / str(stage) / "global_step3")
+        module_ranks(1, convert, folder / str(stage) / "global_step3")
     return folder, [total(by_stage) for by_stage in zip(*by_rank, strict=True)]
 
 
 def convert(tag: Path) -> None:
-    """Create a universal checkpoint beside ``tag``, as upstream's pages say."""
+    """Create a universal checkpoint beside ``tag`` as upstream's pages say, without our patches."""
+    from deepspeed.checkpoint import ds_to_universal
+
     words = [
         f"--input_folder={tag}", f"--output_folder={tag}_universal", "--num_extract_workers=1",
         "--num_merge_workers=1", "--inject_missing_state",
     ]  # fmt: skip
-    run_ranks(1, converting, words)
-
-
-def converting(words: list[str]) -> None:
-    """Run the program of that name, without armed patches."""
-    from deepspeed.checkpoint import ds_to_universal
-
     with patch.object(sys, "argv", [ds_to_universal.__file__, *words]):
         ds_to_universal.main(ds_to_universal.parse_arguments())
 
@@ -136,11 +133,11 @@ def hold(loaded: list[Any], before: list[Sums], stages: tuple[int, ...] = STAGES
 
 @pytest.mark.parametrize("ranks", by_day([2, 4], [4]))
 def test_state_is_taken_from_the_checkpoint_that_was_converted(
-    converted: tuple[Path, list[Sums]], ranks: int
+    module_ranks: RunRanks, converted: tuple[Path, list[Sums]], ranks: int
 ) -> None:
     folder, before = converted
     assert not list(folder.glob("*/global_step3_universal/hybridcomp_*"))
-    loaded = run_ranks(ranks, load, str(folder), str(folder))
+    loaded = module_ranks(ranks, load, str(folder), str(folder))
     hold(loaded, before)
     for stage, (_, references, _, said) in zip(STAGES, loaded[0], strict=True):
         source = folder / str(stage) / "global_step3"
@@ -174,28 +171,27 @@ def pipeline(folder: str, stages: int, is_loaded: bool) -> tuple[Sums, int, str]
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    said = StringIO()
-    if is_loaded:
-        with redirect_stdout(said):
+    with redirect_stdout(StringIO()) as said:
+        if is_loaded:
             engine.load_checkpoint(folder)
-        found = state_of(engine, folder)[0]
-        engine.train_batch(iter([(values, values)] * 2))
-    else:
-        for _ in range(3):
+            found = state_of(engine, folder)[0]
+        for _ in range(1 if is_loaded else 3):
             engine.train_batch(iter([(values, values)] * 2))
-        engine.save_checkpoint(folder)
-        found = state_of(engine, folder)[0]
-    return found, engine.global_steps, said.getvalue()
+        if not is_loaded:
+            engine.save_checkpoint(folder)
+            found = state_of(engine, folder)[0]
+    steps = engine.global_steps
+    engine.destroy()
+    return found, steps, said.getvalue()
 
 
 @pytest.mark.parametrize(("ranks", "stages"), by_day([(2, 2), (4, 1)], [(2, 2)]))
 def test_residuals_of_a_pipeline_go_to_other_ranks_and_stages(
-    tmp_path_factory: pytest.TempPathFactory, ranks: int, stages: int
+    module_ranks: RunRanks, tmp_path: Path, ranks: int, stages: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("pipeline")
-    before = total(found for found, _, _ in run_ranks(4, pipeline, str(folder), 2, False))
-    convert(folder / "global_step3")
-    loaded = run_ranks(ranks, pipeline, str(folder), stages, True)
+    before = total(found for found, _, _ in run_ranks(4, pipeline, str(tmp_path), 2, False))
+    module_ranks(1, convert, tmp_path / "global_step3")
+    loaded = run_ranks(ranks, pipeline, str(tmp_path), stages, True)
     after = total(found for found, _, _ in loaded)
     assert after.keys() == before.keys() and after
     for name, values in before.items():
@@ -206,13 +202,13 @@ def test_residuals_of_a_pipeline_go_to_other_ranks_and_stages(
 
 
 def test_without_the_source_one_line_says_what_is_lost_and_what_brings_it(
-    converted: tuple[Path, list[Sums]], tmp_path: Path
+    module_ranks: RunRanks, converted: tuple[Path, list[Sums]], tmp_path: Path
 ) -> None:
     folder, before = converted
     moved = tmp_path / "1" / "global_step3_universal"
     shutil.copytree(folder / "1" / moved.name, moved)
     shutil.copy(folder / "1" / "latest_universal", tmp_path / "1")
-    ((_, references, step, said),) = run_ranks(2, load, str(tmp_path), str(folder), (1,))[0]
+    ((_, references, step, said),) = module_ranks(2, load, str(tmp_path), str(folder), (1,))[0]
     (line,) = (text for text in said.splitlines() if "lacks files of hybridcomp" in text)
     assert "residuals of error feedback start at zero" in line
     assert "deltas begin with an exact gather" in line
@@ -220,7 +216,7 @@ def test_without_the_source_one_line_says_what_is_lost_and_what_brings_it(
     assert (references, step) == (False, 3)
     for path in (folder / "1" / "global_step3").glob("hybridcomp_*"):  # as the message says
         shutil.copy(path, moved)
-    loaded = run_ranks(2, load, str(tmp_path), str(folder), (1,))
+    loaded = module_ranks(2, load, str(tmp_path), str(folder), (1,))
     hold(loaded, before, (1,))
     assert "lacks files" not in loaded[0][0][3] and loaded[0][0][1]
 
@@ -231,7 +227,7 @@ def test_a_conversion_in_a_process_with_hybridcomp_copies_the_files(
     from hybridcomp.patches.ds.checkpoint import universal
 
     made: list[Any] = []
-    source, target = converted[0] / "2" / "global_step3", tmp_path
+    source, target = converted[0] / "1" / "global_step3", tmp_path
     universal.make_main(made.append)(SimpleNamespace(input_folder=source, output_folder=target))
     names = {path.name for path in source.glob("hybridcomp_*")}
     assert made and names and {path.name for path in target.iterdir()} == names
@@ -241,11 +237,11 @@ def test_validate_follows_the_universal_checkpoint(converted: tuple[Path, list[S
     folder, _ = converted
     config = folder / "ds.json"
     config.write_text(
-        '{"zero_optimization": {"stage": 2}, "checkpoint": {"load_universal": true}, '
+        '{"zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": true}, '
         '"compression": {"dp": {"codec": "blockint", "bits": 4, "error_feedback": true}}}'
     )
-    found = "\n".join(validate.lines(config, {}, checkpoint=folder / "2"))
+    found = "\n".join(validate.lines(config, {}, checkpoint=folder / "1"))
     assert (
-        f"{folder}/2/global_step3_universal: universal, made of {folder}/2/global_step3," in found
+        f"{folder}/1/global_step3_universal: universal, made of {folder}/1/global_step3," in found
     )
     assert "takes over: what error feedback has left out" in found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.selection import by_day
 from tests.training import moe_trainer
 
@@ -18,12 +17,6 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def train(stage: int, block: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -66,11 +59,11 @@ def train(stage: int, block: dict[str, Any] | None) -> tuple[dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("stage", by_day([0, 1, 2], [2]))
-def test_experts_are_averaged_as_upstream_does(pool: RankPool, stage: int) -> None:
+def test_experts_are_averaged_as_upstream_does(module_ranks: RunRanks, stage: int) -> None:
     gathers = {"zero": "mpc"} if stage else {}
-    native = pool.run(train, stage, None)
-    lossless = pool.run(train, stage, {"dp": "mpc", "min_bytes": 0, **gathers})
-    start = pool.run(first_parameters, stage)
+    native = module_ranks(4, train, stage, None)
+    lossless = module_ranks(4, train, stage, {"dp": "mpc", "min_bytes": 0, **gathers})
+    start = module_ranks(4, first_parameters, stage)
     for (before,), (base, _), (coded, _) in zip(start, native, lossless, strict=True):
         experts = [name for name in base if "deepspeed_experts" in name]
         assert 0 < len(experts) < len(base)
@@ -90,9 +83,9 @@ def first_parameters(stage: int) -> tuple[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("stage", by_day([0, 1, 2], [2]))
-def test_experts_have_residuals(pool: RankPool, stage: int) -> None:
+def test_experts_have_residuals(module_ranks: RunRanks, stage: int) -> None:
     dp = {"codec": "blockint", "bits": 4, "error_feedback": True}
-    by_rank = pool.run(train, stage, {"dp": dp, "min_bytes": 0})
+    by_rank = module_ranks(4, train, stage, {"dp": dp, "min_bytes": 0})
     for rank, (parameters, residuals) in enumerate(by_rank):
         # ranks hold different experts under the same name, with separate residuals
         names = [f"{n}#ep{rank % 2}" if "deepspeed_experts" in n else n for n in parameters]

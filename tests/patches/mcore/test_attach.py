@@ -6,10 +6,10 @@ import contextlib
 import io
 import json
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,10 +22,11 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import attach
 from hybridcomp.session import process
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, run_ranks
 
 EVERY = 3
 BLOCK = {"tp": {"codec": "blockint", "bits": 8}}
+FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -37,60 +38,31 @@ def _forget() -> Any:
 @pytest.mark.parametrize("form", ["block", "dict", "model", "file of a block", "file"])
 def test_forms_of_a_block(form: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
+    path.write_text(json.dumps(BLOCK if "of" in form else {"compression": BLOCK}))
     forms: dict[str, Any] = {
-        "block": BLOCK,
-        "dict": {"compression": BLOCK},
-        "model": CompressionConfig.parse(BLOCK),
-    }
-    if form.startswith("file"):
-        path.write_text(json.dumps(BLOCK if "of" in form else {"compression": BLOCK}))
-        forms[form] = path
-    process.configure(forms[form])
+        "block": BLOCK, "dict": {"compression": BLOCK}, "model": CompressionConfig.parse(BLOCK),
+    }  # fmt: skip
+    process.configure(forms.get(form, path))
     assert process._holder.config is not None
     assert process._holder.config.flat() == CompressionConfig.parse(BLOCK).flat()
     assert process.current() is None  # torch.distributed is not initialized
 
 
-def test_errors_name_the_key() -> None:
-    with pytest.raises(ConfigError, match="compression.tp.bits"):
-        process.configure({"tp": {"codec": "blockint", "bits": 99}})
-
-
-def settle(block: dict[str, Any] | None, path: str | None) -> tuple[Any, Any]:
-    """Return this rank's session, and whether a second request reuses it."""
-    import os
-
-    if path is not None:
-        os.environ[process.ENVIRONMENT] = path
-    process.configure(block)
-    channels = process.current()
+def settle(path: str | None) -> tuple[Any, Any]:
+    """Return this rank's block, and whether a second request has the same channels."""
+    with mock.patch.dict("os.environ", {} if path is None else {process.ENVIRONMENT: path}):
+        process.configure(None)
+        channels = process.current()
     same = channels is process.current()
     return None if channels is None else channels.config.flat(), same
 
 
-def test_environment_and_no_block(tmp_path: Path) -> None:
+def test_environment_and_no_block(module_ranks: RunRanks, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(BLOCK))
-    found = run_ranks(2, settle, None, str(path))
+    assert module_ranks(2, settle, None) == [(None, True)] * 2
+    found = module_ranks(2, settle, str(path))
     assert found == [(CompressionConfig.parse(BLOCK).flat(), True)] * 2
-    assert run_ranks(2, settle, None, None) == [(None, True)] * 2
-
-
-def disagree() -> str:
-    import torch.distributed as dist
-
-    process.configure(BLOCK if dist.get_rank() else {"tp": {"codec": "blockint", "bits": 7}})
-    try:
-        process.current()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "agreed"
-
-
-def test_ranks_that_disagree_are_named() -> None:
-    for said in run_ranks(2, disagree):
-        assert said.startswith("AgreementError")
-        assert "compression.tp.forward" in said and "rank(s) 1" in said
 
 
 class Optimizer:
@@ -113,20 +85,23 @@ class Optimizer:
         return found
 
 
-def channels_of(block: dict[str, Any]) -> Channels:
-    return Channels(CompressionConfig.parse(block))
-
-
-def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    channels = channels_of({"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}})
-    process.use(channels)
-    monkeypatch.setattr(
-        "hybridcomp.session.engine_session.default_device", lambda: torch.device("cpu")
-    )
+@pytest.fixture
+def optimizer(monkeypatch: pytest.MonkeyPatch) -> Optimizer:
+    """Return an optimizer with the patch, in a process without ranks."""
+    device = "hybridcomp.session.engine_session.default_device"
+    monkeypatch.setattr(device, lambda: torch.device("cpu"))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # the guard's
-    monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
-    monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
-    optimizer = Optimizer()
+    for name in ("inner", "outer"):
+        monkeypatch.setattr(Optimizer, name, attach.make_step(getattr(Optimizer, name)))
+    return Optimizer()
+
+
+def test_steps_count_once_and_residuals_follow(optimizer: Optimizer) -> None:
+    channels = Channels(CompressionConfig.parse(FEEDBACK))
+    process.use(channels)
+    session, follower = process.own_session(), mock.Mock()
+    assert session is not None
+    session.follow(follower)
     residual = as_fp32(channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4)))
     residual.fill_(1.0)
     optimizer.outer()
@@ -137,6 +112,9 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     optimizer.success = False
     optimizer.outer()
     assert channels.step == 3 and residual.tolist() == [0.0] * 4
+    # Megatron's skipped steps are steps
+    assert follower.before_step.call_count == follower.after_step.call_count == 3
+    assert not follower.after_skip.called
 
 
 def test_a_scale_that_no_scaler_changes_is_not_read() -> None:
@@ -154,47 +132,6 @@ def test_a_scale_that_no_scaler_changes_is_not_read() -> None:
     )
     assert attach.loss_scale(scaled) == attach.loss_scale(mixed) == 8.0
     assert attach.loss_scale(Optimizer()) == 8.0, "one that says nothing of a scaler is asked"
-
-
-class Counting:
-    """A follower that counts reported steps."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.before = self.after = 0
-
-    def before_step(self) -> None:
-        self.before += 1
-
-    def after_step(self, step: int) -> None:
-        self.after += 1
-
-    def after_skip(self) -> None:
-        raise AssertionError("Megatron's skipped steps are steps")
-
-    def row(self) -> None:
-        return None
-
-    def close(self) -> None: ...
-
-
-def test_followers_hear_of_steps_that_an_overflow_skips(monkeypatch: pytest.MonkeyPatch) -> None:
-    process.use(channels_of({"tp": {"codec": "blockint", "bits": 8}}))
-    monkeypatch.setattr(
-        "hybridcomp.session.engine_session.default_device", lambda: torch.device("cpu")
-    )
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # the guard's
-    monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
-    session = process.own_session()
-    assert session is not None
-    counting = Counting()
-    session.follow(counting)
-    optimizer = Optimizer()
-    for success in (True, False, True):
-        optimizer.success = success
-        optimizer.outer()
-    assert (counting.before, counting.after) == (3, 3)
 
 
 class Config(dict[str, Any]):
@@ -216,15 +153,14 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
         log=lambda values, commit: logged.append(values),
     )
     fake: Any = SimpleNamespace(run=run if dist.get_rank() == 1 else None)
-    sys.modules["wandb"] = fake
-    process.configure({**BLOCK, "ledger": {"jsonl": jsonl, "every": EVERY}})
-    channels = process.current()
-    assert channels is not None
-    channels["tp"].count_native(100, "backward")
-    optimizer = Optimizer()
-    step = attach.make_step(Optimizer.outer)
-    for _ in range(EVERY):
-        step(optimizer)
+    with mock.patch.dict(sys.modules, {"wandb": fake}):
+        process.configure({**BLOCK, "ledger": {"jsonl": jsonl, "every": EVERY}})
+        channels = process.current()
+        assert channels is not None
+        channels["tp"].count_native(100, "backward")
+        optimizer, step = Optimizer(), attach.make_step(Optimizer.outer)
+        for _ in range(EVERY):
+            step(optimizer)
     return logged, run.config if dist.get_rank() == 1 else {}, channels.step
 
 
@@ -240,27 +176,20 @@ def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> 
     assert record["dimensions"]["tp"]["backward"]["messages"] == 2
 
 
-def forget(restored: bool, loaded: bool, block: dict[str, Any]) -> str:
-    """Return the message of the first step after a restart."""
-
+def forget(restored: bool, folder: str | None, block: dict[str, Any]) -> str:
+    """Return the messages of two steps after a restart; ``folder``: has hybridcomp's state."""
     process.configure({"min_bytes": 0, **block})
-    said = io.StringIO()
-    optimizer = Optimizer()
+    optimizer, step = Optimizer(), attach.make_step(Optimizer.outer)
     load = attach.make_load_state_dict(lambda self, state_dict: None)
-    step = attach.make_step(Optimizer.outer)
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         if restored:
             load(optimizer, {})
-        if loaded:
-            with tempfile.TemporaryDirectory() as folder:
-                hybridcomp.save_state(folder)
-                hybridcomp.load_state(folder)
+        if folder is not None:
+            hybridcomp.save_state(folder)
+            hybridcomp.load_state(folder)
         step(optimizer)
         step(optimizer)
     return said.getvalue()
-
-
-FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
 
 
 @pytest.mark.parametrize(
@@ -274,54 +203,54 @@ FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
     ],
 )
 def test_a_restart_without_our_state_is_said_once(
-    restored: bool, loaded: bool, block: dict[str, Any], times: int
-) -> None:
-    (said,) = run_ranks(1, forget, restored, loaded, block)
+    module_ranks: RunRanks, restored: bool, loaded: bool, block: dict[str, Any], times: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (said,) = module_ranks(1, forget, restored, str(tmp_path) if loaded else None, block)
     assert said.count("WARNING: Megatron's optimizer was restored") == times
 
 
-def carry(folder: str, block: dict[str, Any], scale: float | None) -> tuple[int, float, str]:
-    """Save in one process and load in the next; return step, residuals, log."""
+def carry(folder: str, scale: float | None) -> tuple[int, float]:
+    """Save with loss scale 8 and load at ``scale``; return step and residuals."""
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        process.configure({"min_bytes": 0, **block})
+    def residual() -> torch.Tensor:
         channels = process.current()
         assert channels is not None
-        as_fp32(channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4))).fill_(1.0)
-        attach.make_step(Optimizer.outer)(Optimizer())  # loss scale 8
-        hybridcomp.save_state(folder)
-        process.configure({"min_bytes": 0, **block})
-        hybridcomp.load_state(folder, scale)
-        channels = process.current()
-        assert channels is not None
-        residual = as_fp32(channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4)))
-    return channels.step, float(residual.sum()), said.getvalue()
+        return as_fp32(channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4)))
+
+    process.configure({"min_bytes": 0, **FEEDBACK})
+    residual().fill_(1.0)
+    attach.make_step(Optimizer.outer)(Optimizer())
+    hybridcomp.save_state(folder)
+    process.configure({"min_bytes": 0, **FEEDBACK})
+    hybridcomp.load_state(folder, scale)
+    channels = process.current()
+    assert channels is not None
+    return channels.step, float(residual().sum())
 
 
-def test_residuals_follow_a_loss_scale_that_changed_in_between(tmp_path: Path) -> None:
-    assert run_ranks(1, carry, str(tmp_path), FEEDBACK, None)[0][:2] == (1, 4.0)
-    assert run_ranks(1, carry, str(tmp_path), FEEDBACK, 2.0)[0][:2] == (1, 1.0)
+def test_residuals_follow_a_loss_scale_that_changed_in_between(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert module_ranks(1, carry, str(tmp_path), None) == [(1, 4.0)]
+    assert module_ranks(1, carry, str(tmp_path), 2.0) == [(1, 1.0)]
 
 
 def missing(folder: str) -> tuple[int, str]:
-
     process.configure({"min_bytes": 0, **FEEDBACK})
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         hybridcomp.load_state(folder)
     channels = process.current()
     assert channels is not None
     return channels.step, said.getvalue()
 
 
-def test_a_folder_without_state_is_said(tmp_path: Path) -> None:
-    ((step, said),) = run_ranks(1, missing, str(tmp_path))
+def test_a_folder_without_state_is_said(module_ranks: RunRanks, tmp_path: Path) -> None:
+    ((step, said),) = module_ranks(1, missing, str(tmp_path))
     assert step == 0 and "lacks files of hybridcomp" in said and "steps count from zero" in said
 
 
 def test_state_needs_a_block() -> None:
-
     for call in (hybridcomp.save_state, hybridcomp.load_state):
         with pytest.raises(ConfigError, match="no block"):
             call("anywhere")

@@ -131,12 +131,6 @@ def test_bypass_errors_or_is_said(
     assert check(monkeypatch, {other: B8}, **{**job, "wrapper": DistributedDataParallel}) == []
 
 
-def test_symmetric_sums_matter_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums: dict[str, Any] = {"symmetric_ar_type": "two_shot"}
-    assert check(monkeypatch, {"tp": B8}, **sums) == []  # layers of Transformer Engine alone
-    assert check(monkeypatch, {"tp": B8}, layer=TeLinear, sequence_parallel=True, **sums) == []
-
-
 @pytest.mark.parametrize("axis", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
 def test_weights_cut_over_a_further_axis_are_said_or_refused(
     monkeypatch: pytest.MonkeyPatch, axis: str
@@ -151,14 +145,6 @@ def test_weights_cut_over_a_further_axis_are_said_or_refused(
         assert len(said) == 1 and said[0].startswith(f"{name}: tensor_parallel_num_weight_shards")
         assert "native, and not in the ledger" in said[0]
         assert check(monkeypatch, {name: B8}, **whole) == []
-    kept: list[dict[str, Any]] = [
-        {"dp": {**B8, "error_feedback": True}},
-        {"dp": {"codec": "powersgd", "rank": 2}},
-        ISLANDS,
-    ]
-    for block in kept:
-        with pytest.raises(ConfigError, match="tensor_parallel_num_weight_shards"):
-            check(monkeypatch, {**block, "on_unsupported": "native"}, **cut)
 
 
 @pytest.mark.parametrize("scope", ["full_iteration", [SimpleNamespace(name="full_iteration")]])
@@ -169,49 +155,44 @@ def test_a_graph_of_a_whole_step_reaches_every_message(
     for dimension in ("dp", "pp"):
         with pytest.raises(ConfigError, match="full_iteration"):
             check(monkeypatch, {dimension: B8}, **job)
-    assert check(monkeypatch, {"dp": B8}, cuda_graph_impl="none", cuda_graph_scope=scope) == []
 
 
-REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("dp", {"reduce_scatter_with_fp32_accumulation": True}, "reduce_scatter_with_fp32"),
-    ("zero", {"dtype": torch.float32}, "fp32 parameters"),
+DELTAS, SINGLE = {"zero": {**B8, "delta": True}}, {"dtype": torch.float32}
+REUSED, SHARDS = {"reuse_grad_buf_for_mxfp8_param_ag": True}, {"gtp_weight_remat_size": 2}
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"dp": B8}, {"reduce_scatter_with_fp32_accumulation": True}, "reduce_scatter_with_fp32"),
+    ({"zero": B8}, SINGLE, "a lossy codec for fp32 parameters"),
+    ({"dp": {**B8, "accumulate": "node"}}, {}, "adds up its micro-batches itself.*remove accum"),
+    (DELTAS, REUSED, "gradients overwrite the gathered parameters"),
+    ({"zero": "stepcode"}, REUSED, "gradients overwrite .* to take steps from"),
+    ({"zero": "stepcode"}, SINGLE, "stepcode with fp32 parameters"),
+    ({"dp": {**B8, "error_feedback": True}}, SHARDS, "tensor_parallel_num_weight_shards"),
+    ({"dp": {"codec": "powersgd", "rank": 2}}, SHARDS, "tensor_parallel_num_weight_shards"),
+    (ISLANDS, SHARDS, "tensor_parallel_num_weight_shards"),
 ]
+ACTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (DELTAS, {}), ({"zero": B8}, REUSED), ({"zero": "stepcode"}, {}), ({"zero": "mpc"}, SINGLE),
+    # sums in symmetric memory: of layers of Transformer Engine, and no reduce-scatters
+    ({"tp": B8}, {"symmetric_ar_type": "two_shot"}),
+    ({"tp": B8}, {"symmetric_ar_type": "two_shot", "layer": TeLinear, "sequence_parallel": True}),
+    ({"dp": B8}, {"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dimension", "job", "words"), REFUSALS)
+@pytest.mark.parametrize(("block", "job", "words"), REFUSALS, ids=str)
 def test_refused_whatever_the_block_says(
-    monkeypatch: pytest.MonkeyPatch, dimension: str, job: dict[str, Any], words: str
+    monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], job: dict[str, Any], words: str
 ) -> None:
     for behaviour in ("error", "native"):
         with pytest.raises(ConfigError, match=words):
-            check(monkeypatch, {dimension: B8, "on_unsupported": behaviour}, **job)
+            check(monkeypatch, {**block, "on_unsupported": behaviour}, **job)
 
 
-def test_micro_batches_are_summed_on_each_rank_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = {"dp": {**B8, "accumulate": "node"}, "on_unsupported": "native"}
-    with pytest.raises(ConfigError, match=r"adds up its micro-batches itself.*remove accumulate"):
-        check(monkeypatch, block)
-
-
-def test_deltas_need_parameters_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    reused: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
-    with pytest.raises(ConfigError, match="gradients overwrite the gathered parameters"):
-        check(monkeypatch, {"zero": {**B8, "delta": True}, "on_unsupported": "native"}, **reused)
-    assert check(monkeypatch, {"zero": {**B8, "delta": True}}) == []
-    assert check(monkeypatch, {"zero": B8}, **reused) == []
-
-
-def test_steps_need_parameters_that_stay_and_have_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    block: dict[str, Any] = {"zero": "stepcode", "on_unsupported": "native"}
-    with pytest.raises(ConfigError, match="gradients overwrite .* to take steps from"):
-        check(monkeypatch, block, reuse_grad_buf_for_mxfp8_param_ag=True)
-    with pytest.raises(ConfigError, match="stepcode with fp32 parameters"):
-        check(monkeypatch, block, dtype=torch.float32)
-    assert check(monkeypatch, block) == []
-
-
-def test_lossless_parameters_may_be_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check(monkeypatch, {"zero": "mpc"}, dtype=torch.float32) == []
+@pytest.mark.parametrize(("block", "job"), ACTS, ids=str)
+def test_settings_that_act(
+    monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], job: dict[str, Any]
+) -> None:
+    assert check(monkeypatch, block, **job) == []
 
 
 @pytest.mark.parametrize("dimension", SIZES)

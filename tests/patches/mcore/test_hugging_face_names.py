@@ -1,4 +1,7 @@
-"""Translation of Megatron's fused and sharded tensors: values are at Hugging Face's positions."""
+"""Translation of Megatron's fused and sharded tensors: values are at Hugging Face's positions.
+
+``tests/publishing/test_mcore.py`` has queries, keys, values and gates of a model like Llama.
+"""
 
 from __future__ import annotations
 
@@ -57,33 +60,6 @@ def fused(queries: Tensor, keys: Tensor, entries: Tensor, groups: int) -> Tensor
     """Return Megatron's rows: by group its queries, its key, its value."""
     rows = [one.chunk(groups) for one in (queries, keys, entries)]
     return torch.cat([part for group in zip(*rows, strict=True) for part in group])
-
-
-@pytest.mark.parametrize(("heads", "groups", "ranks"), [(4, 4, 1), (4, 2, 2), (8, 4, 2), (6, 2, 1)])
-@pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_queries_keys_and_values(heads: int, groups: int, ranks: int, kind: str) -> None:
-    more = (HIDDEN,) if kind == "weight" else ()
-    parts = [values(count * WIDTH, *more) + count for count in (heads, groups, groups + 10)]
-    parts[2] = values(groups * WIDTH, *more) + 5
-    names = HuggingFaceNames(LLAMA, heads, groups, WIDTH)
-    whole = fused(parts[0], parts[1], parts[2], groups)
-    found = joined(names, cut(f"self_attention.linear_qkv.{kind}", whole, ranks))
-    before = "model.layers.7.self_attn"
-    assert list(found) == [f"{before}.{one}_proj.{kind}" for one in "qkv"]
-    assert all(torch.equal(a, b) for a, b in zip(found.values(), parts, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gate_and_up_projection(ranks: int) -> None:
-    """Megatron's checkpoints hold all ranks' gate rows, then all up rows."""
-    gate, up = values(8, HIDDEN), values(8, HIDDEN) + 3
-    name, whole = "mlp.linear_fc1.weight", torch.cat([gate, up])
-    halves = [*cut(name, whole, 2 * ranks)]
-    found = joined(HuggingFaceNames(LLAMA, 4, 4, WIDTH), halves)
-    assert torch.equal(found["model.layers.7.mlp.gate_proj.weight"], gate)
-    assert torch.equal(found["model.layers.7.mlp.up_proj.weight"], up)
-    (one,) = cut(name, whole, 1)  # both in one part
-    assert len(list(HuggingFaceNames(LLAMA, 4, 4, WIDTH).translate(one))) == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -24,8 +24,8 @@ def test_a_stage(gpu: Gpu, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> N
     def _p2p_ops(**tensors: Any) -> dict[str, Any]:
         """Return requests as upstream does: one per tensor, by its key."""
         found: dict[str, Any] = {}
-        for slot, key, _ in pipeline.SLOTS:
-            tensor = tensors[slot]
+        for key in pipeline.WAYS:
+            tensor = tensors[f"tensor_{key}"]
             if tensor is not None:
                 sends = key.startswith("send")
                 found[key] = gpu.post([tensor] if sends else [], [] if sends else [tensor])
@@ -42,7 +42,7 @@ def test_a_stage(gpu: Gpu, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> N
                 tensor_send_prev=values_of(4096), tensor_recv_prev=values_of(4096),
                 tensor_send_next=out, tensor_recv_next=back, **ranks,
             )  # fmt: skip
-            assert set(requests) == {key for _, key, _ in pipeline.SLOTS}
+            assert set(requests) == set(pipeline.WAYS)
             if overlaps:
                 values_of(8).add_(1)  # another pass
             for request in requests.values():

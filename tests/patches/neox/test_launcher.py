@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -137,15 +136,24 @@ def test_find_files_as_deepy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert find_files(["a.yml"]) == [Path("a.yml")]
 
 
-def test_missing_checkout_is_one_line(tmp_path: Path) -> None:
-    found = start("job.yml", cwd=tmp_path)
-    assert found.returncode == 2
-    assert found.stderr.count("\n") == 1
-    assert f"the current folder is {tmp_path}, which is no GPT-NeoX checkout" in found.stderr
-    found = start("job.yml", cwd=tmp_path, GPT_NEOX_HOME="/nowhere")
-    assert "GPT_NEOX_HOME is /nowhere, which is no GPT-NeoX checkout" in found.stderr
-    assert start(cwd=tmp_path).returncode == 2
-    assert start("--help", cwd=tmp_path).returncode == 0
+def test_missing_checkout_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hybridcomp.patches.neox.train_neox import main
+
+    def ended(*arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        return end.value.code, capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GPT_NEOX_HOME", raising=False)
+    code, told = ended("job.yml")
+    assert code == 2 and told.count("\n") == 1
+    assert f"the current folder is {tmp_path}, which is no GPT-NeoX checkout" in told
+    monkeypatch.setenv("GPT_NEOX_HOME", "/nowhere")
+    assert "GPT_NEOX_HOME is /nowhere, which is no GPT-NeoX checkout" in ended("job.yml")[1]
+    assert (ended()[0], ended("--help")[0]) == (2, 0)
 
 
 def test_worker_runs_train_py_with_the_patches_armed(checkout: Path, tmp_path: Path) -> None:
@@ -157,20 +165,7 @@ def test_worker_runs_train_py_with_the_patches_armed(checkout: Path, tmp_path: P
     assert str(list(arguments))[1:-1] in line
 
 
-def test_launcher_runs_deepy_with_this_script(checkout: Path, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    (tmp_path / "job.yml").write_text("{}")
-    found = start("job.yml", cwd=tmp_path, GPT_NEOX_HOME=str(checkout), DS_ACCELERATOR="cpu")
-    assert found.returncode == 0, found.stderr
-    expected: list[Any] = [str(checkout / "deepy.py"), str(SCRIPT), "job.yml"]
-    assert f"deepy {expected} __main__ False" in found.stdout
-    (tmp_path / "job.yml").write_text('{"compression": {}}')
-    found = start("job.yml", cwd=tmp_path, GPT_NEOX_HOME=str(checkout), DS_ACCELERATOR="cpu")
-    assert found.returncode == 2 and "deepy " not in found.stdout
-    assert "train_neox.py: job.yml:" in found.stderr.splitlines()[-1]
-
-
-def test_the_module_launches_the_file_that_deepy_takes(checkout: Path, tmp_path: Path) -> None:
+def test_the_module_launches_deepy_with_the_file(checkout: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     module = ("-m", "hybridcomp.patches.neox")
     found = start("--path", cwd=tmp_path, program=module)
@@ -179,7 +174,12 @@ def test_the_module_launches_the_file_that_deepy_takes(checkout: Path, tmp_path:
     home = {"GPT_NEOX_HOME": str(checkout), "DS_ACCELERATOR": "cpu"}
     found = start("job.yml", cwd=tmp_path, program=module, **home)
     assert found.returncode == 0, found.stderr
-    assert f"deepy {[str(checkout / 'deepy.py'), str(SCRIPT), 'job.yml']} __main__" in found.stdout
+    expected = [str(checkout / "deepy.py"), str(SCRIPT), "job.yml"]
+    assert f"deepy {expected} __main__ False" in found.stdout
+    (tmp_path / "job.yml").write_text('{"compression": {}}')
+    found = start("job.yml", cwd=tmp_path, **home)
+    assert found.returncode == 2 and "deepy " not in found.stdout
+    assert "train_neox.py: job.yml:" in found.stderr.splitlines()[-1]
 
 
 def test_modules_beside_the_file_do_not_hide_those_of_the_checkout(checkout: Path) -> None:

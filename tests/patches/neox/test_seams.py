@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -18,11 +17,10 @@ import torch.distributed as dist
 import hybridcomp
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import SeamError
-from hybridcomp.patches import registry as patches
 from hybridcomp.patches.neox import checkout
-from hybridcomp.patches.registry import patches_of
 from hybridcomp.patches.rules import neox as rules
-from hybridcomp.seams.patching import apply_all, revert_all
+from hybridcomp.seams.arming import IN_PLACE
+from tests.patches.recorded import hold_to_revert
 from tests.ranks import run_ranks
 from tests.scripts_on_ranks import run_python
 from tests.stand_ins import gpt_neox
@@ -56,37 +54,25 @@ def neox(clean: Path) -> Path:
     return clean
 
 
-def raw(patch: Any) -> Any:
-    owner, name = patch.seam.owner_and_name()
-    return inspect.getattr_static(owner, name)
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_apply_and_revert(neox: Path, package: str) -> None:
-    fresh = patches_of(package)
-    before = [raw(patch) for patch in fresh]
-    apply_all(fresh)
-    assert all(raw(patch) is not was for patch, was in zip(fresh, before, strict=True))
-    with pytest.raises(SeamError, match="do not stack"):
-        patches_of(package)[0].apply()
-    revert_all(fresh)
-    assert all(raw(patch) is was for patch, was in zip(fresh, before, strict=True))
+    hold_to_revert(package)
 
 
 ARMED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import hybridcomp
-from hybridcomp.patches import registry as patches
+from hybridcomp.seams.arming import IN_PLACE
 hybridcomp.install()
-assert not patches.applied("megatron.mpu")
+assert "megatron.mpu" not in IN_PLACE
 import megatron.mpu
-assert len(patches.applied("megatron.mpu")) == 7
+assert len(IN_PLACE["megatron.mpu"]) == 7
 import megatron.training
-assert len(patches.applied("megatron.training")) == 1
+assert len(IN_PLACE["megatron.training"]) == 1
 hybridcomp.uninstall()
 hybridcomp.install()
-assert len(patches.applied("megatron.mpu")) == 7
+assert len(IN_PLACE["megatron.mpu"]) == 7
 """
 
 
@@ -102,7 +88,7 @@ def test_another_megatron_is_left_alone(clean: Path) -> None:
     importlib.import_module("megatron.training")
     hybridcomp.install()
     assert mappings.torch is torch
-    assert not patches.applied("megatron.mpu") and not patches.applied("megatron.training")
+    assert not IN_PLACE.keys() & set(PACKAGES)
     with pytest.raises(SeamError, match=r"needs GPT-NeoX.*without megatron.neox_arguments"):
         checkout.source()
 
@@ -129,7 +115,7 @@ def test_unknown_checkout_is_refused(clean: Path, old: str, new: str, message: s
     importlib.import_module("megatron.mpu")
     with pytest.raises(SeamError, match=message):
         hybridcomp.install()
-    assert not patches.applied("megatron.mpu")
+    assert "megatron.mpu" not in IN_PLACE
 
 
 def test_figures_go_where_neox_logs(neox: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def test_what_only_the_preset_chose_stops_no_job_that_may_stay_native() -> None:
     assert not block.active("tp") and block.active("dp") and "tp" not in block.measured()
     assert block.policy().codecs["tp", "forward"] is None
     written = {"preset": "recommended", "tp": BITS, "on_unsupported": "native"}
-    for other in (written, {"preset": "recommended"}):
+    both = replace(refused, dimensions=("dp", "tp"))  # dp is the preset's
+    for other, one in ((written, refused), (written, both), ({"preset": "recommended"}, refused)):
         with pytest.raises(ConfigError, match="compression.tp: found a switch"):
-            list(hold(CompressionConfig.parse(other), [(refused, True)]))
+            list(hold(CompressionConfig.parse(other), [(one, True)]))

@@ -12,7 +12,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.tools.commands import cli
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, run_ranks
 
 LAYOUT = {"data": 2, "tensor": 1, "stages": 1, "zero_stage": 1}
 
@@ -159,7 +159,7 @@ def test_a_job_on_megatron_core_of_another_layout_is_refused(tmp_path: Path) -> 
 
 
 def attach_torch(engine: str, path: str) -> str:
-    """Return the messages of attaching a model of torch's engines."""
+    """Return the error of attaching a model of torch's engines."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -179,9 +179,9 @@ def attach_torch(engine: str, path: str) -> str:
 
 @pytest.mark.parametrize(("engine", "stage"), [("ddp", 1), ("fsdp2", 3)])
 def test_a_model_of_torchs_engines_is_held_to_its_plan(
-    engine: str, stage: int, tmp_path: Path
+    module_ranks: RunRanks, engine: str, stage: int, tmp_path: Path
 ) -> None:
     """DDP knows only its ranks; ``fully_shard`` is ZeRO 3."""
-    assert run_ranks(2, attach_torch, engine, plan(tmp_path, zero_stage=stage)) == ["", ""]
-    for said in run_ranks(2, attach_torch, engine, plan(tmp_path, data=4, zero_stage=stage)):
+    assert module_ranks(2, attach_torch, engine, plan(tmp_path, zero_stage=stage)) == ["", ""]
+    for said in module_ranks(2, attach_torch, engine, plan(tmp_path, data=4, zero_stage=stage)):
         assert "ranks 2 instead of 4" in said

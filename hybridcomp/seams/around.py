@@ -1,0 +1,29 @@
+"""Turn a function that takes upstream's function as its first argument into a maker of patches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def around(
+    replacement: Callable[Concatenate[Callable[..., Any], P], R],
+) -> Callable[[Callable[..., Any]], Callable[P, R]]:
+    """Return the maker of a seam in ``PATCHES``: it binds upstream's function to ``replacement``.
+
+    ``replacement`` gets upstream's function, then the arguments of each call.
+    """
+
+    @functools.wraps(replacement)
+    def make(original: Callable[..., Any]) -> Callable[P, R]:
+        @functools.wraps(original)
+        def replaced(*args: P.args, **kwargs: P.kwargs) -> R:
+            return replacement(original, *args, **kwargs)
+
+        return replaced
+
+    return make
