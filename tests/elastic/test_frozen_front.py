@@ -122,6 +122,7 @@ def test_where_more_is_frozen_only_the_blocks_between_run() -> None:
     assert depth == 3 and [block.seen for block in blocks] == [SAMPLES] * 3 + [0]
     assert torch.equal(front(range(SAMPLES), values)[0], deep)
     assert blocks[2].seen == SAMPLES
+    assert front.nbytes == sum(kept.payload.nbytes for kept in front._kept.values())
 
 
 def test_weights_that_change_or_train_again_free_what_is_kept(
@@ -172,8 +173,8 @@ def test_the_least_recently_used_go_where_the_host_is_full(
     assert front.nbytes == room and (front.hits, front.misses) == (2, 6)
     said = capsys.readouterr().out
     assert "room for about 4 samples" in said and said.count("are full") == 1
-    front([0, 1], values[:2])
-    assert front.hits == 4  # 2 and 3 have gone
+    front([0, 1, 4, 5], values[[0, 1, 4, 5]])
+    assert front.hits == 6  # 2 and 3 have gone
 
 
 def test_ranks_of_a_host_share_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

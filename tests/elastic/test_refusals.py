@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hybridcomp
+from hybridcomp.elastic.checkpoints import SavedJob, newest_in
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.patches.ds.checkpoint import replanned as of_deepspeed
 from hybridcomp.patches.mcore import replanned
@@ -78,6 +79,15 @@ def test_an_unfinished_checkpoint_is_skipped_and_named(saved: Path, tmp_path: Pa
 def test_a_folder_that_is_not_there_yet_has_no_checkpoint(tmp_path: Path) -> None:
     for find in (of_deepspeed.find, of_torch.find):
         assert find(tmp_path / "later") == (None, [])
+
+
+def test_the_largest_number_is_the_newest_checkpoint(tmp_path: Path) -> None:
+    for name in ("step6", "step10", "step7", "notes99"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "done").touch()
+    for place, name in ((tmp_path, "step10"), (tmp_path / "step6", "step6")):
+        job, skipped = newest_in(place, lambda path: path.name.startswith("step"), "done", SavedJob)
+        assert job is not None and job.folder.name == name and skipped == []
 
 
 def test_files_of_an_earlier_save_on_more_ranks_do_not_count(saved: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any, Literal
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hybridcomp.elastic import batches
@@ -114,6 +115,8 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest() -> None:
         ElasticSampler(100, 16, rank=0, ranks=3)
     with pytest.raises(ConfigError, match=r"take 5 samples, or 1, 3 ranks"):
         batches.share(3, 5)
+    with pytest.raises(ConfigError, match="take 45 or 50 samples, or 3, 4, 6, 8 ranks"):
+        batches.share(48, 5)
     with pytest.raises(ConfigError, match="expected 1 sample or more"):
         batches.micro_batches(4, 2, 0)
     with pytest.raises(ConfigError, match="expected 1 or more"):
@@ -159,10 +162,24 @@ def test_another_state_is_refused_and_nothing_changes(
     assert sampler.state_dict() == before
 
 
+def test_an_order_that_differs_behind_its_first_sample_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (sampler,) = samplers(1, None, length=100, samples=8)
+    state, shuffle = sampler.state_dict(), torch.randperm
+
+    def other(*given: Any, **named: Any) -> torch.Tensor:
+        order = shuffle(*given, **named)
+        return torch.cat([order[:1], order[1:].flip(0)])
+
+    monkeypatch.setattr(torch, "randperm", other)
+    with pytest.raises(ConfigError, match="shuffles otherwise"):
+        sampler.load_state_dict(state)
+
+
 def test_steps_that_nobody_counts_are_told() -> None:
     (sampler,) = samplers(1, None, length=32, samples=8)
     next(iter(sampler))
-    sampler.state_dict()  # the first step may be under way
     list(sampler)
     with pytest.raises(ConfigError, match=r"call sampler.stepped\(\) after each"):
         sampler.state_dict()
@@ -173,6 +190,7 @@ def test_steps_that_nobody_counts_are_told() -> None:
         indices = iter(one)
         for _ in range(8):
             next(indices)
+            one.state_dict()  # the first step may be under way
         one.stepped()
         one.stepped()
 

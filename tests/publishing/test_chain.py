@@ -8,11 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.destinations import Folder
 from tests.publishing import numpy_reader
-from tests.publishing.made import NIGHTLY, Weights, changed_rightly, copy_of, launch, same
+from tests.publishing.made import (
+    NIGHTLY,
+    Weights,
+    changed_rightly,
+    copy_of,
+    error_of,
+    launch,
+    received,
+    same,
+)
 from tests.publishing.numpy_reader import Reader
 from tests.ranks import RunRanks
 
@@ -68,8 +76,7 @@ def lost_steps(folder: Path) -> tuple[bool, bool, bool]:
     checkpoint = copy_of(weights.values)
     weights.step(1)
     publisher.publish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
+    receiver = received(folder)
     base = publisher.base
     for name, value in checkpoint.items():
         weights.values[name].copy_(value)
@@ -90,83 +97,10 @@ def test_after_lost_steps_the_next_version_is_full(on_ranks: RunRanks, tmp_path:
     assert on_ranks(2, lost_steps, tmp_path) == [(True, True, True)] * 2
 
 
-def failing(folder: Path) -> list[str]:
-    """Fail to read weights on rank 1 in the middle of a version; then publish on."""
-    weights = Weights()
-    publisher = weights.publisher(Folder(folder))
-    publisher.publish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
-    before = copy_of(weights.values)
-    weights.step(1)
-    held = publisher._encoder.shards[-1].owned.held
-    read = held.read
-    if dist.get_rank() == 1:
-        object.__setattr__(held, "read", lambda: 1 / 0)
-    told = []
-    try:
-        publisher.publish()
-    except PublishError as error:
-        told.append(str(error))
-    dist.barrier()
-    assert receiver.update() is None and same(receiver, before)
-    assert not list(folder.rglob("v0000000002*"))
-    dist.barrier()
-    object.__setattr__(held, "read", read)
-    summary = publisher.publish()
-    dist.barrier()
-    receiver.update()
-    assert summary.full and summary.version == 2 and same(receiver, weights.values)
-    return told
-
-
-def test_a_rank_that_fails_leaves_no_version(on_ranks: RunRanks, tmp_path: Path) -> None:
-    told = on_ranks(2, failing, tmp_path)
-    assert told[0] == told[1] and len(told[0]) == 1
-    assert told[0][0].startswith("version 2 was not published: rank 1: ZeroDivisionError")
-    assert "\n" not in told[0][0]
-
-
-def asked(folder: Path) -> tuple[bool, ...]:
-    """Receive without the chain's beginning: request a full version, and get it."""
-    weights = Weights()
-    publisher = weights.publisher(Folder(folder))
-    for number in range(3):
-        weights.step(number)
-        publisher.publish()
-    dist.barrier()
-    (folder / "v0000000001.json").unlink(missing_ok=True)
-    dist.barrier()
-    receiver, text = WeightReceiver(folder), ""
-    if dist.get_rank() == 0:
-        try:
-            receiver.update()
-        except PublishError as error:
-            text = str(error)
-    dist.barrier()
-    summary = publisher.publish()
-    dist.barrier()
-    applied = receiver.update()
-    assert applied is not None
-    right = applied.full and applied.versions == 1 and same(receiver, weights.values)
-    weights.step(9)
-    later = publisher.publish()
-    named = "version 1 is missing" in text if dist.get_rank() == 0 else True
-    return summary.full, right, named, not later.full
-
-
-def test_a_receiver_asks_for_a_full_version(on_ranks: RunRanks, tmp_path: Path) -> None:
-    assert on_ranks(2, asked, tmp_path) == [(True,) * 4] * 2
-
-
 def one_rank_has_fp32() -> str:
     """Use weights that are not 16-bit on rank 1 alone."""
     weights = Weights(torch.float32 if dist.get_rank() else torch.bfloat16)
-    try:
-        weights.publisher(Folder(Path("unused")))
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: weights.publisher(Folder(Path("unused"))))
 
 
 def test_what_one_rank_cannot_publish_is_told_on_all(on_ranks: RunRanks) -> None:

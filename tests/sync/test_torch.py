@@ -19,22 +19,20 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import island_masters
 from hybridcomp.sync.outliers import far_off as far_off_of
 from tests.ranks import RunRanks, run_ranks
+from tests.sync.jobs import FED_BACK, gathered
+from tests.sync.jobs import inside as block
 from tests.sync.torch_job import Job
 
 LOCAL: dict[str, Any] = {"preset": "local-sgd", "every": 1}
 
 
-def block(**sync: Any) -> dict[str, Any]:
-    return {"sync": {"islands": 2, **sync}, "min_bytes": 0, "ledger": {"every": 1_000_000}}
-
-
 def every_step(engine: str) -> None:
     """Islands that meet every step, with SGD inside and outside, equal a single job."""
-    native = Job(None, engine).build().train(6).weights()
+    native = Job(None, engine).build().train(4).weights()
     for codec in ("none", "expcode"):
         # islands begin with other weights: all take the first one's
         seed = 0 if dist.get_rank() < 2 else 5
-        job = Job(block(**LOCAL, codec=codec), engine, seed=seed).build().train(6)
+        job = Job(block(**LOCAL, codec=codec), engine, seed=seed).build().train(4)
         torch.testing.assert_close(job.weights(), native, rtol=0, atol=1e-6)
         assert job.attached is not None
         hybridcomp.detach(job.model)
@@ -45,7 +43,7 @@ def every_step(engine: str) -> None:
 
 
 def averaged_in_turn(engine: str) -> None:
-    """A tied weight is in several fragments; each meeting averages it once.
+    """Average a tied weight that is in several fragments: once per meeting.
 
     Weights change by hand only, so after a turn of all fragments every weight is the start minus
     half of the mean change; averaged twice it would be a quarter.
@@ -68,14 +66,16 @@ def averaged_in_turn(engine: str) -> None:
     assert row is not None and row["meetings"] == 7
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_a_tied_weight_in_several_fragments_is_averaged_once(engine: str) -> None:
-    run_ranks(4, averaged_in_turn, engine)
+def averaged(engine: str) -> None:
+    averaged_in_turn(engine)
+    every_step(engine)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_every_step_is_the_native_job(engine: str) -> None:
-    run_ranks(4, every_step, engine)
+def test_a_tied_weight_is_averaged_once_and_every_step_is_the_native_job(
+    module_ranks: RunRanks, engine: str
+) -> None:
+    module_ranks(4, averaged, engine)
 
 
 class Odd(nn.Module):
@@ -127,7 +127,7 @@ def test_weights_in_another_order_and_complex_ones(on_ranks: RunRanks) -> None:
 
 
 def bounded() -> None:
-    """With error-bounded messages the mean differs from the exact one within the bound."""
+    """Compare the means of error-bounded messages with exact means."""
     rule = {"preset": "local-sgd", "every": 2, "islands": 1}
     first = Job(block(**rule)).build().weights()
     alone = Job(block(**{**rule, "every": 9})).build().train(2).weights()
@@ -141,7 +141,7 @@ def bounded() -> None:
 
 
 def diverging() -> None:
-    """All islands skip a meeting with NaN, and the sender is reset."""
+    """Send NaN: all islands skip the meeting, and the sender is reset."""
     rule = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 8}
     job = Job(block(**rule, islands=1)).build().train(3)
     rank, last = dist.get_rank(), job.meetings.parts[0].fragment.start.clone()
@@ -158,29 +158,27 @@ def diverging() -> None:
     job.optimizer.param_groups[0]["lr"] = 0.1
     job.train(2)
     mine = job.weights()
-    theirs = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(theirs, mine)
-    assert torch.equal(theirs[0], theirs[1]) and bool(mine.isfinite().all())
+    assert torch.equal(*gathered(mine)) and bool(mine.isfinite().all())
     job.meetings.close()
     assert not job.meetings.parts and not job.meetings.under_way
 
 
 def diverging_in_turn(skipped: int, **late: int) -> None:
-    """An island with NaN weights gets all fragments at once, and stays in the run."""
+    """Give an island NaN weights: it gets all fragments at once, and stays in the run."""
     rule = {"preset": "diloco", "every": 4, "codec": "blockint", "bits": 8, "fragments": 2}
     job = Job(block(**rule, **late, islands=1)).build().train(4)
     if dist.get_rank() == 1:
         with torch.no_grad():
             for parameter in job.model.parameters():
                 parameter.fill_(torch.nan)
-    job.train(26)
+    job.train(18)
     assert bool(job.weights().isfinite().all())
     row = job.meetings.row()
     assert row is not None and row["skipped"] == skipped
 
 
 def failing_to_send(**late: int) -> None:
-    """With late means, a rank that fails to encode its message blocks nobody.
+    """Fail to encode a message with late means, which blocks no rank.
 
     All skip that meeting, log the failing rank, and meet again.
     """
@@ -209,13 +207,11 @@ def failing_to_send(**late: int) -> None:
     assert fails or "island 1 sent nothing, as rank 1 failed; all skip" in said.getvalue()
     figures = meetings.row()
     assert figures is not None and figures["skipped"] == 1 and figures["meetings"] > 0
-    alike: list[Any] = [None] * 2
-    dist.all_gather_object(alike, meetings.parts[0].fragment.start)
-    assert torch.equal(*alike)
+    assert torch.equal(*gathered(meetings.parts[0].fragment.start))
 
 
 def overflowing() -> None:
-    """An island whose loss scaler skips a step reports it and still meets with the others."""
+    """Let an island's loss scaler skip a step: it reports this and meets with the others."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         skipping()
     told = "sync: step 2: island 0 skips its step for an overflow, and meets the others as ever"
@@ -288,18 +284,16 @@ def test_nan_overflow_and_bad_input() -> None:
 
 
 def far_off() -> None:
-    """Four islands, one far off: all skip the meeting, and it is reset."""
+    """Move one of four islands far off: all skip the meeting, and it is reset."""
     rule = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 8, "outlier": 10.0}
     job = Job(block(**rule, islands=1)).build().train(3)
     rank, last = dist.get_rank(), job.meetings.parts[0].fragment.start.clone()
-    whole = [torch.empty_like(last) for _ in range(4)]
     if rank == 2:
         with torch.no_grad():
             next(iter(job.model.parameters())).mul_(1e4)
     job.optimizer.param_groups[0]["lr"] = 0.0
     job.train(1)
-    dist.all_gather(whole, job.meetings.parts[0].fragment.start)
-    assert all(torch.equal(one, last) for one in whole)
+    assert all(torch.equal(one, last) for one in gathered(job.meetings.parts[0].fragment.start))
     assert (rank == 2) == torch.equal(job.weights(), last)
     job.optimizer.param_groups[0]["lr"] = 0.1
     job.train(2)
@@ -308,7 +302,7 @@ def far_off() -> None:
 
 
 def far_off_in_parts() -> None:
-    """Two of three islands have the same norm, for any sharding over their ranks."""
+    """Compute norms of islands whose weights are sharded differently."""
     group = dist.group.WORLD
     held = torch.tensor([[1.0, 4.0, 100.0, 0.0], [4.0, 1.0, 100.0, 5.0]], dtype=torch.float64)
     mine = held[dist.get_rank() % 2] * (dist.get_rank() < 2)
@@ -317,16 +311,20 @@ def far_off_in_parts() -> None:
     assert far_off_of(mine, [True, False, True, False], 1.5, group) == [False] * 4  # two islands
 
 
-def test_an_outlier_is_skipped() -> None:
-    run_ranks(4, far_off)
-    run_ranks(4, far_off_in_parts)
+def both_far_off() -> None:
+    far_off()
+    far_off_in_parts()
 
 
-RESUMED = {"preset": "wsp", "every": 2, "codec": "blockint", "bits": 4, "error_feedback": True}
+def test_an_outlier_is_skipped(module_ranks: RunRanks) -> None:
+    module_ranks(4, both_far_off)
+
+
+RESUMED = {**FED_BACK, "preset": "wsp", "every": 2}
 
 
 def resumed(engine: str, rule: dict[str, Any]) -> None:
-    """A run saved with messages in flight resumes bit-identically."""
+    """Save a run with messages in flight; it resumes bit-identically."""
     job = Job(block(**rule), engine).build().train(5)
     assert job.attached is not None
     state = job.attached.state_dict()
@@ -343,10 +341,13 @@ def resumed(engine: str, rule: dict[str, Any]) -> None:
     assert torch.equal(again.weights(), job.weights())
 
 
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
-    run_ranks(4, resumed, "ddp", RESUMED)
-    sparse = {"preset": "sparseloco", "every": 2, "fragments": 2, "delay": 1}
-    run_ranks(4, resumed, "fsdp2", sparse)
+def both_resumed() -> None:
+    resumed("ddp", RESUMED)
+    resumed("fsdp2", {"preset": "sparseloco", "every": 2, "fragments": 2, "delay": 1})
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(module_ranks: RunRanks) -> None:
+    module_ranks(4, both_resumed)
 
 
 def of_part(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
@@ -378,8 +379,8 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def damaged() -> None:
-    """A rank that cannot load its state changes nothing on any rank."""
-    job = Job(block(**FED_BACK, islands=1), "ddp").build().train(3)
+    """Damage the state of a rank: no rank changes."""
+    job = Job(block(1, every=2, **FED_BACK)).build().train(3)
     assert job.attached is not None
     state = job.attached.state_dict()
     for told, damage in DAMAGES.items():
@@ -396,9 +397,6 @@ def damaged() -> None:
         assert "rank 1: " in str(caught.value) and told in str(caught.value), caught.value
         assert (job.meetings.clock, len(job.meetings.parts)) == (3, 1)
     job.train(2)
-
-
-FED_BACK = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 4, "error_feedback": True}
 
 
 def test_state_that_one_rank_cannot_take_over_changes_no_rank() -> None:
@@ -418,9 +416,7 @@ def changing(is_frozen_first: bool) -> None:
     hybridcomp.detach(job.model)
     hybridcomp.attach(job.model, told)
     weights = job.train(2).weights()
-    every = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, weights)
-    assert all(torch.equal(weights, one) for one in every)
+    assert all(torch.equal(weights, one) for one in gathered(weights))
     hybridcomp.detach(job.model)
 
 
@@ -449,9 +445,9 @@ def all_changing() -> None:
         changing(is_frozen_first)
 
 
-def test_parameters_that_are_frozen_or_unfrozen_later_are_an_error() -> None:
+def test_parameters_that_are_frozen_or_unfrozen_later_are_an_error(module_ranks: RunRanks) -> None:
     """Islands would not share a newly trained layer, and would still average a frozen one."""
-    run_ranks(4, all_changing)
+    module_ranks(4, all_changing)
 
 
 def on_one_node() -> str:
