@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol
 
 from hybridcomp.autotune.zero3_moves import Knobs
-from hybridcomp.dimensions import DIRECTIONS, Direction
+from hybridcomp.dimensions import DIRECTIONS, Direction, Key
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost import fully_shard
 from hybridcomp.tools.plan.cost.calls import EngineCall, Price
@@ -402,14 +401,31 @@ def merged(items: Iterable[Item]) -> Items:
     return tuple(replace(item, count=count) for item, count in counts.items())
 
 
-class Wish(Protocol):
-    """Prices from which lower bounds are made, such as the cheapest of a budget's choices."""
+@dataclass(frozen=True)
+class Ideal:
+    """Prices with the fastest coding and the fastest wire of any option, for every message.
+
+    No choices are faster, so that these prices give lower bounds.
+    """
+
+    options: tuple[tuple[Key, tuple[Choice, ...]], ...]
 
     def price(self, job: PlannedJob, item: Item) -> Price:
-        """Price all messages of one item."""
+        """Price an item with the least of each part over its options."""
+        table = dict(self.options)
+        found = [
+            job.prices.of(item.call, choice, item.dtype, item.key[0])
+            for choice in ((item.fixed,) if item.fixed else table.get(item.key, (NATIVE,)))
+        ]
+        fastest = Price(
+            min(one.coding for one in found),
+            min(one.wire for one in found),
+            min(one.inside for one in found),
+        )
+        return fastest.times(item.count)
 
 
-def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
+def price(job: PlannedJob, item: Item, choices: Choices | Ideal) -> Price:
     """Price all messages of one item."""
     if not isinstance(choices, Choices):
         return choices.price(job, item)
@@ -419,7 +435,7 @@ def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
 
 
 def layer_seconds(
-    job: PlannedJob, layout: Layout, layer: ModelLayer, choices: Choices | Wish
+    job: PlannedJob, layout: Layout, layer: ModelLayer, choices: Choices | Ideal
 ) -> float:
     """Return seconds of both passes of ``layer`` on the fastest rank, messages included."""
     fastest = max(range(layout.ranks), key=job.cluster.speeds.__getitem__)
@@ -430,7 +446,7 @@ def layer_seconds(
     return seconds
 
 
-def lands_behind(job: PlannedJob, item: Item, choices: Choices | Wish) -> bool:
+def lands_behind(job: PlannedJob, item: Item, choices: Choices | Ideal) -> bool:
     """Return whether a copy overlaps with the last pass: encoded gradients, but not on a CPU."""
     encoded = not isinstance(choices, Choices) or not choices[item.key].native
     return encoded and item.key == ("offload", "backward") and not job.on_cpu

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from hybridcomp.config.directional import STATE_CODECS
 from hybridcomp.config.hierarchy_level import SUMMED
 from hybridcomp.dimensions import KEYS, ROWS, Key
-from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
-from hybridcomp.tools.plan.cost.calls import Price
-from hybridcomp.tools.plan.cost.job import Item, PlannedJob
+from hybridcomp.tools.plan.choices import Choice, Choices
+from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.tools.plan.cost.step import seconds_of
 from hybridcomp.tools.plan.cost.times import least_seconds, stage_times
-from hybridcomp.tools.plan.cost.work import Work, lands_behind, price
+from hybridcomp.tools.plan.cost.work import Ideal, Work, lands_behind, price
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 
@@ -24,30 +23,6 @@ Costs = tuple[float, ...]
 SUMS: frozenset[Key] = frozenset({("dp", "forward")})
 #: combinations of choices that are simulated for one layout
 MOST = 64
-
-
-@dataclass(frozen=True)
-class Ideal:
-    """Prices with the fastest coding and the fastest wire of any option, for every message.
-
-    No choices are faster, so that these prices give lower bounds.
-    """
-
-    options: tuple[tuple[Key, tuple[Choice, ...]], ...]
-
-    def price(self, job: PlannedJob, item: Item) -> Price:
-        """Price an item with the least of each part over its options."""
-        table = dict(self.options)
-        found = [
-            job.prices.of(item.call, choice, item.dtype, item.key[0])
-            for choice in ((item.fixed,) if item.fixed else table.get(item.key, (NATIVE,)))
-        ]
-        fastest = Price(
-            min(one.coding for one in found),
-            min(one.wire for one in found),
-            min(one.inside for one in found),
-        )
-        return fastest.times(item.count)
 
 
 @dataclass(frozen=True)
