@@ -138,7 +138,7 @@ def _pass(
     job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
     chunk: Sequence[int], number: int, way: Direction,
 ) -> Pass:  # fmt: skip
-    """Build a pass of chunk ``number``; backward runs recomputed layers forward, too."""
+    """Build a pass of chunk ``number``; backward also runs recomputed layers forward."""
     own, again, sent = [layers[one] for one in chunk], list[ModelLayer](), list[Item]()
     compute = Estimate.total(job.compute(one, rank)[DIRECTIONS.index(way)] for one in own)
     if way == "forward" and number + 1 < layout.stages * layout.virtual:
@@ -282,7 +282,7 @@ def model_pass(job: PlannedJob, layout: Layout, stage: StageWork) -> ModelPass:
 
 
 def gathered(job: PlannedJob, layout: Layout, stage: StageWork) -> Gathered:
-    """Return what a micro-batch gathers at ZeRO 3, and the values that are there at once."""
+    """Return the gathers of a micro-batch at ZeRO 3, and the most values gathered at once."""
     if job.limits.engine == "fsdp2":
         values = stage.dense + stage.experts
         return Gathered(0.0, fully_shard.gathered_values(job, layout, stage.layers, values))
@@ -301,7 +301,7 @@ def on_host(job: PlannedJob, layout: Layout, stage: StageWork) -> float:
 def _each_micro(layout: Layout, reduce: list[Item]) -> tuple[list[Item], list[Item]]:
     """Return the reductions of every micro-batch, and those of a step, at ZeRO 2 and 3.
 
-    Sums in the node leave the exchange inside a node to all micro-batches but the last.
+    With sums in the node, all micro-batches but the last exchange inside nodes alone.
     """
     if layout.accumulate == "native":
         return reduce, []
@@ -336,7 +336,7 @@ def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
 
 
 def _divided(stage: StageWork, parts: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Divide gathers into those of trained and of frozen weights."""
+    """Divide gathers into gathers of trained and of frozen weights."""
     trained = sum(stage.trained) / (stage.dense + stage.experts)
 
     def part(share: float) -> list[Item]:
@@ -347,7 +347,7 @@ def _divided(stage: StageWork, parts: Sequence[Item]) -> tuple[list[Item], list[
 
 
 def _opened(item: Item) -> EngineCall:
-    """Return the decoding of what a rank keeps in the place of its gather."""
+    """Return the call that decodes a rank's kept weights instead of gathering them."""
     assert isinstance(item.call, EngineCall)
     return replace(item.call, kept=True)
 
@@ -370,7 +370,7 @@ def _inside(layout: Layout, parts: Sequence[Item], times: float, renewed: int) -
 
 
 def _crossing(layout: Layout, parts: Sequence[Item]) -> list[Item]:
-    """Return what crosses nodes once in a step: whole gathers, or steps of the copies.
+    """Return the messages between nodes once a step: whole gathers, or steps of the copies.
 
     Each rank gets the steps of its part of the copy from one rank of each other node. Steps of 8
     bits are priced as exact steps, of which they are a part.

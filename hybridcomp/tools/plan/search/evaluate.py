@@ -61,7 +61,7 @@ class Evaluator:
         return seconds_of(work.layout, stage_times(self.job, work, choices))
 
     def fits(self, work: Work, choices: Choices) -> bool:
-        """Return whether every rank has memory for residuals, references and payloads, too."""
+        """Return whether every rank also has memory for residuals, references and payloads."""
         return self.need(work, choices) <= self.job.capacity
 
     def need(self, work: Work, choices: Choices) -> float:
@@ -79,8 +79,8 @@ class Evaluator:
     def best(self, work: Work, most: int = MOST) -> Best | None:
         """Find the fastest choices that fit; None where none do.
 
-        Of equally fast ones the first in the budget wins, native before all. At most ``most``
-        combinations that fit are tried, in the order of their summed seconds.
+        Of equally fast choices the first in the budget wins; native comes before all. At most
+        ``most`` combinations that fit are tried, in the order of their summed seconds.
         """
         table = self.options(work)
         combinations = [
@@ -183,8 +183,8 @@ def options_of(
 ) -> tuple[Choice, ...]:
     """Return the budget's options at ``key`` that take the job's dtype.
 
-    Only native copies where host codecs are unknown. Where the cluster has sites, sums also with
-    encoded ones inside of them.
+    Only native copies where host codecs are unknown. Where the cluster has sites, also sums that
+    are encoded inside of sites.
     """
     options = budget.options(key, zero_stage)
     found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))
