@@ -239,13 +239,9 @@ def _validate(options: argparse.Namespace) -> int:
     from hybridcomp.tools.commands.memory import JobSize
 
     facts = {name: getattr(options, name) for name in ("pipeline", "moe", "tensor", "sequence")}
-    job = JobSize.of(
-        options.parameters, options.world_size, options.replicas, options.ranks_per_node,
-        options.device_memory, options.activation, options.tensor_ranks,
-    )  # fmt: skip
     for line in validate.lines(
-        options.file, facts, options.world_size, options.checkpoint, job, options.picture,
-        options.frozen,
+        options.file, facts, options.world_size, options.checkpoint, JobSize.of(options),
+        options.picture, options.frozen,
     ):  # fmt: skip
         print(printable(line))
     return 0

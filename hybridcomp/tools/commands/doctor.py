@@ -60,7 +60,7 @@ def run(cluster: Path | None = None) -> int:
 
 
 def _stages(cluster: Path | None) -> dict[str, Callable[[], Iterable[Finding]]]:
-    """Return the stages of the check by topic, in the order in which they are printed."""
+    """Return the stages of the check by topic, in the order of printing."""
     return {
         "requirements": _requirements,
         "native kernels": lambda: [_kernels()],

@@ -46,7 +46,7 @@ class Watched:
     def after(self, record: Mapping[str, Any]) -> Watched:
         """Return the state after one more record.
 
-        Raises ValueError, TypeError, KeyError or AttributeError for what is no record.
+        Raises ValueError, TypeError, KeyError or AttributeError if it is no record of a ledger.
         """
         step, at = int(record["step"]), _number(record.get(TIME))
         if record.get("summary"):
@@ -150,7 +150,7 @@ def _messages(row: Mapping[str, Any]) -> str:
 
 
 class LedgerReader:
-    """Reads what a job appends to a file, from its beginning, and after a restart the new file."""
+    """Reads a file that a job appends to from its beginning, and after a restart the new file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,25 +68,15 @@ class JobSize:
     tensor_ranks: int | None = None
 
     @classmethod
-    def of(
-        cls,
-        parameters: float | None,
-        world_size: int | None,
-        replicas: int | None,
-        ranks_per_node: int | None,
-        device_nbytes: float | None,
-        activation: float | None = None,
-        tensor_ranks: int | None = None,
-    ) -> JobSize | None:
-        """Check the options of the command line; None without ``parameters``.
+    def of(cls, asked: argparse.Namespace) -> JobSize | None:
+        """Check the options of the command line; None without ``--parameters``.
 
         Raises ConfigError in one line, naming the option.
         """
-        options = {
-            "--parameters": parameters, "--world-size": world_size, "--replicas": replicas,
-            "--ranks-per-node": ranks_per_node, "--device-memory": device_nbytes,
-            "--activation": activation, "--tensor-ranks": tensor_ranks,
-        }  # fmt: skip
+        names = ("parameters", "world_size", "replicas", "ranks_per_node", "device_memory",
+                 "activation", "tensor_ranks")  # fmt: skip
+        options = {f"--{name.replace('_', '-')}": getattr(asked, name) for name in names}
+        parameters, world_size = asked.parameters, asked.world_size
         for name, found in options.items():
             if found is not None and not 1 <= found <= MOST:
                 raise ConfigError(name, show(found), f"expected a number from 1 to {MOST:g}")
@@ -100,10 +91,10 @@ class JobSize:
         for name in ("--replicas", "--ranks-per-node", "--tensor-ranks"):
             if (found := options[name]) is not None and world_size % found:
                 raise ConfigError(name, found, f"it does not divide --world-size {world_size}")
-        values = None if activation is None else int(activation)
+        values = None if asked.activation is None else int(asked.activation)
         return cls(
-            int(parameters), world_size, replicas, ranks_per_node or 1, device_nbytes, values,
-            tensor_ranks,
+            int(parameters), world_size, asked.replicas, asked.ranks_per_node or 1,
+            asked.device_memory, values, asked.tensor_ranks,
         )  # fmt: skip
 
 

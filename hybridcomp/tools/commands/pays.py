@@ -116,21 +116,18 @@ def _device(options: argparse.Namespace, codecs: Iterable[Codec], dtype: torch.d
 
 def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGroup, int]:
     """Return the messages and micro-batches of a step, from options, the file, or defaults."""
-    said = MessageGroup(RANKS), 1
+    found, micro_batches = MessageGroup(RANKS), 1
     if file is not None and file.whose != "block":
-        ranks = file.replicas if file.replicas not in (None, 1) else RANKS
-        accumulation = file.accumulation or 1
-        dtype, summed = DTYPES[file.dtype or "bf16"], DTYPES.get(file.job.summed_dtype or "")
-        said = MessageGroup(ranks or RANKS, file.job.stage, dtype, summed), accumulation
-    has_hpz = file is not None and file.whose != "block" and file.traffic().copy != "none"
-    asked = options.dtype is not None
-    return MessageGroup(
-        said[0].ranks if options.ranks is None else options.ranks,
-        said[0].stage if options.stage is None else options.stage,
-        DTYPES[options.dtype] if asked else said[0].dtype,
-        None if asked else said[0].summed,
-        has_hpz=has_hpz,
-    ), said[1] if options.micro_batches is None else options.micro_batches
+        replicas, micro_batches = file.replicas or 1, file.accumulation or 1
+        found = MessageGroup(
+            replicas if replicas > 1 else RANKS, file.job.stage, DTYPES[file.dtype or "bf16"],
+            DTYPES.get(file.job.summed_dtype or ""), has_hpz=file.traffic().copy != "none",
+        )  # fmt: skip
+    given = {"ranks": options.ranks, "stage": options.stage}
+    found = replace(found, **{name: value for name, value in given.items() if value is not None})
+    if options.dtype is not None:
+        found = replace(found, dtype=DTYPES[options.dtype], summed=None)
+    return found, micro_batches if options.micro_batches is None else options.micro_batches
 
 
 def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:

@@ -113,7 +113,7 @@ def read_ledger(path: Path) -> Rows:
 
 
 def figures_beside(path: Path, steps: Curve) -> dict[str, Any]:
-    """Return those fields of a training that the ledger at ``path`` has. Raises CompareError.
+    """Return the fields of a training that the ledger at ``path`` has. Raises CompareError.
 
     ``sent``: MB sent by all ranks up to each of ``steps``. The summary's surplus over the reports
     counts at the last step.

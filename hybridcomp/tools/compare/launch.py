@@ -17,7 +17,7 @@ from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.tools.compare.children import run_logged
 from hybridcomp.tools.compare.json_lines import LOG
 from hybridcomp.tools.compare.runs import CompareError
-from hybridcomp.tools.compare.trained import OUTPUT, TrainingProgress
+from hybridcomp.tools.compare.trained import OUTPUT, last_line, last_step
 from hybridcomp.tools.progress import ProgressDisplay
 
 BASELINE = "baseline"
@@ -78,6 +78,32 @@ class LaunchedTraining:
             return bool(parsed_json(done.read_text(encoding="utf-8")) == self.settings)
         except (FileNotFoundError, ValueError):
             return False
+
+
+class TrainingProgress:
+    """Shows the progress of a command's trainings, which all take equally many steps."""
+
+    def __init__(self, progress: ProgressDisplay) -> None:
+        self._progress = progress
+        # finished trainings; steps of a training, 0 until one has finished
+        self._done, self._steps = 0, 0
+
+    def run(self, job: LaunchedTraining, name: str) -> float | None:
+        """Run the next training; return its seconds, None if it had finished before."""
+        self._progress.show(self._done, f"{name}: training")
+        try:
+            seconds = job.run(lambda *told: self._look(name, *told), self._progress.every)
+        finally:
+            self._done += 1
+        if seconds is None:
+            self._progress.skip()
+        self._steps = last_step(job.folder) or self._steps
+        return seconds
+
+    def _look(self, name: str, seconds: float, folder: Path) -> None:
+        share = min(1.0, last_step(folder) / self._steps) if self._steps else 0.0
+        text = f"{name}: {seconds:.0f} s, {last_line(folder) or 'nothing logged yet'}"
+        self._progress.show(self._done + share, text)
 
 
 def _why(said: Sequence[str]) -> str:

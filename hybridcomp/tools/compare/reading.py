@@ -125,8 +125,9 @@ def _read(parts: tuple[Path, ...], ledger: str) -> LoggedTraining:
         if path.is_dir() or path.suffix == ".wandb":
             folders = (part if part.is_dir() else part.parent for part in parts)
             return wandb_files.read_training(*folders)
-        kind = trainer_state if path.suffix == ".json" else json_lines
-        return kind.read_training(path, ledger)
+        if path.suffix == ".json":
+            return trainer_state.read_training(path, ledger)
+        return json_lines.read_training(path, ledger)
     except CompareError:
         raise
     except DAMAGED as error:

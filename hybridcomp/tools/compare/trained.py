@@ -1,59 +1,17 @@
-"""Run trainings one after the other, and show the progress of each from its log."""
+"""Read how far a running training is, from its log and its output."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from hybridcomp.escaping import one_line, parsed_json
 from hybridcomp.tools.compare.json_lines import LOG
-from hybridcomp.tools.progress import ProgressDisplay
 
 #: name of the file with a training's stdout and stderr
 OUTPUT = "output.txt"
 #: bytes at the end of a log to search for its last record
 LAST_NBYTES = 4096
-
-
-class Trainable(Protocol):
-    """One training that writes its log into a folder."""
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of its files."""
-
-    def run(
-        self, watch: Callable[[float, Path], object] | None = None, every: float | None = None
-    ) -> float | None:
-        """Train; return the seconds, None if the training had finished before."""
-
-
-class TrainingProgress:
-    """Shows the progress of a command's trainings, which all take equally many steps."""
-
-    def __init__(self, progress: ProgressDisplay) -> None:
-        self._progress = progress
-        # finished trainings; steps of a training, 0 until one has finished
-        self._done, self._steps = 0, 0
-
-    def run(self, job: Trainable, name: str) -> float | None:
-        """Run the next training; return its seconds, None if it had finished before."""
-        self._progress.show(self._done, f"{name}: training")
-        try:
-            seconds = job.run(lambda *told: self._look(name, *told), self._progress.every)
-        finally:
-            self._done += 1
-        if seconds is None:
-            self._progress.skip()
-        self._steps = last_step(job.folder) or self._steps
-        return seconds
-
-    def _look(self, name: str, seconds: float, folder: Path) -> None:
-        share = min(1.0, last_step(folder) / self._steps) if self._steps else 0.0
-        text = f"{name}: {seconds:.0f} s, {last_line(folder) or 'nothing logged yet'}"
-        self._progress.show(self._done + share, text)
 
 
 def last_line(folder: Path) -> str:

@@ -83,12 +83,13 @@ def read_training(*folders: Path) -> LoggedTraining:
     header = config.get(CONFIG_RUN) or {}
     tokens = _tokens(history, config, at)
     # W&B's step numbers come from the trainer: in DeepSpeed's monitors they are samples
-    steps = np.arange(1, len(at) + 1) if TOKENS in _names(history) else np.array(sorted(last))
+    is_ours = any(TOKENS in values for values in history.values())
+    steps = np.array(range(1, len(at) + 1) if is_ours else sorted(last), dtype=np.float64)
     seconds = _at(history, "_runtime", at)
-    check_curve(folder, steps.astype(np.float64), losses)
+    check_curve(folder, steps, losses)
     return LoggedTraining(
         source=folder,
-        steps=steps.astype(np.float64),
+        steps=steps,
         losses=losses,
         tokens=tokens,
         seconds=_elapsed(history, at, seconds),
@@ -197,10 +198,6 @@ def _update(config: dict[str, Any], record: Any) -> None:
         for part in path[:-1]:
             place = place.setdefault(part, {})
         place[path[-1]] = json.loads(item.value_json)
-
-
-def _names(history: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    return {name for values in history.values() for name in values}
 
 
 def _series(history: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, float]:

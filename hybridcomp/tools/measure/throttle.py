@@ -39,7 +39,7 @@ def period_s(groups: Path = GROUPS, own: Path = OWN) -> float:
 def _upwards(path: str, roots: list[Path]) -> Iterator[Path]:
     """Yield the existing folders of a group and of all groups that contain it, under each root.
 
-    Inside a container the path may be that of the host, of which only the root is mounted.
+    Inside a container the path may be the host's, of which only the root is mounted.
     """
     own = Path(path.lstrip("/"))
     for root in roots:

@@ -90,7 +90,7 @@ def training_rows(
     """Time trainings of blocks of ``size`` in turns with a single block outside the engine.
 
     Returns rows of the trainings, the same on all ranks, and this rank's rows of the block. A
-    collective over the job. Returns nothing, and prints why, where a rank has no DeepSpeed or too
+    collective over the job. Returns no rows, and prints why, where a rank has no DeepSpeed or too
     little memory.
     """
     parameters = sum(parameter.numel() for parameter in TransformerBlock(size).parameters())

@@ -1,7 +1,7 @@
 """Count the bits per parameter that cross nodes in a step: natively, under ZeRO++, with a block.
 
 ``JobTraffic.lighter`` has settings that send less and take more memory: secondary copies, ZeRO 1.
-All figures are those among many nodes; n nodes send (n - 1) / n of them.
+All figures are for many nodes; n nodes send (n - 1) / n of them.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def told(job: JobTraffic, encoded: float) -> str:
 
 
 def lines(config: CompressionConfig, job: JobTraffic) -> Iterator[str]:
-    """Yield the bits of ``job`` with a block, and what sends less; nothing where it has low rank.
+    """Yield the bits of ``job`` with a block, and settings that send less; no line for low rank.
 
     How much a low rank sends depends on the matrices.
     """

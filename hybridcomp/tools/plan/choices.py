@@ -71,7 +71,7 @@ class Choice:
         return {**dict(self.setting), **own} if self.setting else {"codec": "none"}
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``written``, and ``inside`` where it is true, no key of a block's dimension."""
+        """Return ``written`` and, where true, ``inside``, which no dimension of a block has."""
         return {**self.written, **({"inside": True} if self.inside else {})}
 
     @property

@@ -179,7 +179,7 @@ class Layout:
 
     @property
     def levels(self) -> int:
-        """Levels of messages of dp and zero, where their group spans as many."""
+        """Levels of messages of dp and zero, if their group spans as many levels."""
         return 3 if isinstance(self.hierarchy, tuple) else 1 + self.hierarchy
 
     @property

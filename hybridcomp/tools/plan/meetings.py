@@ -94,7 +94,7 @@ def estimated(
 
 
 def proposal(plan: Plan, cluster: Cluster, model: Model) -> str | None:
-    """Say in a sentence how often islands of one node should meet, in place of ``plan``.
+    """Return a sentence on how often islands of one node should meet, instead of ``plan``.
 
     None where one node holds the job, where a dimension other than ``dp`` and ``zero`` cuts the
     model (islands refuse it), where their messages take less than ``WORTH`` of a step, and where

@@ -212,7 +212,7 @@ class Plan:
 
 
 def _check(name: str, annotation: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is what is annotated: a number, or several of them."""
+    """Raise TypeError unless ``value`` is a number, or several numbers, as annotated."""
     several = Mapping if annotation.startswith("Mapping") else list | tuple
     if annotation != "float" and not isinstance(value, several):
         raise TypeError(f"{name}: expected several numbers, found {type(value).__name__}")

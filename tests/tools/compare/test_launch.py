@@ -178,6 +178,7 @@ def test_a_file_that_holds_no_settings_is_one_line(
     assert "\n" not in told
 
 
+@pytest.mark.nightly
 def test_a_failure_shows_the_end_of_the_output(tmp_path: Path) -> None:
     """The real ``python -m hybridcomp.run``."""
     script = "import sys; print('hybridcomp' in sys.modules, 'the reason'); raise SystemExit(3)"

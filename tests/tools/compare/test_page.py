@@ -9,6 +9,7 @@ import webbrowser
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -68,7 +69,8 @@ def runs_of(folder: Path, labels: list[str], seeds: int = 2) -> list[str]:
 
 
 def made(out: Path, *words: str) -> tuple[str, dict[str, Any], Page]:
-    assert cli.main(["compare", *words, "--out", str(out), "--wandb", "none"]) == 0
+    with mock.patch.object(command, "_picture", return_value=None):
+        assert cli.main(["compare", *words, "--out", str(out), "--wandb", "none"]) == 0
     text = (out / "report.html").read_text(encoding="utf-8")
     return text, json.loads((out / "comparison.json").read_text()), Page(text)
 
@@ -179,6 +181,7 @@ def test_open_shows_the_page(
 
     monkeypatch.setattr(webbrowser, "open", show)
     monkeypatch.setattr(command, "_page", lambda _, wishes: (wishes.out / command.PAGE).touch())
+    monkeypatch.setattr(command, "_picture", lambda *_: None)
     words = [*runs_of(tmp_path / "runs", ["base", "b"], seeds=1), "--wandb", "none"]
     assert cli.main(["compare", *words, "--out", str(tmp_path / "out")]) == 0 and not opened
     assert cli.main(["compare", *words, "--out", str(tmp_path / "out"), "--open"]) == 0

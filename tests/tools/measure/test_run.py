@@ -111,8 +111,15 @@ def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
     assert extra != again.overhead("send", 2, 1, "expcode()")  # separate rows from the collectives'
 
 
+def links_alone(hierarchy: Any) -> Cluster:
+    """Measure links, uplinks and channels alone."""
+    rows: dict[str, Any] = dict.fromkeys(("kernel_rows", "coding_rows", "copy_rows"), lambda *_: [])
+    with little(), mock.patch.multiple(run, message_rows=lambda *_: ([], []), **rows):
+        return measure(torch.device("cpu"), 0.3, hierarchy=hierarchy)
+
+
 def test_four_ranks_on_two_nodes(on_ranks: RunRanks) -> None:
-    cluster = on_ranks(4, measured, 2)[0]
+    cluster = on_ranks(4, links_alone, 2)[0]
     assert [rank.node for rank in cluster.ranks] == [0, 0, 1, 1]
     assert {(row.ranks, row.nodes) for row in cluster.links} == {(2, 1), (2, 2), (4, 2)}
     busy = {(row.ranks, row.nodes) for row in cluster.links if row.beside == "groups"}
@@ -338,17 +345,9 @@ def test_a_block_that_no_rank_has_room_for_is_refused(on_ranks: RunRanks) -> Non
     assert all("take 2.7e+07 GB, more than a rank has" in said for said in on_ranks(2, too_large))
 
 
-def measured_sites() -> Cluster:
-    """Measure links and uplinks alone."""
-    rows = dict.fromkeys(("kernel_rows", "coding_rows", "copy_rows"), lambda *_: [])
-    both = dict.fromkeys(("message_rows", "channel_rows"), lambda *_: ([], []))
-    with little(), mock.patch.multiple(run, **rows, **both):
-        return measure(torch.device("cpu"), 0.3, hierarchy=[1, 2])
-
-
 def test_uplinks_of_sites_are_timed_and_planned_with(on_ranks: RunRanks, tmp_path: Path) -> None:
     """Four single-rank nodes on two sites: both ranks of a site send at once."""
-    cluster, *others = on_ranks(4, measured_sites)
+    cluster, *others = on_ranks(4, links_alone, [1, 2])
     assert all(other == cluster for other in others) and cluster.nodes_per_site == 2
     assert {(row.operation, row.beside) for row in cluster.uplinks} == {("send", "groups")}
     assert {row.nbytes for row in cluster.uplinks} <= {2 << 12, 2 << 14}

@@ -191,13 +191,6 @@ def test_only_dimensions_that_the_job_has(
     assert [line.split()[0] for line in lines if not line.startswith("left out")] == rows
 
 
-def test_the_file_of_gpt_neox_says_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("yaml")
-    assert cli.main(["pays", str(ROOT / "configs" / "neox" / "20B.yml")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines[2:]} >= {"dp", "tp", "pp"}
-
-
 def test_a_file_of_gpt_neox_needs_no_settings_of_deepspeed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

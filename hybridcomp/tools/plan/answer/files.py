@@ -122,7 +122,7 @@ def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
 
 
 def _host_room(plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Return what a node's host keeps of states whose others are on its drive."""
+    """Return the GB of states that a node's host keeps, where the others are on its drive."""
     if not plan.layout.drive:
         return {}
     ranks = min(cluster.ranks_per_node, plan.layout.ranks)

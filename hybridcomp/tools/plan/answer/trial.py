@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.tools.compare.launch import LaunchedTraining, fill, free_port
+from hybridcomp.tools.compare.launch import LaunchedTraining, TrainingProgress, fill, free_port
 from hybridcomp.tools.compare.reading import read_runs
 from hybridcomp.tools.compare.runs import WARM_UP, CompareError
-from hybridcomp.tools.compare.trained import TrainingProgress
 from hybridcomp.tools.plan.answer import files, start_command
 from hybridcomp.tools.plan.answer.base import Base
 from hybridcomp.tools.plan.machines.cluster import Cluster

@@ -23,7 +23,7 @@ def calibrated(job: PlannedJob) -> PlannedJob:
 
 
 def _taken(cluster: Cluster, row: TrainedSmall) -> Taken:
-    """Price a small training by layers and messages alone, with nothing hidden by compute."""
+    """Price a small training by layers and messages alone; compute hides nothing."""
     values = float(row.blocks * row.parameters)
     limits = SearchLimits(dtype=row.dtype, engine="deepspeed", bucket_numel=values)
     data = cluster.world_size

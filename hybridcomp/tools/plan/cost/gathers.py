@@ -99,7 +99,7 @@ class ModelPass:
         return max(1, math.ceil(sum(_parts(self, ranks)) / SUB_GROUPS))
 
     def on_drive(self, ranks: int, room: float) -> float:
-        """Return the share of states in files where a rank's host keeps those of ``room`` values.
+        """Return the share of states in files if a rank's host keeps the states of ``room`` values.
 
         It keeps the first of ``SUB_GROUPS`` sub-groups, as the policy does in a run.
         """

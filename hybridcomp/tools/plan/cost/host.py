@@ -93,7 +93,7 @@ class OverheadModel:
 
 
 class Taken(NamedTuple):
-    """A training and its predicted seconds: of a micro-batch, of the last one, of its compute."""
+    """A training and predicted seconds: of a micro-batch, of the last micro-batch, of compute."""
 
     row: TrainedSmall
     micro: float
@@ -157,7 +157,7 @@ def least(hosts: Iterable[Host]) -> Host:
 def nearest(hosts: Hosts, zero_stage: int, style: Style) -> Host:
     """Return the overhead of a ZeRO stage and style, or of the nearest stage of that style.
 
-    Another style stands in only where the style has no training. Without hosts it is zero.
+    Uses another style only where this style has no training. Without hosts it is zero.
     """
     if not hosts:
         return Host()

@@ -281,8 +281,8 @@ class PlannedJob:
     ) -> list[Item]:
         """Return copies of ``values`` gradients to the host and of parameters back.
 
-        share: of the values that step on the host. DeepSpeed copies the sums of the others to the
-        host and back in every micro-batch, too. With states on a drive these copies are native.
+        share: of the values that step on the host. DeepSpeed also copies the sums of the others to
+        the host and back in every micro-batch. With states on a drive these copies are native.
         """
         # at stage 3 a rank has a part of every layer, else whole layers
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")

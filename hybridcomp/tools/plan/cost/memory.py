@@ -137,7 +137,7 @@ def kept_by_codecs(
 
 
 def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
-    """Return the messages that reduce ``values``: a bucket, and what it cannot hold as another."""
+    """Return the messages that reduce ``values``: a full bucket, and the rest as another."""
     ranks = layout.size("replicas")
     call = replace(job.groups.call("all_reduce", 0.0, layout, "replicas", 0), levels=layout.levels)
     width = math.prod(call.inside)

@@ -200,7 +200,7 @@ class Prices:
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
 
     def _filed(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
-        """Price states that go to the drive and come from it; nothing hides what codes them."""
+        """Price states that go to the drive and come from it; nothing hides their coding."""
         cluster, native = self.cluster, call.nbytes + call.back_nbytes
         share = 1.0
         if choice.codec is not None:

@@ -9,7 +9,7 @@ from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import EngineCall, Price
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.schedule import Op, Task
-from hybridcomp.tools.plan.cost.work import Items, StageWork, Wish, Work, lands_behind, price
+from hybridcomp.tools.plan.cost.work import Ideal, Items, StageWork, Work, lands_behind, price
 from hybridcomp.tools.plan.machines.estimates import Estimate
 
 #: index into a ``Estimate``: its value, its low end, its high end
@@ -43,7 +43,7 @@ class View:
 VIEW = View()
 
 
-def seconds(job: PlannedJob, items: Items, choices: Choices | Wish, view: View) -> Seconds:
+def seconds(job: PlannedJob, items: Items, choices: Choices | Ideal, view: View) -> Seconds:
     """Add up the seconds of ``items``, without the dimensions that ``view`` drops."""
     coding = link = 0.0
     for item in items:
@@ -132,14 +132,14 @@ class StageTimes:
 
 
 def stage_times(
-    job: PlannedJob, work: Work, choices: Choices | Wish, view: View = VIEW
+    job: PlannedJob, work: Work, choices: Choices | Ideal, view: View = VIEW
 ) -> tuple[StageTimes, ...]:
     """Return the seconds of the parts of every stage."""
     return tuple(_times(job, work, stage, choices, view) for stage in work.stages)
 
 
 def _times(
-    job: PlannedJob, work: Work, stage: StageWork, choices: Choices | Wish, view: View
+    job: PlannedJob, work: Work, stage: StageWork, choices: Choices | Ideal, view: View
 ) -> StageTimes:
     host = job.host(work.layout, stage.rank, choices if isinstance(choices, Choices) else None)
     values = stage.dense + stage.experts
@@ -175,8 +175,9 @@ def _times(
 
 
 def _copied(
-    job: PlannedJob, stage: StageWork, way: str, choices: Choices | Wish, view: View, compute: float
-) -> float:
+    job: PlannedJob, stage: StageWork, way: str, choices: Choices | Ideal, view: View,
+    compute: float,
+) -> float:  # fmt: skip
     """Return seconds of copies, or of files, that the last pass's ``compute`` cannot hide."""
     total = 0.0
     for item in stage.copies:
@@ -187,7 +188,7 @@ def _copied(
     return total
 
 
-def _returned(job: PlannedJob, sent: Items, choices: Choices | Wish) -> float:
+def _returned(job: PlannedJob, sent: Items, choices: Choices | Ideal) -> float:
     """Return the share of a message's seconds until its blocking send returns."""
     shares = [
         job.cluster.returned(price(job, item, choices).nbytes / item.count, item.call.nodes)

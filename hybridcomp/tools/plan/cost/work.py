@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol
 
 from hybridcomp.autotune.zero3_moves import Knobs
-from hybridcomp.dimensions import DIRECTIONS, Direction
+from hybridcomp.dimensions import DIRECTIONS, Direction, Key
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost import fully_shard
 from hybridcomp.tools.plan.cost.calls import EngineCall, Price
@@ -139,7 +138,7 @@ def _pass(
     job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
     chunk: Sequence[int], number: int, way: Direction,
 ) -> Pass:  # fmt: skip
-    """Build a pass of chunk ``number``; backward runs recomputed layers forward, too."""
+    """Build a pass of chunk ``number``; backward also runs recomputed layers forward."""
     own, again, sent = [layers[one] for one in chunk], list[ModelLayer](), list[Item]()
     compute = Estimate.total(job.compute(one, rank)[DIRECTIONS.index(way)] for one in own)
     if way == "forward" and number + 1 < layout.stages * layout.virtual:
@@ -283,7 +282,7 @@ def model_pass(job: PlannedJob, layout: Layout, stage: StageWork) -> ModelPass:
 
 
 def gathered(job: PlannedJob, layout: Layout, stage: StageWork) -> Gathered:
-    """Return what a micro-batch gathers at ZeRO 3, and the values that are there at once."""
+    """Return the gathers of a micro-batch at ZeRO 3, and the most values gathered at once."""
     if job.limits.engine == "fsdp2":
         values = stage.dense + stage.experts
         return Gathered(0.0, fully_shard.gathered_values(job, layout, stage.layers, values))
@@ -302,7 +301,7 @@ def on_host(job: PlannedJob, layout: Layout, stage: StageWork) -> float:
 def _each_micro(layout: Layout, reduce: list[Item]) -> tuple[list[Item], list[Item]]:
     """Return the reductions of every micro-batch, and those of a step, at ZeRO 2 and 3.
 
-    Sums in the node leave the exchange inside a node to all micro-batches but the last.
+    With sums in the node, all micro-batches but the last exchange inside nodes alone.
     """
     if layout.accumulate == "native":
         return reduce, []
@@ -337,7 +336,7 @@ def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
 
 
 def _divided(stage: StageWork, parts: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Divide gathers into those of trained and of frozen weights."""
+    """Divide gathers into gathers of trained and of frozen weights."""
     trained = sum(stage.trained) / (stage.dense + stage.experts)
 
     def part(share: float) -> list[Item]:
@@ -348,7 +347,7 @@ def _divided(stage: StageWork, parts: Sequence[Item]) -> tuple[list[Item], list[
 
 
 def _opened(item: Item) -> EngineCall:
-    """Return the decoding of what a rank keeps in the place of its gather."""
+    """Return the call that decodes a rank's kept weights instead of gathering them."""
     assert isinstance(item.call, EngineCall)
     return replace(item.call, kept=True)
 
@@ -371,7 +370,7 @@ def _inside(layout: Layout, parts: Sequence[Item], times: float, renewed: int) -
 
 
 def _crossing(layout: Layout, parts: Sequence[Item]) -> list[Item]:
-    """Return what crosses nodes once in a step: whole gathers, or steps of the copies.
+    """Return the messages between nodes once a step: whole gathers, or steps of the copies.
 
     Each rank gets the steps of its part of the copy from one rank of each other node. Steps of 8
     bits are priced as exact steps, of which they are a part.
@@ -402,14 +401,31 @@ def merged(items: Iterable[Item]) -> Items:
     return tuple(replace(item, count=count) for item, count in counts.items())
 
 
-class Wish(Protocol):
-    """Prices from which lower bounds are made, such as the cheapest of a budget's choices."""
+@dataclass(frozen=True)
+class Ideal:
+    """Prices with the fastest coding and the fastest wire of any option, for every message.
+
+    No choices are faster, so that these prices give lower bounds.
+    """
+
+    options: tuple[tuple[Key, tuple[Choice, ...]], ...]
 
     def price(self, job: PlannedJob, item: Item) -> Price:
-        """Price all messages of one item."""
+        """Price an item with the least of each part over its options."""
+        table = dict(self.options)
+        found = [
+            job.prices.of(item.call, choice, item.dtype, item.key[0])
+            for choice in ((item.fixed,) if item.fixed else table.get(item.key, (NATIVE,)))
+        ]
+        fastest = Price(
+            min(one.coding for one in found),
+            min(one.wire for one in found),
+            min(one.inside for one in found),
+        )
+        return fastest.times(item.count)
 
 
-def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
+def price(job: PlannedJob, item: Item, choices: Choices | Ideal) -> Price:
     """Price all messages of one item."""
     if not isinstance(choices, Choices):
         return choices.price(job, item)
@@ -419,7 +435,7 @@ def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
 
 
 def layer_seconds(
-    job: PlannedJob, layout: Layout, layer: ModelLayer, choices: Choices | Wish
+    job: PlannedJob, layout: Layout, layer: ModelLayer, choices: Choices | Ideal
 ) -> float:
     """Return seconds of both passes of ``layer`` on the fastest rank, messages included."""
     fastest = max(range(layout.ranks), key=job.cluster.speeds.__getitem__)
@@ -430,7 +446,7 @@ def layer_seconds(
     return seconds
 
 
-def lands_behind(job: PlannedJob, item: Item, choices: Choices | Wish) -> bool:
+def lands_behind(job: PlannedJob, item: Item, choices: Choices | Ideal) -> bool:
     """Return whether a copy overlaps with the last pass: encoded gradients, but not on a CPU."""
     encoded = not isinstance(choices, Choices) or not choices[item.key].native
     return encoded and item.key == ("offload", "backward") and not job.on_cpu

@@ -28,7 +28,7 @@ class FirstIn:
     size: int | None = None
 
     def __call__(self, state: ClusterState) -> dict[str, int]:
-        """Return the running jobs, and the next ones that fit."""
+        """Return the running jobs, and the next jobs that fit."""
         found = {name: len(ranks) for name, ranks in state.running.items()}
         waiting = [one for one in state.tasks.values() if one.name not in found]
         for task in sorted(waiting, key=lambda one: (one.arrival, one.name)):
@@ -103,7 +103,7 @@ class Evolution:
         1. Refresh: jobs that have ended leave the last population, new ones are admitted.
         2. Crossover: a child has each job's ranks from one of two parents.
         3. Mutation: some jobs get another number of ranks, or none.
-        4. Repair: shrink jobs until all fit, start waiting ones, give away what is left.
+        4. Repair: shrink jobs until all fit, start waiting jobs, give away free ranks.
         5. The best live on. Reorder is ``ClusterState.place``: it numbers the ranks of each child.
         """
         if not state.tasks:
@@ -139,7 +139,7 @@ class Evolution:
         return dict(next(iter(people)))
 
     def _repaired(self, state: ClusterState, child: Mapping[str, int]) -> dict[str, int]:
-        """Return ``child`` (ranks by job, 0: it waits) with ranks that exist, all given away."""
+        """Return ``child`` (ranks by job, 0: it waits) with valid numbers that use all ranks."""
         draw, tasks = self._random, state.tasks
         found = {name: size for name, size in child.items()
                  if name in tasks and size in tasks[name].rates}  # fmt: skip

@@ -139,7 +139,7 @@ class ClusterState:
         others = [name for name in allocation if name not in kept]
 
         def turn(name: str) -> tuple[int, bool, str]:
-            """Order by size; of one size those that can stay come first."""
+            """Order by size; among equal sizes, jobs that can stay come first."""
             own = self.running.get(name)
             return -allocation[name], own is None or not taken.isdisjoint(own), name
 
@@ -206,8 +206,8 @@ def _take(
 ) -> tuple[int, ...] | None:
     """Take ``size`` ranks out of ``free``, by node; None, and ``free`` unchanged, without room.
 
-    Whole nodes: those that the job has, then those that others use least. A part of a node: of the
-    node that the job has most of, then of the fullest.
+    Whole nodes: first the job's nodes, then the nodes that others use least. A part of a node: of
+    the node that the job has most of, then of the fullest.
     """
     own = set(own)
     whole = size // of_node if size % of_node == 0 else 1

@@ -96,7 +96,7 @@ class Cluster:
 
     @cached_property
     def dtypes(self) -> frozenset[str]:
-        """Dtypes in which the speed of matrix products is known of every rank."""
+        """Dtypes in which the speed of every rank's matrix products is known."""
         return dtypes_of(self.ranks, self.kernels)
 
     @property

@@ -157,7 +157,7 @@ def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
 
 
 def closest(known: Collection[Size], ranks: int, nodes: int) -> Size:
-    """Return the most similar (ranks, nodes) of ``known``; whether both cross nodes comes first."""
+    """Return the most similar (ranks, nodes) of ``known``: first by crossing nodes or not."""
 
     def distance(group: Size) -> tuple[bool, float]:
         size = abs(math.log(group[0] / ranks)) + abs(math.log(group[1] / nodes))

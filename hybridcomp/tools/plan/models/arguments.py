@@ -120,7 +120,7 @@ def train_gpt(arguments: str | Sequence[str]) -> Decoder:
 
 
 def of_line(arguments: str | Sequence[str]) -> Decoder:
-    """Read either of the two, told apart by options that only one has. Raises ConfigError."""
+    """Read arguments of Megatron or ``train_gpt.py``, by their options. Raises ConfigError."""
     options = parsed(arguments)
     if "num_layers" in options:
         return megatron(arguments)

@@ -39,6 +39,6 @@ def experts(
 
 
 def _with_rest(matrices: tuple[float, ...], parameters: float) -> tuple[float, ...]:
-    """Append one tensor with those of ``parameters`` that no matrix holds, if there are any."""
+    """Append a tensor with the rest of ``parameters``, which no matrix holds, if any."""
     rest = parameters - sum(matrices)
     return (*matrices, rest) if rest > 0.5 else matrices

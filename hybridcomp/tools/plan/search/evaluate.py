@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from hybridcomp.config.directional import STATE_CODECS
 from hybridcomp.config.hierarchy_level import SUMMED
 from hybridcomp.dimensions import KEYS, ROWS, Key
-from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
-from hybridcomp.tools.plan.cost.calls import Price
-from hybridcomp.tools.plan.cost.job import Item, PlannedJob
+from hybridcomp.tools.plan.choices import Choice, Choices
+from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.tools.plan.cost.step import seconds_of
 from hybridcomp.tools.plan.cost.times import least_seconds, stage_times
-from hybridcomp.tools.plan.cost.work import Work, lands_behind, price
+from hybridcomp.tools.plan.cost.work import Ideal, Work, lands_behind, price
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 
@@ -24,30 +23,6 @@ Costs = tuple[float, ...]
 SUMS: frozenset[Key] = frozenset({("dp", "forward")})
 #: combinations of choices that are simulated for one layout
 MOST = 64
-
-
-@dataclass(frozen=True)
-class Ideal:
-    """Prices with the fastest coding and the fastest wire of any option, for every message.
-
-    No choices are faster, so that these prices give lower bounds.
-    """
-
-    options: tuple[tuple[Key, tuple[Choice, ...]], ...]
-
-    def price(self, job: PlannedJob, item: Item) -> Price:
-        """Price an item with the least of each part over its options."""
-        table = dict(self.options)
-        found = [
-            job.prices.of(item.call, choice, item.dtype, item.key[0])
-            for choice in ((item.fixed,) if item.fixed else table.get(item.key, (NATIVE,)))
-        ]
-        fastest = Price(
-            min(one.coding for one in found),
-            min(one.wire for one in found),
-            min(one.inside for one in found),
-        )
-        return fastest.times(item.count)
 
 
 @dataclass(frozen=True)
@@ -86,7 +61,7 @@ class Evaluator:
         return seconds_of(work.layout, stage_times(self.job, work, choices))
 
     def fits(self, work: Work, choices: Choices) -> bool:
-        """Return whether every rank has memory for residuals, references and payloads, too."""
+        """Return whether every rank also has memory for residuals, references and payloads."""
         return self.need(work, choices) <= self.job.capacity
 
     def need(self, work: Work, choices: Choices) -> float:
@@ -104,8 +79,8 @@ class Evaluator:
     def best(self, work: Work, most: int = MOST) -> Best | None:
         """Find the fastest choices that fit; None where none do.
 
-        Of equally fast ones the first in the budget wins, native before all. At most ``most``
-        combinations that fit are tried, in the order of their summed seconds.
+        Of equally fast choices the first in the budget wins; native comes before all. At most
+        ``most`` combinations that fit are tried, in the order of their summed seconds.
         """
         table = self.options(work)
         combinations = [
@@ -208,8 +183,8 @@ def options_of(
 ) -> tuple[Choice, ...]:
     """Return the budget's options at ``key`` that take the job's dtype.
 
-    Only native copies where host codecs are unknown. Where the cluster has sites, sums also with
-    encoded ones inside of them.
+    Only native copies where host codecs are unknown. Where the cluster has sites, also sums that
+    are encoded inside of sites.
     """
     options = budget.options(key, zero_stage)
     found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))

@@ -91,12 +91,14 @@ def test_overlapping_intervals_are_said() -> None:
 
 
 def test_the_whole_answer() -> None:
-    text = "\n".join(
-        answer(Found((plan(), SLOW), 12, 5, refused={"memory": 3}), CLUSTER)
-    )  # fmt: skip
+    told = prediction(between_nbytes={"dp": 2e6}, between_native_nbytes={"dp": 7e6})
+    found = Found((plan(told=told), SLOW), 12, 5, refused={"memory": 3})
+    text = "\n".join(answer(found, CLUSTER))
     assert "memory of the fullest rank: weights 400 MB, activations 100 MB, host 1 GB" in text
     assert "(its device has 1 GB)" in text
-    assert "dp: 1 MB a step instead of 8 MB; 100 ms seen, 100 ms behind compute" in text
+    crosses = "dp: 1 MB a step instead of 8 MB, between nodes 2 MB instead of 7 MB; 100 ms seen, "
+    assert crosses + "100 ms behind compute" in text
+    assert "between nodes in all: 2 MB a step of a rank instead of 7 MB" in text
     assert "12 looked at, 5 simulated" in text and "\n  3: memory" in text
     assert "Why" not in "\n".join(answer(Found((plan(),)), CLUSTER)), "nothing to compare with"
 

@@ -114,5 +114,7 @@ def test_states_of_the_engines() -> None:
         found = step(layout, cluster(1, 4), engine=engine).memory
         assert found["weights"] == 2 * values and found["gradients"] == gradients * values
         assert found["optimizer"] == 12 * values / 4
+    host = step(layout.replace(offload=True), cluster(1, 4)).memory
+    assert (host["host"], host["optimizer"]) == (12 * values / 4, 0)
     three = step(layout.replace(zero_stage=3), cluster(1, 4)).memory
     assert three["weights"] == 2 * values / 4 and three["gathered"] > 0

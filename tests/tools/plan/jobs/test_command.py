@@ -114,9 +114,9 @@ def test_slurm_numbers_nodes_and_waits_for_the_last_of_its_name(
 def test_a_job_with_a_checkpoint_goes_on_by_replan(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(2, run, [Case("ddp")], str(folder / "saved"), 2)
+    run_ranks(1, run, [Case("ddp")], str(folder / "saved"), 2)
     command = ["echo", "{node_ranks}", "{ranks}", "{accumulation}", "{checkpoint}"]
-    goes_on = job("a", samples=SAMPLES, checkpoint="saved/ddp_none", ranks={"now": [0, 1]},
+    goes_on = job("a", samples=SAMPLES, checkpoint="saved/ddp_none", ranks={"now": [0]},
                   command=command)  # fmt: skip
     assert decide([goes_on]) == 0
     assert ranks_of()["a"] == [0, 1, 2, 3]

@@ -246,12 +246,6 @@ def test_sizes_that_are_none_are_told(changed: dict[str, Any], said: str) -> Non
         decoder({**LLAMA, **changed}, "model")
 
 
-def test_heads_may_be_wider_than_their_share() -> None:
-    """``head_dim`` counts, for any hidden width."""
-    config = {**LLAMA, "hidden_size": 100, "num_attention_heads": 3, "head_dim": 64}
-    assert decoder(config, "model").head_width == 64
-
-
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

@@ -137,11 +137,6 @@ def test_a_slow_link_is_worth_a_codec() -> None:
     assert not first(100.0).plans[0].choices.items, "a fast link is not"
 
 
-def test_what_the_user_has_decided_stays() -> None:
-    found = first(1.0, tensor=2, stages=2, zero_stage=0, cuts=(3, 3)).plans[0]
-    assert (found.layout.tensor, found.layout.stages, found.layout.cuts) == (2, 2, (3, 3))
-
-
 def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
