@@ -82,7 +82,7 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
 
 
 def _ranks(model: Module) -> Ranks | None:
-    """Return the ranks that attach ``model`` together; None: all, or none that is known."""
+    """Return the ranks that attach ``model`` together; None: all ranks, or unknown ones."""
     ranks: Ranks = ()
     if isinstance(model, DistributedDataParallel):
         ranks = ranks_of(model.process_group)
@@ -95,7 +95,7 @@ def _ranks(model: Module) -> Ranks | None:
 
 
 def _start(model: Module, attached: Attached) -> None:
-    """Start those features of the block that are no messages."""
+    """Start the block's features besides the engine's messages."""
     attached.on_detach(functools.partial(_forget, model))
     in_layers = (name for name, row in ROWS.items() if row.in_layers)
     if any(attached.channels[name].active for name in in_layers):
@@ -116,7 +116,7 @@ def _follow_loads(model: Module, attached: Attached) -> None:
 
 
 def _loaded(module: Module, keys: object) -> None:
-    """Follow a load; at module level, as a model's hooks are pickled with it."""
+    """Record a load; at module level, since pickling a model pickles its hooks."""
     known = _loads.get(module)
     if known is not None and (attached := known()) is not None:
         attached.session.restored = True

@@ -32,7 +32,7 @@ from hybridcomp.session import process
 from hybridcomp.session.agreement import refuse_deepspeeds
 from hybridcomp.session.engine_session import EngineSession
 
-#: the name of each engine that users know
+#: the engines' names in messages to the user
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
 #: the forms in which a user may give a block
 Source = Mapping[str, Any] | str | Path | CompressionConfig

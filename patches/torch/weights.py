@@ -117,8 +117,8 @@ def mesh_ranks(model: nn.Module) -> tuple[int, ...]:
 class _KnownShards:
     """Check, when called, that a sharded model still has the parameters it began with.
 
-    A module holds a parameter sharded or gathered: both are FSDP2's. Shards may be replaced by
-    FSDP2 itself; what counts is their shape, and the dtype in which the model computes.
+    A module holds FSDP2's sharded or gathered parameter. FSDP2 itself may replace shards, so only
+    their shape, and the dtype in which the model computes, are compared.
     """
 
     def __init__(
