@@ -27,7 +27,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import one_gpu  # noqa: E402
 from fuzzing import island_job, jobs  # noqa: E402
 from hybridcomp.sync.rendezvous import Rendezvous  # noqa: E402
 from hybridcomp.sync.store_line import StoreLine  # noqa: E402
@@ -101,9 +101,7 @@ def run(
     context: ForkServerContext, folder: Path, args: argparse.Namespace, **own: Any
 ) -> Iterator[tuple[list[Struck], Rendezvous]]:
     """Open a rendezvous and start the islands of a run."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
+    port = one_gpu.free_port()
     server = context.Process(target=rendezvous.run, args=(port,), daemon=True)
     server.start()
     line = StoreLine("127.0.0.1", port, START_S * 4)

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lab.team import STOPPED, TIMED_OUT, Team
+from lab.team import STOPPED, TIMED_OUT, Team, sigterm_raises
 
 #: final lines of a failed rank's output to repeat at the end
 TAIL = 15
@@ -111,23 +110,14 @@ def run(args: argparse.Namespace, inherited: Mapping[str, str]) -> Team:
                 defaults["TORCH_EXTENSIONS_DIR"] = str(Path(folder, f"extensions{rank}"))
                 team.start(
                     words(args.command),
-                    _nothing,
-                    {**defaults, **inherited, **own, "PYTHONUNBUFFERED": "1"},
                     None,
+                    {**defaults, **inherited, **own, "PYTHONUNBUFFERED": "1"},
                     f"[{rank}] " if not args.quiet else "" if rank == 0 else None,
                 )
             team.wait(args.timeout, args.grace)
         finally:
             team.end()
     return team
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
-def _nothing() -> None:
-    """Return an empty context: ranks need no special environment."""
 
 
 def report(statuses: Sequence[int], texts: Sequence[str]) -> list[str]:
@@ -154,17 +144,14 @@ def how(status: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; return the exit status."""
     args = arguments(argv)
-    # end the ranks with the launcher on any signal
-    before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        team = run(args, os.environ)
+        with sigterm_raises():
+            team = run(args, os.environ)
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         print(f"one_gpu: {error}", file=sys.stderr)
         return 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
     for line in report(team.statuses, team.texts):
         print(line, file=sys.stderr)
     failed = [status for status in team.statuses if status]

@@ -42,9 +42,9 @@ settings.load_profile("hybridcomp")
 def on_ranks() -> Iterator[RunRanks]:
     """Return ``run_ranks`` on persistent ranks: ``on_ranks(world_size, function, *args)``.
 
-    They live for the whole session, which saves a launch for each short function.
+    They serve many short functions, which saves a launch for each.
     """
-    yield from _pools()
+    yield from _pools(most_threads=24)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,14 @@ def module_ranks() -> Iterator[RunRanks]:
     yield from _pools()
 
 
-def _pools() -> Iterator[RunRanks]:
+def _pools(most_threads: float = float("inf")) -> Iterator[RunRanks]:
+    """Yield ``run``, which replaces ranks of over ``most_threads``: groups that stayed open."""
     pools: dict[int, RankPool] = {}
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         pool = pools.setdefault(world_size, RankPool(world_size))
+        if pool.threads() > most_threads:
+            pool.close()
         return pool.run(function, *args)
 
     yield run

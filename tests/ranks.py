@@ -10,6 +10,7 @@ devices.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import multiprocessing as mp
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -80,6 +82,14 @@ def forget_inherited() -> None:
     gc.freeze()
 
 
+def _end_with_parent() -> None:
+    """Have this process killed when its parent ends: stopped, it does not see its pipe close."""
+    alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    if alive is not None:
+        os.close(alive)  # the server ends when nobody holds this
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _main(
     pipe: Connection, streams: list[Connection], rank: int, world_size: int, folder: str
 ) -> None:
@@ -111,6 +121,7 @@ def serve(pipe: Connection, backend: str, rank: int, world_size: int, folder: st
     import torch
     import torch.distributed as dist
 
+    _end_with_parent()
     torch.set_num_threads(1)
     with Path(folder, f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -176,16 +187,26 @@ class RankPool:
         if not self._pipes:
             self._start()
         try:
+            self._signal(signal.SIGCONT)
             for pipe in self._pipes:
                 pipe.send((function, args))
             results = self._collect(timeout, grace)
         except BaseException:
             self.close(at_once=True)
             raise
+        # every group of gloo has a thread that wakes up 100 times a second
+        self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(self.world_size)]
+
+    def threads(self) -> int:
+        """Return the largest number of threads of a rank; 0 if none runs."""
+        return max(
+            (len(os.listdir(f"/proc/{each.pid}/task")) for each in self._processes), default=0
+        )
 
     def close(self, at_once: bool = False) -> None:
         """End the ranks: by closing pipes, or killing them ``at_once`` if they may hang."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -224,6 +245,11 @@ class RankPool:
             self._processes.append(process)
         for stream in streams:
             stream.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
 
     def _collect(self, timeout: float, grace: float) -> dict[int, Any]:
         """Wait for all ranks; the failure of a rank shortens the wait for the others."""

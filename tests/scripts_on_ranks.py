@@ -22,7 +22,7 @@ from multiprocessing import util
 from pathlib import Path
 
 from tests.paths import ROOT
-from tests.ranks import forget_inherited, fork_server
+from tests.ranks import LIMIT_S, forget_inherited, fork_server
 
 #: seconds in which other ranks may end by themselves after a failure
 GRACE_S = 10.0
@@ -62,7 +62,10 @@ def run_each(
     *environments: Mapping[str, str],
     anew: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run commands of ``python`` at once, each in an environment; return what each printed."""
+    """Run commands of ``python`` at once, each in an environment; return what each printed.
+
+    Raises TimeoutError with what was printed if one does not end.
+    """
     with tempfile.TemporaryDirectory() as logs:
         processes, paths = [], []
         for number, (words, given) in enumerate(zip(commands, environments, strict=True)):
@@ -73,13 +76,17 @@ def run_each(
                 )
             )
             processes[-1].start()
+        deadline = time.monotonic() + LIMIT_S
         try:
             for process in processes:
-                process.join()
+                process.join(max(0.0, deadline - time.monotonic()))
+            hanging = [number for number, process in enumerate(processes) if process.is_alive()]
         finally:
             for process in processes:
                 process.kill()
         texts = [[Path(path).read_text(errors="replace") for path in pair] for pair in paths]
+    if hanging:
+        raise TimeoutError(f"commands {hanging} of {commands} hang after {LIMIT_S} s: {texts}")
     return [
         subprocess.CompletedProcess(words, process.exitcode or 0, *pair)
         for words, process, pair in zip(commands, processes, texts, strict=True)
@@ -93,7 +100,7 @@ def run_script(
     ranks: int = 2,
     armed: bool = False,
     anew: bool = False,
-    timeout: float = 240.0,
+    timeout: float = LIMIT_S,
     until: Callable[[], bool] = lambda: False,
     **environment: str,
 ) -> Ended:

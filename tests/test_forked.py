@@ -1,15 +1,17 @@
-"""``--workers``: results of forked processes, a failure, a process that ends, and ``-x``."""
+"""``--workers``: results of forked processes, a failure, a process that ends, and ``-x``; ranks."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import python_path
+from tests.ranks import RankPool, python_path
 
 ONE = """
 import os
@@ -47,3 +49,39 @@ def test_workers_report_as_pytest_does(tmp_path: Path, first: bool) -> None:
     assert "Captured stdout call" in done.stdout and "said" in done.stdout
     assert "FAILED test_one.py::test_ends - the worker ended in this test: 3" in done.stdout
     assert "2 failed, 3 passed" in done.stdout
+
+
+KILLED = """
+import os, signal
+from tests.ranks import RankPool
+print(*RankPool(2).run(os.getpid), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _state(pid: int) -> str:
+    """Return a process's state, as ``T`` of one that is stopped; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_idle_ranks_are_stopped_and_run_on() -> None:
+    with RankPool(2) as pool:
+        pids = pool.run(os.getpid)
+        while [_state(pid) for pid in pids] != ["T", "T"]:
+            time.sleep(0.01)
+        assert pool.run(os.getpid) == pids
+    assert [_state(pid) for pid in pids] == ["", ""]
+
+
+@pytest.mark.nightly
+def test_stopped_ranks_end_with_the_process_that_used_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": python_path()},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    while any(_state(int(pid)) for pid in done.stdout.split()):
+        time.sleep(0.01)

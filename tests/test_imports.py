@@ -157,7 +157,7 @@ NEEDS = {
     "hybridcomp.inference.verl_engine": "verl",
     "hybridcomp.inference.vllm_trainer": "vllm",
     "hybridcomp.inference.vllm_worker": "vllm",
-    "hybridcomp.kernels.build": "pybind11",  # provided by pip during the build
+    "hybridcomp.kernels.build": "setuptools",  # provided by pip during the build
     "hybridcomp.patches.trainers.hugging_face": "transformers",
     "hybridcomp.patches.trainers.lightning": "lightning",
     "hybridcomp.patches.trainers.torchtitan": "torchtitan",

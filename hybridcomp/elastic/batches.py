@@ -6,17 +6,17 @@ from typing import Literal, get_args
 
 from hybridcomp.errors import ConfigError
 
-#: how a learning rate follows the batch: in proportion, as its square root, or not at all
+#: how the learning rate changes with the batch size: in proportion, with its square root, or not
 Scaling = Literal["linear", "sqrt", "keep"]
-#: a learning rate is multiplied by the ratio of the batches to this power
+#: power of the ratio of batch sizes that multiplies the learning rate
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "keep": 0.0}
 
 
 def share(samples: int, replicas: int, key: str = "samples") -> int:
-    """Return the samples of an optimizer step that each replica trains on.
+    """Return how many samples of an optimizer step each replica trains on.
 
-    ``samples``: of all replicas together. Raises ConfigError where they do not divide evenly, with
-    the nearest batches that do and the numbers of ranks that this one can have.
+    ``samples``: samples of a step of all replicas. Raises ConfigError if the replicas cannot share
+    them evenly; it names the nearest batches and numbers of ranks that divide.
     """
     if samples < 1 or replicas < 1:
         raise ConfigError(key, samples, f"expected 1 or more, over {replicas} data-parallel ranks")
@@ -47,8 +47,8 @@ def micro_batches(samples: int, replicas: int, most: int) -> tuple[int, int]:
 def lr_factor(before: int | None, now: int | None, scaling: str | None) -> float:
     """Return the factor on the learning rate if a step has ``now`` samples instead of ``before``.
 
-    None: nobody knows that batch, so that nothing is scaled. Raises ConfigError for an unknown
-    ``scaling``, and where the batch has changed and the user has not named one.
+    It is 1 if either is None, that is unknown. Raises ConfigError if ``scaling`` is unknown, or if
+    it is None although the batch size has changed.
     """
     if scaling is not None and scaling not in get_args(Scaling):
         raise ConfigError("lr", scaling, f"expected one of {', '.join(get_args(Scaling))}")

@@ -1,4 +1,4 @@
-"""Read from a checkpoint which job saved it, and pick the newest complete checkpoint."""
+"""Describe the job that saved a checkpoint, and pick the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from hybridcomp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavedJob:
-    """The job that saved a checkpoint, as its files describe it; None: they do not say.
+    """The job that saved a checkpoint, as its files describe it; None: the files do not say.
 
     Attributes:
-        folder: of this checkpoint.
-        step: optimizer steps.
-        replicas: data-parallel ranks.
-        parts: ranks that share one replica: pipeline stages x tensor ranks.
-        tensor: tensor ranks.
+        folder: the checkpoint's folder.
+        step: number of optimizer steps.
+        replicas: number of data-parallel ranks.
+        parts: ranks that share a replica: pipeline stages x tensor ranks.
+        tensor: number of tensor ranks.
         zero: stage of DeepSpeed's ZeRO.
         is_pipeline: whether the model is DeepSpeed's PipelineModule.
-        samples: of a step of the whole job.
-        micro: samples of a micro-batch.
+        samples: samples of a step of the whole job; ``micro``: of a micro-batch.
         trained: samples of all steps.
         sampler: state of an ElasticSampler.
-        settings: the job's DeepSpeed file.
-        shapes: of the parameters, by name.
-        files: names of the files of this save; others in the folder are of an earlier one.
+        settings: the job's DeepSpeed configuration.
+        shapes: shapes of the parameters, by name.
+        files: names of this checkpoint's files; an earlier save may have left others.
     """
 
     folder: Path
@@ -55,15 +54,15 @@ class SavedJob:
 
 @dataclass(frozen=True)
 class ResumedJob:
-    """Name the checkpoint and the step at which a job goes on.
+    """The checkpoint and the step from which a job continues.
 
     Attributes:
-        folder: of the checkpoint that was loaded; None: there was none, the job begins.
+        folder: folder of the loaded checkpoint; None: there was none, the job begins.
         step: optimizer steps so far.
         samples_seen: samples of all steps so far; None: the checkpoint does not say.
-        ranks: of the job that saved it; None: the checkpoint does not say.
-        lr_factor: by which the learning rate was multiplied.
-        client_state: what a DeepSpeed job saved beside its own state.
+        ranks: ranks of the job that saved it; None: the checkpoint does not say.
+        lr_factor: factor by which the learning rate was multiplied.
+        client_state: DeepSpeed's ``client_state`` of the checkpoint.
     """
 
     folder: Path | None = None
@@ -87,10 +86,10 @@ def number_of(folder: Path) -> int:
 def newest_in(
     place: Path, is_one: Callable[[Path], bool], last: str, read: Callable[[Path], SavedJob]
 ) -> Picked:
-    """Return the newest complete checkpoint in ``place``, which may itself be one.
+    """Return the newest complete checkpoint in ``place``, which may itself be a checkpoint.
 
-    The one with the largest number at the end of its folder's name; ``last`` is the file that is
-    written once a checkpoint is complete. Raises CheckpointError as ``newest``.
+    The number at the end of a folder's name orders checkpoints; an engine writes the file ``last``
+    once a checkpoint is complete. Raises CheckpointError like ``newest``.
     """
     if is_one(place):
         return newest([place], read)
@@ -106,7 +105,7 @@ def newest_in(
 def check_shapes(
     folder: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise CheckpointError where the parameters ``there`` are others than those ``here``."""
+    """Raise CheckpointError if a checkpoint's shapes ``there`` differ from the model's ``here``."""
     wrong = [name for name in {*there, *here} if there.get(name) != here.get(name)]
     if wrong:
         name = min(wrong)
@@ -117,9 +116,9 @@ def check_shapes(
 
 
 def newest(folders: Iterable[Path], read: Callable[[Path], SavedJob]) -> Picked:
-    """Return the first complete checkpoint of ``folders``, and why others were skipped.
+    """Return the first complete checkpoint of ``folders``, and why those before it were skipped.
 
-    Raises CheckpointError where there are checkpoints and none is whole.
+    Raises CheckpointError if there are checkpoints but none is complete.
     """
     skipped: list[str] = []
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Find the parameters that names and modules refer to, and how many blocks to freeze next."""
+"""Resolve names and modules to parameters, and decide how many blocks to freeze next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridcomp.errors import ConfigError
 
-#: what ``hybridcomp.freeze`` takes: the name of a parameter or module, one of them, or several
+#: argument of ``hybridcomp.freeze``: a parameter, a module, the name of either, or several of these
 What = str | nn.Module | Tensor | Iterable[Any]
 #: parts of names that wrappers add
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -27,10 +27,10 @@ def plain(name: str) -> str:
 
 
 def asked(what: What, named: Mapping[str, Tensor], key: str) -> list[str]:
-    """Return ``what`` as names of parameters and modules, in the order given.
+    """Return ``what`` as names of parameters and modules, in the given order.
 
-    A module or tensor without a parameter of ``named`` is ELSEWHERE: on another pipeline stage.
-    Raises ConfigError, under ``key``, for anything else.
+    A module or tensor that has no parameter in ``named`` becomes ELSEWHERE: another pipeline stage
+    holds it. Raises ConfigError, under ``key``, for other types.
     """
     if isinstance(what, str):
         return [plain(what)]
@@ -70,9 +70,10 @@ def nearest(name: str, named: Iterable[str]) -> str:
 def target(blocks: int, frozen: int, alpha: float, norms: Sequence[float] | None = None) -> int:
     """Return how many front blocks PipeTransformer freezes next (arXiv 2102.03161, section 3.1).
 
-    At least those ``frozen``; at most ``alpha`` of the others more, and up to the active block
-    with the smallest of ``norms``, the norm of each block's gradients. Without norms the share
-    alone, as in the authors' code: 4, 7, 9, 10, 11 of 12 with ``alpha`` 1/3.
+    The ``frozen`` blocks stay frozen, and at most the share ``alpha`` of the others joins them: the
+    blocks in front of the active block with the smallest gradient norm. ``norms``: the norm of each
+    block's gradients; None: the whole share joins, as in the authors' code (4, 7, 9, 10, 11 of 12
+    blocks with ``alpha`` 1/3).
     """
     most = frozen + math.ceil(alpha * (blocks - frozen))
     if norms is None:

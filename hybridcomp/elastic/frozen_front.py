@@ -1,4 +1,4 @@
-"""Keep the outputs of a model's frozen front on the host, for the next time a sample comes."""
+"""Keep the outputs of a model's frozen front blocks on the host, for the next epochs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.log import say
 
 KEY = "hybridcomp.FrozenFront"
-#: fraction of the host's free memory that the fronts of its ranks may use together
+#: fraction of the host's free memory that all its ranks together may use
 SHARE = 0.5
 
 
 class _Kept(NamedTuple):
-    """Output of one sample after ``depth`` blocks, encoded, on the host."""
+    """A sample's output of the first ``depth`` blocks, encoded, on the host."""
 
     depth: int
     payload: Tensor
@@ -37,17 +37,17 @@ class _Kept(NamedTuple):
 
 
 class FrozenFront:
-    """The front blocks of a model, some of them frozen; each maps a tensor to a tensor.
+    """A cache of the outputs of a model's frozen front blocks, each from a tensor to a tensor.
 
-    ``front(samples, inputs)`` returns what the frozen ones make of ``inputs``, without a gradient:
-    from the host for samples that were there before, else computed and kept, each sample alone.
-    Where more blocks are frozen since, only those between run. Kept values go when a weight of the
-    blocks changes or trains again, and the least recently used where the host's memory is full. A
-    restart computes them anew. Under ZeRO 3 and FSDP2 every rank calls it, at the same time: where
-    all samples of all ranks are kept, nothing is gathered.
+    ``front(samples, inputs)`` returns the outputs of the frozen blocks, without a gradient: kept
+    ones from the host, and for other samples it runs the blocks and keeps the outputs. If more
+    blocks are frozen by now, only these run on the kept outputs. A block's weight that changes, or
+    trains again, invalidates all outputs; a full memory evicts the least recently used. A restart
+    begins with none. Under ZeRO 3 and FSDP2 all ranks call it together; if all samples of all ranks
+    are kept, no weight is gathered.
 
     Attributes:
-        hits, misses: samples that were kept, and that were not.
+        hits, misses: number of samples that were kept, and that were computed.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class FrozenFront:
 
         Args:
             blocks: the model's blocks in order, an embedding among them; front first.
-            codec: of the kept values. "expcode" keeps them exactly; "blockint" with ``bits=8`` in
-                a quarter of fp32's bytes, within its error; "none" as they are.
-            host_bytes: that this rank may take; None: its share of half of the host's free ones.
-            in_place: for engines that call the blocks themselves, as pipelines do: the first block
-                takes ``(samples, inputs)`` from then on, and the frozen ones pass on what the front
-                returns. Given ``inputs`` alone, the blocks run as before.
-            settings: of the codec.
+            codec: codec of the kept values: "expcode" is exact, "blockint" with ``bits=8`` takes a
+                quarter of fp32's bytes, "none" stores plain values.
+            host_bytes: memory for this rank; None: its share of half of the host's free memory.
+            in_place: for engines that call the blocks themselves, such as pipelines: from then on
+                the first block takes ``(samples, inputs)``, and the frozen blocks pass the front's
+                outputs on. With ``inputs`` alone the blocks run as before.
+            settings: settings of the codec.
 
-        Raises ConfigError for a codec that there is not.
+        Raises ConfigError for an unknown codec.
         """
         self._blocks = list(blocks)
         self._codec: Codec | None = None if codec == "none" else make_codec(codec, **settings)
@@ -80,14 +80,15 @@ class FrozenFront:
         self._marks: list[Any] = []
         self._told: set[str] = set()
         self.nbytes = self.hits = self.misses = 0
-        self._passed, self._is_inside = 0, False  # blocks that the pass left out; in a pass of ours
+        # blocks that this forward pass skips, and whether ``__call__`` runs blocks
+        self._passed, self._is_inside = 0, False
         if in_place:
             self._blocks = list(itertools.takewhile(lambda one: isinstance(one, nn.Module), blocks))
             for place, block in enumerate(self._blocks):
                 block.forward = functools.partial(self._forward, place, block.forward)
 
     def _forward(self, place: int, forward: Callable[[Any], Any], values: Any) -> Any:
-        """Run a block as the engine calls it, or leave it out (``in_place``)."""
+        """Run a block when the engine calls it, or skip it (``in_place``)."""
         if self._is_inside:
             return forward(values)
         if place == 0:
@@ -102,7 +103,7 @@ class FrozenFront:
 
     @property
     def depth(self) -> int:
-        """Return how many blocks from the front on are frozen."""
+        """Return how many blocks are frozen, counted from the front."""
         trains = (
             any(parameter.requires_grad for parameter in block.parameters())
             for block in self._blocks
@@ -116,15 +117,15 @@ class FrozenFront:
 
     @torch.no_grad()
     def __call__(self, samples: Sequence[int] | Tensor, inputs: Tensor) -> tuple[Tensor, int]:
-        """Return the outputs of the frozen blocks, and how many these are.
+        """Return the outputs of the frozen blocks, and the number of these blocks.
 
         Args:
-            samples: the number of each sample of the batch in the data set.
-            inputs: (batch, ...) of the first block.
+            samples: each sample's number in the data set.
+            inputs: (batch, ...) inputs of the first block.
 
-        Raises ConfigError where the samples are not those of the batch, and where a block draws
-        random numbers or counts its inputs (dropout, batch norm), returns something else than a
-        tensor, or is gathered with others or by a model that has made no pass (FSDP2).
+        Raises ConfigError if the batch has another number of samples; if a block depends on random
+        numbers or batch statistics (dropout, batch norm) or returns no tensor; and under FSDP2 if a
+        block is gathered together with others, or before the model's first forward pass.
         """
         numbers = [int(n) for n in (samples.tolist() if isinstance(samples, Tensor) else samples)]
         if len(numbers) != len(inputs):
@@ -137,7 +138,7 @@ class FrozenFront:
         starts = [0 if anew or n not in self._kept else self._kept[n].depth for n in numbers]
         if any(map(_is_sharded, front)):
             anew, agreed = _together(anew, starts, depth)
-            if agreed is None:  # all kept here: send this rank's shards to the others
+            if agreed is None:  # this rank needs no output, but others need its shards
                 self._through(0, depth, inputs[:1])
             starts = agreed or starts
         if anew:
@@ -156,7 +157,7 @@ class FrozenFront:
         return torch.stack([rows[place] for place in range(len(numbers))]), depth
 
     def _run(self, start: int, depth: int, numbers: list[int], inputs: Tensor) -> Sequence[Tensor]:
-        """Return the outputs of the blocks from ``start`` on, and keep them."""
+        """Run the blocks from ``start`` on and keep their outputs; return these."""
         values = inputs
         if start:
             values = torch.stack([self._take(number, inputs.device) for number in numbers])
@@ -167,7 +168,7 @@ class FrozenFront:
         return values.unbind()
 
     def _through(self, start: int, depth: int, values: Any) -> Tensor:
-        """Return what the blocks from ``start`` on make of ``values``."""
+        """Return the outputs of the blocks ``start`` to ``depth`` for ``values``."""
         count = len(values)
         for block in self._blocks[start:depth]:
             values = block(values)
@@ -204,14 +205,14 @@ class FrozenFront:
         kept = self._kept[number]
         self._kept.move_to_end(number)
         payload = kept.payload.to(device, non_blocking=True)
-        if payload.dtype != torch.uint8 or self._codec is None or kept.dtype not in VALUE_DTYPES:
+        if self._codec is None or kept.dtype not in VALUE_DTYPES:
             return payload.view(kept.shape)
         out = torch.empty(kept.shape.numel(), dtype=kept.dtype, device=device)
         self._codec.decode(payload, out)
         return out.view(kept.shape)
 
     def _has_changed(self, front: Sequence[nn.Module], depth: int) -> bool:
-        """Note the weights, and return whether some have changed since, or train again."""
+        """Return whether weights have changed since the last call, or train again."""
         marks = [_mark(block) for block in front]
         before, self._marks = self._marks, marks
         shared = min(len(marks), len(before))
@@ -230,14 +231,14 @@ class FrozenFront:
 
 
 def _mark(block: nn.Module) -> list[int]:
-    """Return sums of the bits of a block's weights, which show whether they have changed."""
+    """Return hashes of this rank's weights of a block, which show whether they have changed."""
     own = [_own(value) for value in (*block.parameters(), *block.buffers())]
     held = [one for one in own if one.dtype in VALUE_DTYPES and one.numel()]
     return hashes_together(one.detach().reshape(-1) for one in held)
 
 
 def _own(value: Any) -> Tensor:
-    """Return what this rank holds of a parameter: a shard under FSDP2 and ZeRO 3, or all of it."""
+    """Return this rank's shard of a parameter under FSDP2 and ZeRO 3, else the parameter."""
     if hasattr(value, "to_local"):
         own: Tensor = value.to_local()
     else:
@@ -250,11 +251,11 @@ def _is_sharded(block: nn.Module) -> bool:
 
 
 def _together(anew: bool, starts: list[int], depth: int) -> tuple[bool, list[int] | None]:
-    """Return whether any rank has to begin anew, and after which block each sample begins.
+    """Return whether any rank drops its outputs, and the block at which each sample starts.
 
-    Ranks that gather a block do so together, each in one pass from the same block on. Where their
-    samples need others, those that are not kept at ``depth`` begin at the first; None: this rank
-    has no such, and others do. A collective.
+    All ranks gather a block together, so they must run the same blocks. If their samples would
+    start at different blocks, all samples without an output of ``depth`` blocks start at the first
+    block; None: only other ranks have such samples. A collective.
     """
     flags = torch.zeros(depth + 1, device=default_device())
     flags[[start for start in starts if start < depth]] = 1
@@ -283,7 +284,7 @@ def _check(front: Sequence[nn.Module]) -> None:
 
 
 def _check_gathered(block: nn.Module) -> None:
-    """Refuse what FSDP2 cannot run outside of the model's own pass. Raises ConfigError."""
+    """Raise ConfigError if FSDP2 cannot run a block outside of the model's forward pass."""
     units = {name: module for name, module in block.named_modules() if hasattr(module, "unshard")}
     for module in units.values():
         state: Any = module._get_fsdp_state()

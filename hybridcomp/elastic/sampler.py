@@ -1,8 +1,8 @@
-"""Hand every sample of an epoch to one rank, once, however often the number of ranks changes.
+"""Sample each element of an epoch once, even if the number of ranks changes between steps.
 
-The order of an epoch depends on seed and epoch alone. A step takes the next ``samples`` of it, of
-which rank r trains on the r-th part: so the position, counted in samples of the whole job, is all
-that a job with other ranks has to know.
+The order of an epoch depends only on seed and epoch. Each step takes the next ``samples`` elements,
+and rank r trains on the r-th part of these. A job with other ranks therefore continues from the
+position alone, which counts samples of the whole job.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hybridcomp.elastic import batches
 from hybridcomp.errors import CheckpointError, ConfigError
 
 KEY = "ElasticSampler"
-#: first places of an epoch's order whose checksum is saved
+#: number of first indices of an epoch whose checksum is saved
 CHECKED = 256
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler of torch's DataLoader for jobs whose number of ranks changes between two steps.
+    """Sampler of torch's DataLoader for jobs whose number of ranks changes between steps.
 
-    ``DataLoader(data, batch_size=micro, sampler=sampler)`` gives this rank its samples from the
-    position to the end of the epoch. The script calls ``stepped`` after every optimizer step.
-    Saved with the job and loaded on any number of ranks, it trains on each sample of an epoch once.
+    ``DataLoader(data, batch_size=micro, sampler=sampler)`` yields this rank's samples from the
+    position to the end of the epoch. The script calls ``stepped`` after every optimizer step. If
+    its state is saved with the job, any number of ranks continues with the samples not seen yet.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class ElasticSampler(Sampler[int]):
 
         Args:
             length: samples of the data set.
-            samples: of an optimizer step of the whole job, at most ``length``.
-            seed: of the order; the same on all ranks.
-            shuffle: another order in each epoch; False: that of the data set.
-            tail: what becomes of the samples behind the last whole step of an epoch. "drop": they
-                are left out, others in each epoch. "keep": they come first in the next epoch's
-                first step, so that every step has ``samples`` and no sample is left out.
-            rank, ranks: this rank's place among the data-parallel replicas, and their number; None:
-                as torch.distributed counts them. Under a pipeline or tensor parallelism they are
-                the engine's: ``engine.grid.get_data_parallel_id()``.
+            samples: samples of an optimizer step of the whole job, at most ``length``.
+            seed: seed of the order; the same on all ranks.
+            shuffle: whether each epoch has another random order; False: the data set's order.
+            tail: "drop" leaves out the samples after an epoch's last whole step, other ones in each
+                epoch; "keep" puts them into the next epoch's first step, so that every step has
+                ``samples`` samples and none is left out.
+            rank, ranks: index of this rank's data-parallel replica, and their number; None: rank
+                and world size. With pipeline or tensor parallelism take the engine's, such as
+                ``engine.grid.get_data_parallel_id()``.
 
-        Raises ConfigError where the numbers do not fit, for one with the nearest that would.
+        Raises ConfigError if the numbers do not fit; for ``samples`` it names the nearest that do.
         """
         for name, value in (("length", length), ("samples", samples)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -92,15 +92,15 @@ class ElasticSampler(Sampler[int]):
         return self._indices(self.epoch, self.seen)
 
     def __len__(self) -> int:
-        """Return how many samples an iterator that begins now gives this rank."""
+        """Return how many samples this rank gets from an iterator that begins now."""
         left = self.length - self.seen
         steps = left // self.samples if self.tail == "drop" else -(-left // self.samples)
         return steps * self.share
 
     def stepped(self) -> None:
-        """Move the position past the samples of an optimizer step; every rank calls it.
+        """Advance the position by an optimizer step; every rank calls it.
 
-        Raises ConfigError where this rank has not drawn the samples of so many steps.
+        Raises ConfigError if this rank has not drawn that many samples yet.
         """
         self._counted += self.share
         if self._counted > self._drawn:
@@ -113,7 +113,7 @@ class ElasticSampler(Sampler[int]):
         self._turn()
 
     def _turn(self) -> None:
-        """Begin the next epoch if this one has no step left."""
+        """Begin the next epoch if no step is left in this epoch."""
         if self.tail == "keep" and self.seen >= self.length:
             self.epoch, self.seen = self.epoch + 1, self.seen - self.length
         elif self.tail == "drop" and self.seen + self.samples > self.length:
@@ -145,9 +145,9 @@ class ElasticSampler(Sampler[int]):
         return zlib.crc32(str(self._order(epoch)[:CHECKED].tolist()).encode())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, equal on all ranks, and what the order depends on.
+        """Return the position, equal on all ranks, and the settings that determine the order.
 
-        Raises ConfigError where samples of a step were drawn and ``stepped`` was never called.
+        Raises ConfigError if samples of a step were drawn but ``stepped`` was never called.
         """
         if self._drawn > self.share and not self._counted:
             raise ConfigError(KEY, Shown("no call of stepped()"), _CALL)
@@ -159,7 +159,7 @@ class ElasticSampler(Sampler[int]):
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise the error that ``load_state_dict`` would raise; change nothing.
 
-        ConfigError: the state is of another data set or order. CheckpointError: it is damaged.
+        ConfigError: the state belongs to another data set or order. CheckpointError: it is damaged.
         """
         for name in (*_POSITION, "samples", "length", "order"):
             value = state.get(name)
@@ -180,7 +180,7 @@ class ElasticSampler(Sampler[int]):
             raise ConfigError(f"{KEY}.order", Shown("another order of the epoch"), todo)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of ``state_dict``, of any number of ranks and samples of a step.
+        """Continue from ``state_dict``'s state, saved with any number of ranks and batch size.
 
         Raises ConfigError and CheckpointError as ``check`` does, with nothing changed.
         """

@@ -77,18 +77,23 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
             )
 
 
-def has_eight_bits(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether weights were published in an engine's 8-bit format (``publish.as``)."""
-    return any(tensor.dtype == torch.float8_e4m3fn for tensor in weights.values())
+def are_eight_bits(
+    weights: Mapping[str, Tensor], asked: object, tensors: Iterable[tuple[str, Tensor]]
+) -> bool:
+    """Return whether weights were published in an engine's 8-bit format (``publish.as``).
 
-
-def refuse_sixteen(asked: object) -> None:
-    """Raise PublishError if weights come in 8 bits but the engine computes in 16."""
-    if not asked:
+    Raises PublishError if the engine computes in 16 bits then, or otherwise with quantized weights;
+    ``asked``, ``tensors``: as for ``refuse_quantized``.
+    """
+    is_eight = any(tensor.dtype == torch.float8_e4m3fn for tensor in weights.values())
+    if not is_eight:
+        refuse_quantized(asked, tensors)
+    elif not asked:
         raise PublishError(
             "weights are published in 8 bits, with scales (publish.as), and the engine computes in "
             "16: start it from a checkpoint that is quantized in the same way, or leave out as"
         )
+    return is_eight
 
 
 def refuse_unknown(layout: LoaderLayout, is_packed: bool) -> None:

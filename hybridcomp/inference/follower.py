@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.inference.fingerprints import differing, fingerprints
 from hybridcomp.job.waits import Notices
-from hybridcomp.publishing import AppliedVersion
+from hybridcomp.publishing import WeightReceiver
 
 #: seconds between two polls of a source that does not have the version yet
 PAUSE_S = 0.2
@@ -32,27 +32,6 @@ def tell_of_wait(notices: Notices, version: int, wait_s: float) -> None:
     if notices.due():
         waited = f"waiting for version {version} for {notices.seconds:.0f} s now"
         log.say(f"{waited}, for {wait_s:g} s at most (wait_s)", anywhere=True)
-
-
-class Receiver(Protocol):
-    """The part of ``hybridcomp.WeightReceiver`` that a follower uses."""
-
-    @property
-    def version(self) -> int:
-        """Return the version of the mirror; 0 before the first."""
-
-    @property
-    def waits_for(self) -> str:
-        """Return what the source is waiting for; "" if nothing."""
-
-    def update(self, until: int | None = None) -> AppliedVersion | None:
-        """Apply the available versions, up to ``until``."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole tensors of the mirror."""
-
-    def changed_values(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return flat offsets and values that the last update changed."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +91,7 @@ class Follower:
 
     def __init__(
         self,
-        receiver: Receiver,
+        receiver: WeightReceiver,
         engine: Engine,
         *,
         wait_s: float = 60.0,
@@ -120,15 +99,9 @@ class Follower:
     ) -> None:
         """Hold receiver and engine; nothing is read before ``follow``.
 
-        Args:
-            receiver: the mirror on this host.
-            engine: the engine to load weights into.
-            wait_s: seconds to wait for a version that is announced but not available yet.
-            verify: whether to check, before writing changed values, that the engine's tensors are
-                as the last call left them; takes one pass over its weights.
-
-        ``wait_s`` and ``verify`` are attributes and may be changed between calls. ``pause_s`` holds
-        the seconds of the last load, without the preparation.
+        ``wait_s`` and ``verify``: as for ``ModuleFollower``; attributes that may change between
+        calls. ``verify`` takes a pass over the engine's weights before changed values are written.
+        ``pause_s`` holds the seconds of the last load, without the preparation.
         """
         self._receiver, self._engine = receiver, engine
         self.wait_s, self.verify = wait_s, verify

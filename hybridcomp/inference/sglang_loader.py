@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line, parsed_json
-from hybridcomp.inference.checks import PLAIN, has_eight_bits, refuse_quantized, refuse_sixteen
+from hybridcomp.inference.checks import PLAIN, are_eight_bits
 from hybridcomp.inference.follower import Follower, Patched, is_wait
 from hybridcomp.inference.layout import LoaderLayout, learn
 from hybridcomp.inference.sglang_seams import SEAMS, WORKER_SEAMS
@@ -124,10 +124,7 @@ class _ModelWeights:
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError if the model has no parameter of the published dtype."""
         published = dict(weights)
-        if has_eight_bits(published):
-            refuse_sixteen(self._asked)
-        else:
-            refuse_quantized(self._asked, self._named())
+        are_eight_bits(published, self._asked, self._named())
         wanted = {tensor.dtype for tensor in published.values() if tensor.dtype in PLAIN[:2]}
         mine = {tensor.dtype for _, tensor in self._named()}
         if not wanted <= mine:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -58,34 +58,26 @@ class Workers:
             raise PublishError(problem)
 
 
-@dataclass
-class _Outcome:
-    """The result of a piece of work, or its error."""
-
-    found: Any = None
-    error: Exception | None = None
-
-
 class Beside:
     """Run work beside the requests that a worker answers, one piece at a time, in a thread."""
 
     def __init__(self) -> None:
         self._wanted: object = None
         self._thread: threading.Thread | None = None
-        self._outcome = _Outcome()
+        self._outcome: Future[Any] = Future()
 
     def begin(self, wanted: object, work: Callable[[], object]) -> None:
         """Begin ``work`` once the previous piece has ended; ``wanted`` identifies it."""
         # a new outcome: the previous one may still be read
-        before, outcome = self._thread, _Outcome()
+        before, outcome = self._thread, Future[Any]()
 
         def run() -> None:
             if before is not None:
                 before.join()
             try:
-                outcome.found = work()
+                outcome.set_result(work())
             except Exception as error:
-                outcome.error = error
+                outcome.set_exception(error)
 
         self._wanted, self._outcome = wanted, outcome
         self._thread = threading.Thread(target=run, name="hybridcomp-beside", daemon=True)
@@ -97,9 +89,7 @@ class Beside:
         if self._wanted != wanted or wanted is None:
             return work()
         self._wanted = None
-        if self._outcome.error is not None:
-            raise self._outcome.error
-        return self._outcome.found
+        return self._outcome.result()
 
     def end(self) -> None:
         """Wait for the thread to end."""

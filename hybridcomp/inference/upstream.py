@@ -9,7 +9,6 @@ by these signatures, with a message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from typing import Any
@@ -65,8 +64,3 @@ def _found(requirement: str) -> str:
             )
         return f"{name} {found}"
     raise SeamError(f"needs {requirement}, but {' or '.join(names)} is not installed")
-
-
-def names(seams: Iterable[Seam]) -> list[str]:
-    """Return the full names of the seams, for messages and documents."""
-    return [f"{seam.module}.{seam.qualname}" for seam in seams]

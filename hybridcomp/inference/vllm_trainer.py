@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import requests  # a dependency of vLLM's client too
@@ -39,20 +39,13 @@ class HybridcompTrainerInfo(TrainerInitInfo):  # type: ignore[misc]
     verify: bool = field(default=True, kw_only=True)
 
 
-@dataclass(frozen=True)
-class _Source:
-    source: str
-    wait_s: float
-    verify: bool
-
-
 class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     """Publish on all ranks; rank 0 tells vLLM's workers which version to load."""
 
     init_info_cls = HybridcompTrainerInfo
 
     def __init__(
-        self, *, client: Any, publisher: Publisher, rank: int, where: _Source | None = None
+        self, *, client: Any, publisher: Publisher, rank: int, where: dict[str, Any]
     ) -> None:
         """Hold the publisher, which the caller closes; ``where``: first message to workers."""
         takes_rank = "rank" in inspect.signature(TrainerWeightTransferEngine.__init__).parameters
@@ -71,10 +64,10 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         if source is not None:
             todo = "leave it out: hybridcomp.publish was given the engine whose weights are sent"
             raise ConfigError("source", type(source).__name__, todo)
-        where = _Source(init_info.source, init_info.wait_s, init_info.verify)
+        where = {name: getattr(init_info, name) for name in ("source", "wait_s", "verify")}
         engine = cls(client=client, publisher=init_info.publisher, rank=init_info.rank, where=where)
         if engine.is_sender:
-            client.init_weight_transfer_engine(asdict(where))
+            client.init_weight_transfer_engine(where)
         return engine
 
     def prepare_weights(self) -> StartedVersion:
@@ -121,8 +114,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return f"{one_line(problem)}; the log of the server says what its workers refused"
 
     def _ask(self, message: dict[str, Any]) -> None:
-        assert self._where is not None
-        self.client.init_weight_transfer_engine({**asdict(self._where), "fresh": False})
+        self.client.init_weight_transfer_engine({**self._where, "fresh": False})
         self.client.start_weight_update()
         try:
             self.client.update_weights(message)

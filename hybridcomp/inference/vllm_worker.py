@@ -29,11 +29,10 @@ from vllm.model_executor.model_loader.reload import (
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.inference.checks import (
-    has_eight_bits,
+    are_eight_bits,
     refuse_configuration,
     refuse_dtype,
     refuse_quantized,
-    refuse_sixteen,
     refuse_unknown,
 )
 from hybridcomp.inference.follower import Follower, Patched, is_wait
@@ -203,9 +202,8 @@ class _WorkerWeights:
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
         self._receiver = receiver
-        self._layout: LoaderLayout | None = (
-            None  # copies of vLLM's loader, recorded from the first version on
-        )
+        # copies of vLLM's loader, recorded from the first version on
+        self._layout: LoaderLayout | None = None
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return this worker's parameters, by vLLM's names."""
@@ -215,11 +213,7 @@ class _WorkerWeights:
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError if these weights are another model's, or values would change."""
         published = dict(weights)
-        is_eight = has_eight_bits(published)
-        if is_eight:
-            refuse_sixteen(self._config.quantization)
-        else:
-            refuse_quantized(self._config.quantization, self.weights())
+        is_eight = are_eight_bits(published, self._config.quantization, self.weights())
         refuse_dtype(self._config.dtype, published.items())
         config = getattr(self._config, "hf_text_config", None)
         shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}

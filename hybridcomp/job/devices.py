@@ -26,8 +26,8 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
-def default_device() -> torch.device:
-    """Return the device on which the default group reduces."""
-    if "nccl" in str(dist.get_backend()):
+def default_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device whose tensors ``group``, by default all ranks, sends and reduces."""
+    if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

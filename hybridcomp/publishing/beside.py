@@ -93,11 +93,6 @@ class BesideVersion:
         """Return the version number."""
         return self._of.version
 
-    @property
-    def full(self) -> bool:
-        """Return whether receivers can apply it without an earlier version."""
-        return self._of.full
-
     def copied(self) -> None:
         """Wait until weights may change: until the thread has its copy. No collective."""
         if not self._copied.wait(self._left()):

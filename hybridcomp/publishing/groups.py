@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.job import small_messages
+from hybridcomp.job.devices import default_device
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.records import Manifest
@@ -33,13 +34,6 @@ SMALL = 64
 ANNOUNCED = struct.Struct(f"<QQ{SMALL}s")
 #: larger than any format: the maximum of this minus the format is the oldest format
 LAST_FORMAT = 1 << 30
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device whose tensors ``group`` sends."""
-    if "nccl" in str(dist.get_backend(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 @dataclass
@@ -66,7 +60,7 @@ class Greeting:
         times = [math.ceil(s * 1e6) for s in (self.apply_s, self.decode_s, self.receive_s)]
         formats = [FORMAT, LAST_FORMAT - FORMAT]
         mine = [*formats, self.sender + 1, int(self.needs_full), *times]
-        vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
+        vector = torch.tensor(mine, dtype=torch.int64, device=default_device(group))
         newest, left, sender, needed, *found = small_messages.most(vector, group).tolist()
         if newest != LAST_FORMAT - left:
             raise other_formats(LAST_FORMAT - left, newest)
@@ -81,7 +75,7 @@ class _Broadcasts:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._device = group, device_of(group)
+        self._group, self._device = group, default_device(group)
         self._waiting = bytearray()
 
     def write(self, data: memoryview | bytes, /) -> None:
@@ -110,7 +104,7 @@ class _Heard:
     """Read what the ``_Broadcasts`` of ``sender`` wrote."""
 
     def __init__(self, group: dist.ProcessGroup, sender: int, spare: Tensor) -> None:
-        self._group, self._device, self._spare = group, device_of(group), spare
+        self._group, self._device, self._spare = group, default_device(group), spare
         self._source = dist.get_global_rank(group, sender)
         self._left = memoryview(b"")
         self._follows = 0  # bytes of the next broadcast

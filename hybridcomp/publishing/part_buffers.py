@@ -12,7 +12,7 @@ import stat
 import tempfile
 from bisect import bisect_right
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -24,16 +24,6 @@ from hybridcomp.publishing.records import need
 IN_MEMORY = 1 << 28
 #: alignment of the codecs' payloads
 ALIGN = 16
-
-
-class PartBytes(Protocol):
-    """Readable bytes of one part."""
-
-    def size(self) -> int:
-        """Return the number of bytes."""
-
-    def at(self, offset: int, nbytes: int) -> Tensor:
-        """Return bytes as uint8 on the host, aligned. Raises ValueError if there are fewer."""
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -57,7 +47,7 @@ class FileBytes:
         return int(self._file.seek(0, 2))
 
     def at(self, offset: int, nbytes: int) -> Tensor:
-        """Read bytes. Raises ValueError if there are fewer."""
+        """Return bytes as uint8 on the host, aligned. Raises ValueError if there are fewer."""
         room = torch.empty(nbytes, dtype=torch.uint8)
         self._file.seek(offset)
         need(self._file.readinto(bytes_of(room)) == nbytes, "the size of its payload")
@@ -94,7 +84,7 @@ class Spool:
         return self._size
 
     def at(self, offset: int, nbytes: int) -> Tensor:
-        """Return bytes, without a copy if they lie in one frame in memory."""
+        """Return bytes as ``FileBytes.at``, without a copy if they lie in one frame in memory."""
         need(offset >= 0 and nbytes >= 0 and offset + nbytes <= self._size, "the size of a payload")
         pieces, number = [], bisect_right(self._starts, offset) - 1
         while nbytes:
@@ -120,3 +110,7 @@ class Spool:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+#: readable bytes of one part
+PartBytes = FileBytes | Spool

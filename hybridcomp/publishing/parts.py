@@ -15,7 +15,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -67,18 +67,8 @@ class PieceEntry:
 
     def row(self) -> list[Any]:
         """Return the entry as it is written in the index."""
-        one = self.stretch
-        where = [one.name, one.start, one.length, one.runs, one.stride]
-        return [
-            *where,
-            self.coding,
-            self.offset,
-            self.nbytes,
-            self.changed,
-            self.before,
-            self.after,
-            self.payload,
-        ]
+        where, *rest = astuple(self)
+        return [*where, *rest]
 
 
 def part_head(rank: int) -> bytes:

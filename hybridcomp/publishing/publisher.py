@@ -289,7 +289,7 @@ class Publisher:
                 _, problem = saved.attempt(work)
         if self._hook is None:
             self._hook = _before_optimizers(self)
-        clean = self._cleaning.after if self._cleaning is not None else _nothing
+        clean = self._cleaning.after if self._cleaning is not None else lambda *_: None
         self._beside = BesideVersion(
             begin, self._limit_s, self._encoder, folder, make, clean, problem
         )
@@ -407,10 +407,6 @@ class Publisher:
             step, parts,
             divided.table if full else None, divided.aliases if full else {},
         )  # fmt: skip
-
-
-def _nothing(version: int, full: bool) -> None:
-    """Do nothing: for ranks that clean nothing."""
 
 
 def _before_optimizers(publisher: Publisher) -> Any:

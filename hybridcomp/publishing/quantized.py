@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved, small_messages
+from hybridcomp.job.devices import default_device
 from hybridcomp.publishing.weight_ranges import WeightRange
 from hybridcomp.publishing.weights import (
     DTYPES,
@@ -28,7 +29,6 @@ from hybridcomp.publishing.weights import (
     EngineWeights,
     Held,
     Owned,
-    is_sixteen,
 )
 
 KEY = "publish.as"
@@ -71,7 +71,7 @@ def packed(values: Tensor, kind: str) -> Tensor:
 
 def unpacked(patterns: Tensor, kind: str) -> Tensor:
     """Return the input of ``packed``; 16-bit weights are returned as they are."""
-    if is_sixteen(kind):
+    if kind in DTYPES:
         return patterns
     codes = patterns.contiguous().view(torch.int16)
     if kind == FP32:
@@ -208,7 +208,8 @@ class Quantizer:
     def measure(self) -> None:
         """Find the largest magnitude of each block, over all ranks; a collective."""
         _, problem = saved.attempt(self._measure_mine)
-        rows, device = list(self.matrices.values()), _device(self._owned)
+        rows = list(self.matrices.values())
+        device = self._owned[0].held.read().device if self._owned else default_device()
         flat = torch.cat([
             torch.zeros(math.prod(row.blocks), dtype=row.kind, device=device)
             if row.most is None else row.most.to(device).reshape(-1) for row in rows
@@ -253,13 +254,6 @@ class Quantizer:
 
 def _values(held: Held, low: int, high: int, dtype: torch.dtype) -> Tensor:
     return held.read().detach().reshape(-1)[low:high].to(dtype)
-
-
-def _device(owned: Sequence[Owned]) -> torch.device:
-    """Return the device of the weights, on which ranks also exchange magnitudes."""
-    for one in owned:
-        return one.held.read().device
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def quantized(weights: EngineWeights, form: str | None, dtype: str | None) -> EngineWeights:

@@ -185,11 +185,7 @@ class StreamSource(Source):
             )
         missing = [part.rank for part in manifest.parts if part.rank not in parts]
         if missing:
-            raise _lacks(manifest, missing)
+            raise DamagedVersion(
+                f"version {manifest.version}: the stream has no part of rank(s) {missing[:8]}"
+            )
         return Offer(manifest, [parts[part.rank] for part in manifest.parts])
-
-
-def _lacks(manifest: Manifest, ranks: list[int]) -> PublishError:
-    return DamagedVersion(
-        f"version {manifest.version}: the stream has no part of rank(s) {ranks[:8]}"
-    )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.errors import PublishError
+from hybridcomp.job.devices import default_device
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.destinations import Destination
 from hybridcomp.publishing.encoding import Sink
@@ -180,13 +181,6 @@ def tensor_of(data: memoryview | bytes) -> Tensor:
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
-def device_of_messages() -> torch.device:
-    """Return the device whose tensors the default group sends."""
-    if "nccl" in str(dist.get_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 class Stream(Destination):
     """A stream that rank 0 writes; other ranks send their parts to it over torch.distributed."""
 
@@ -229,7 +223,7 @@ class Stream(Destination):
 
     def _pass_on(self, place: int, keeps: bool) -> None:
         """Copy one rank's part to the stream; after an error only receive it."""
-        sender, device = self._ranks[place], device_of_messages()
+        sender, device = self._ranks[place], default_device()
         room = torch.empty(0, dtype=torch.uint8, device=device)
         while True:
             size = torch.empty(1, dtype=torch.int64, device=device)
@@ -315,7 +309,7 @@ class _Relay:
     """Send data to the rank that writes the stream."""
 
     def __init__(self, writer: int) -> None:
-        self._writer, self._device = writer, device_of_messages()
+        self._writer, self._device = writer, default_device()
 
     def write(self, data: memoryview, /) -> None:
         if len(data):
@@ -324,4 +318,4 @@ class _Relay:
 
 
 def _send_size(writer: int, size: int) -> None:
-    dist.send(torch.tensor([size], dtype=torch.int64, device=device_of_messages()), writer)
+    dist.send(torch.tensor([size], dtype=torch.int64, device=default_device()), writer)

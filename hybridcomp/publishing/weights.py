@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -90,11 +90,6 @@ class EngineWeights:
     kinds: Mapping[str, str] = field(default_factory=dict)
     quantizer: Quantizes | None = None
     refused: ConfigError | None = None
-
-
-def is_sixteen(kind: str) -> bool:
-    """Return whether values of ``kind`` are 16-bit weights themselves."""
-    return kind in DTYPES
 
 
 def unless_refused(make: Callable[[], EngineWeights], ranks: tuple[int, ...]) -> EngineWeights:
@@ -205,9 +200,12 @@ def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeight
         "problem": problem,
         "table": {name: (list(shape), dtypes[name]) for name, shape in weights.shapes.items()},
         "aliases": dict(weights.aliases),
-        "held": [_row(one.stretch) for one in weights.held],
+        "held": [astuple(one.stretch) for one in weights.held],
     }
-    said = _exchange(mine, weights.ranks)
+    if len(weights.ranks) < dist.get_world_size():
+        said = tell(mine, what="published weights", ranks=weights.ranks)
+    else:
+        said = small_messages.gather_objects(mine)
     for statement in said:
         if statement["problem"] is not None:
             key, shown, todo = statement["problem"]
@@ -218,17 +216,6 @@ def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeight
     place = weights.ranks.index(dist.get_rank())
     owned = [Owned(weights.held[n], low, high) for n, low, high in divide(held, place)]
     return DividedWeights(table, aliases, owned)
-
-
-def _row(one: WeightRange) -> tuple[str, int, int, int, int]:
-    return one.name, one.start, one.length, one.runs, one.stride
-
-
-def _exchange(mine: dict[str, Any], ranks: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the statements of all ranks, in the order of ``ranks``."""
-    if len(ranks) < dist.get_world_size():
-        return tell(mine, what="published weights", ranks=ranks)
-    return small_messages.gather_objects(mine)
 
 
 def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:

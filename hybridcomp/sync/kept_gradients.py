@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Look = Callable[[], None]
-
-
-class Hook(Protocol):
-    """Handle of a hook of torch."""
-
-    def remove(self) -> None:
-        """Remove the hook."""
 
 
 class KeptGradients:
@@ -30,7 +24,7 @@ class KeptGradients:
     def __init__(
         self,
         gradients: Callable[[], Iterable[Tensor | None]],
-        before: Callable[[Look], list[Hook]],
+        before: Callable[[Look], list[RemovableHandle]],
     ) -> None:
         """Set up without watching yet.
 
@@ -40,7 +34,7 @@ class KeptGradients:
                 before any gradient is added, until the returned hooks are removed.
         """
         self._gradients, self._before = gradients, before
-        self._hooks: list[Hook] = []
+        self._hooks: list[RemovableHandle] = []
         self._found: Callable[[], object] = lambda: None
 
     def watch(self, found: Callable[[], object]) -> None:
@@ -68,12 +62,12 @@ class KeptGradients:
                 self._found()
 
 
-def before_leaves(leaves: Callable[[], Iterable[Tensor]], look: Look) -> list[Hook]:
+def before_leaves(leaves: Callable[[], Iterable[Tensor]], look: Look) -> list[RemovableHandle]:
     """Call ``look`` before any gradient of ``leaves`` is accumulated."""
     return [_of(leaf, look) for leaf in leaves() if leaf.requires_grad]
 
 
-def before_output(module: nn.Module, look: Look) -> list[Hook]:
+def before_output(module: nn.Module, look: Look) -> list[RemovableHandle]:
     """Call ``look`` when the gradient of an output of ``module`` is available.
 
     For engines whose kernels add weight gradients before autograd calls the weights' hooks.
@@ -98,6 +92,6 @@ def _any(gradients: Iterable[Tensor | None]) -> bool:
     return bool(dense) and bool(torch.stack([one.detach().any() for one in dense]).any())
 
 
-def _of(tensor: Any, look: Look) -> Hook:
-    hook: Hook = tensor.register_hook(lambda _: look())
+def _of(tensor: Any, look: Look) -> RemovableHandle:
+    hook: RemovableHandle = tensor.register_hook(lambda _: look())
     return hook

@@ -60,15 +60,7 @@ class IslandMeetings(SyncFollower):
         make: Callable[[], Masters],
         say: Callable[..., object],
     ) -> None:
-        """Prepare for meetings.
-
-        Args:
-            channel: the channel of ``sync``.
-            islands: the islands of the job.
-            make: returns the weights that this rank's optimizer changes; called before the first
-                step.
-            say: prints a sentence for the user, on rank 0.
-        """
+        """Prepare for meetings of the job's ``islands``; see ``SyncFollower``."""
         super().__init__(channel, make, say)
         self.islands, self._inside = islands, islands.inside
 

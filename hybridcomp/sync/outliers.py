@@ -46,12 +46,7 @@ def far_off(
     """Return per island whether its norm exceeds ``above`` times the median of finite ones.
 
     A collective of the island ``inside``, whose ranks add up in a fixed order, so that all islands
-    get the same result.
-
-    Args:
-        squares: per island the sum of squares of its message to this rank, fp64.
-        finite: per island whether it sent no NaN or Inf; the same on all ranks.
-        above: the block's limit.
+    get the same result. ``squares``: as ``unfit``'s argument returns them.
     """
     parts = small_messages.gather(squares, inside)
     total = parts[0].clone()

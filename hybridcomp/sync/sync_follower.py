@@ -35,20 +35,6 @@ class Figures:
     ahead: int = 0
 
 
-def rule_of(config: IslandConfig) -> OuterRule:
-    """Return the arithmetic that a block selects."""
-    outer = config.outer
-    return OuterRule(
-        outer.lr,
-        outer.momentum,
-        outer.nesterov,
-        config.error_feedback,
-        config.decay,
-        config.mix,
-        bool(config.staleness),
-    )
-
-
 def drift_of(rows: Tensor, weights: Tensor) -> float:
     """Return how far islands are apart: the norm of their differences over that of the weights.
 
@@ -257,10 +243,14 @@ class SyncFollower(ABC):
 
         ``inside``: the ranks of the island; None: all of the job.
         """
-        masters, rule = self.masters, rule_of(self.config)
+        masters, config, outer = self.masters, self.config, self.config.outer
+        rule = OuterRule(
+            outer.lr, outer.momentum, outer.nesterov, config.error_feedback, config.decay,
+            config.mix, bool(config.staleness),
+        )  # fmt: skip
         pieces = masters.shares(inside)
         self.progress.parts = []
-        for low, high, numel in cut(masters.numel, self.config.fragments, *pieces):
+        for low, high, numel in cut(masters.numel, config.fragments, *pieces):
             fragment = Fragment(rule, masters.read(low, high, numel))
             self.parts.append(Part(low, high, numel, fragment))
 

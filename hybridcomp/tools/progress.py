@@ -40,7 +40,7 @@ class ProgressDisplay:
         """
         self._parts, self._say, self._least_s = parts, say, least_s
         self._start = self._told = time.monotonic()
-        self._skipped = 0.0
+        self._skipped = 0
         self._bar: Any = None
         self._task: Any = None
 
@@ -91,9 +91,9 @@ class ProgressDisplay:
         else:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def skip(self, parts: float = 1.0) -> None:
-        """Leave parts out of the speed, since they were done before."""
-        self._skipped += parts
+    def skip(self) -> None:
+        """Leave a part out of the speed, since it was done before."""
+        self._skipped += 1
 
     def left(self, done: float) -> float | None:
         """Return the seconds left at the speed so far; None before any part was worked on."""

@@ -3,7 +3,6 @@
 
     python bench_codecs.py                 # table
     python bench_codecs.py --check         # exit 1 if a target is missed
-    python bench_codecs.py --json out.json
 
 Speeds are bytes of uncompressed values per second in either direction. A single-threaded run is
 timed by the thread's CPU time, which excludes waits for a core on a busy machine. Each repeat times
@@ -13,33 +12,39 @@ best time divided by the subject's best time; the median column uses medians.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from benchmarks.shared import parser_of
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.words import DTYPES
 
+COPY = "Tensor.copy_"
 PHASES = ("encode", "decode", "decode_add")
 
 
 @dataclass
 class Subject:
-    """Encoder and decoder of ``values``; ``phases`` maps a phase's name to the function to time."""
+    """A row of the table: ``phases`` maps a phase's name to the function to time."""
 
     name: str
     nbytes: int
     relative_error: float
     phases: dict[str, Callable[[], object]]
     seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def best(self, phase: str) -> float:
+        """Return the seconds of the fastest repeat of ``phase``."""
+        return min(self.seconds[phase])
 
 
 def relative_error(values: Tensor, decoded: Tensor) -> float:
@@ -48,33 +53,20 @@ def relative_error(values: Tensor, decoded: Tensor) -> float:
     return float((decoded.double() - values).norm() / values.norm())
 
 
-@dataclass
-class Row:
-    """One line of the table. Speeds in GB/s of values; ratios to Tensor.copy_."""
-
-    name: str
-    bits: float
-    relative_error: float
-    gbps: dict[str, float]
-    ratio: dict[str, float]
-    ratio_median: dict[str, float]
-
-
 def codec_subject(codec: Codec, values: Tensor) -> Subject:
     """Return encode, decode and decode_add of one of our codecs."""
     dtype = values.dtype
     wire = torch.empty(codec.wire_nbytes(values.numel(), dtype), dtype=torch.uint8)
     decoded = torch.empty_like(values)
     total = torch.zeros(values.numel(), dtype=torch.float32)
-    used = codec.encode(values, wire)
-    payload = wire[:used]
+    payload = wire[: codec.encode(values, wire)]
     codec.decode(payload, decoded)
     phases: dict[str, Callable[[], object]] = {
         "encode": lambda: codec.encode(values, wire),
         "decode": lambda: codec.decode(payload, decoded),
         "decode_add": lambda: codec.decode_add(payload, total, dtype),
     }
-    return Subject(codec.spec, used, relative_error(values, decoded), phases)
+    return Subject(codec.spec, len(payload), relative_error(values, decoded), phases)
 
 
 def eager_encode(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -94,8 +86,7 @@ def eager_decode(levels: Tensor, tops: Tensor, bits: int) -> Tensor:
     if bits == 4:
         levels = torch.cat((levels & 15, levels >> 4), dim=1)
     steps = (tops / (2 ** (bits - 1) - 1)).unsqueeze(1)
-    centered = levels.float().sub_(2 ** (bits - 1))
-    return centered.mul_(steps).view(-1)
+    return levels.float().sub_(2 ** (bits - 1)).mul_(steps).view(-1)
 
 
 def eager_subject(bits: int, values: Tensor) -> Subject:
@@ -127,7 +118,7 @@ def zfpy_subject(rate: int, values: Tensor) -> Subject:
 
 
 def subjects_of(values: Tensor) -> list[Subject]:
-    """Return all codecs and peers, each warmed up by one encode and decode."""
+    """Return the copy, all codecs and peers, each warmed up by one encode and decode."""
     codecs = [
         make_codec("blockint", bits=8),
         make_codec("blockint", bits=4),
@@ -147,8 +138,14 @@ def subjects_of(values: Tensor) -> list[Subject]:
         make_codec("topk"),
         *(make_codec("radix", error_bound=bound) for bound in (3e-2, 1e-2, 1e-3)),
     ]
+    target = values.clone()
+
+    def copied() -> object:
+        return target.copy_(values)
+
+    copy = Subject(COPY, values.nbytes, 0.0, dict.fromkeys(PHASES, copied))
     peers = [eager_subject(8, values), eager_subject(4, values), zfpy_subject(8, values)]
-    return [codec_subject(codec, values) for codec in codecs] + peers
+    return [copy, *(codec_subject(codec, values) for codec in codecs), *peers]
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -159,50 +156,24 @@ def timed(function: Callable[[], object]) -> float:
     return clock() - start
 
 
-def measure(values: Tensor, repeats: int) -> tuple[list[float], list[Subject]]:
-    """Return seconds of every copy, and the subjects with their seconds filled in."""
-    subjects = subjects_of(values)
-    target = torch.empty_like(values)
-    target.copy_(values)
-    copies = []
+def measure(subjects: list[Subject], repeats: int) -> None:
+    """Time every subject, each after a copy; all copies count for every phase of the first row."""
+    copy, *others = subjects
+    copy.seconds = dict.fromkeys(PHASES, [])
     for _ in range(repeats):
-        for subject in subjects:
-            copies.append(timed(lambda: target.copy_(values)))
+        for subject in others:
+            copy.seconds[PHASES[0]].append(timed(copy.phases[PHASES[0]]))
             for phase, function in subject.phases.items():
                 subject.seconds.setdefault(phase, []).append(timed(function))
-    return copies, subjects
 
 
-def rows_of(values: Tensor, copies: list[float], subjects: list[Subject]) -> list[Row]:
-    """Return the rows of the table, the copy first."""
-    nbytes = values.numel() * values.itemsize
-    copy_best, copy_median = min(copies), statistics.median(copies)
-    phases = dict.fromkeys(PHASES, nbytes / copy_best / 1e9)
-    ones = dict.fromkeys(PHASES, 1.0)
-    rows = [Row("Tensor.copy_", 8.0 * values.itemsize, 0.0, phases, ones, ones)]
-    for subject in subjects:
-        best = {phase: min(seconds) for phase, seconds in subject.seconds.items()}
-        median = {phase: statistics.median(s) for phase, s in subject.seconds.items()}
-        rows.append(
-            Row(
-                subject.name,
-                subject.nbytes * 8 / values.numel(),
-                subject.relative_error,
-                {phase: nbytes / seconds / 1e9 for phase, seconds in best.items()},
-                {phase: copy_best / seconds for phase, seconds in best.items()},
-                {phase: copy_median / seconds for phase, seconds in median.items()},
-            )
-        )
-    return rows
-
-
-def missed_targets(rows: list[Row]) -> list[str]:
+def missed_targets(subjects: list[Subject]) -> list[str]:
     """Return a line for each speed or ratio promised on fp32 values that this run missed."""
-    table = {row.name: row for row in rows}
+    rows = {subject.name: subject for subject in subjects}
     missed = []
 
-    def expect(name: str, phase: str, target: float, peer: str = "Tensor.copy_") -> None:
-        ratio = table[name].gbps[phase] / table[peer].gbps[phase]
+    def expect(name: str, phase: str, target: float, peer: str = COPY) -> None:
+        ratio = rows[peer].best(phase) / rows[name].best(phase)
         if ratio < target:
             missed.append(f"{name} {phase}: {ratio:.2f}x of {peer}, expected {target}x")
 
@@ -217,35 +188,36 @@ def missed_targets(rows: list[Row]) -> list[str]:
         expect("zfp(rate=8)", phase, 4.0, "zfpy rate 8")
         expect("mpc(dim=1)", phase, 0.08)
         expect("expcode()", phase, 0.25)
-        for name in (name for name in table if name.startswith("radix")):
+        for name in (name for name in rows if name.startswith("radix")):
             expect(name, phase, 0.12 if phase == "encode" else 0.2)
     return missed
 
 
-def print_table(rows: list[Row]) -> None:
+def print_table(subjects: list[Subject], values: Tensor) -> None:
     """Print speed in GB/s, then best and median ratio to the copy, for every phase."""
     head = "".join(f"{phase:>12}{'x copy':>8}{'median':>8}" for phase in PHASES)
-    width = max(len(row.name) for row in rows) + 1
+    width = max(len(subject.name) for subject in subjects) + 1
     print(f"{'':{width}}{'bits':>7}{'relL2':>10}{head}")
-    for row in rows:
+    for subject in subjects:
         cells = ""
         for phase in PHASES:
-            if phase in row.gbps:
-                ratios = f"{row.ratio[phase]:>8.2f}{row.ratio_median[phase]:>8.2f}"
-                cells += f"{row.gbps[phase]:>12.2f}{ratios}"
-            else:
+            if phase not in subject.seconds:
                 cells += f"{'-':>12}{'-':>8}{'-':>8}"
-        print(f"{row.name:{width}}{row.bits:>7.2f}{row.relative_error:>10.1e}{cells}")
+                continue
+            best, copies = subject.best(phase), subjects[0].seconds[phase]
+            median = statistics.median(copies) / statistics.median(subject.seconds[phase])
+            cells += f"{values.nbytes / best / 1e9:>12.2f}{min(copies) / best:>8.2f}{median:>8.2f}"
+        bits = subject.nbytes * 8 / values.numel()
+        print(f"{subject.name:{width}}{bits:>7.2f}{subject.relative_error:>10.1e}{cells}")
 
 
 def main() -> int:
     """Parse arguments, measure, print; the exit status is 1 if --check found a missed target."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--mbytes", type=int, default=64, help="size of the values (default 64)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     if arguments.check and (arguments.dtype != "fp32" or arguments.threads != 1):
@@ -254,11 +226,10 @@ def main() -> int:
     dtype = DTYPES[arguments.dtype]
     torch.manual_seed(0)
     values = torch.randn(arguments.mbytes * 2**20 // dtype.itemsize).to(dtype)
-    rows = rows_of(values, *measure(values, arguments.repeats))
-    print_table(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    missed = missed_targets(rows) if arguments.check else []
+    subjects = subjects_of(values)
+    measure(subjects, arguments.repeats)
+    print_table(subjects, values)
+    missed = missed_targets(subjects) if arguments.check else []
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed else 0

@@ -4,7 +4,6 @@
     python scripts/benchmarks/bench_deltas.py                        # tables: bits and speeds
     python scripts/benchmarks/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
     python scripts/benchmarks/bench_deltas.py --check                # exit 1 if a target is missed
-    python scripts/benchmarks/bench_deltas.py --json out.json
 
 A byte-level GPT is pretrained on the text of this checkout in fp32 with AdamW at 1e-3. From there
 it takes a few steps at each learning rate; the trace is all weights, cast to bf16, before and after
@@ -17,8 +16,6 @@ the best time of `Tensor.copy_` of as many bytes divided by the codec's best tim
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 from benchmarks.bench_codecs import timed
 from benchmarks.deltas_bench.bits import compressors, sent
 from benchmarks.deltas_bench.traces import Size, Trace, traces
+from benchmarks.shared import parser_of, table
 from hybridcomp.codecs import StepCode
 
 RATES = [1e-3, 3e-4, 1e-4, 1e-6]
@@ -76,19 +74,6 @@ def _in_place(codec: StepCode, payload: Tensor, reference: Tensor, held: Tensor)
     return timed(lambda: codec.decode(payload, held, held))
 
 
-def table(rows: Mapping[float, Row] | Mapping[str, Row], names: list[str], digits: int) -> str:
-    """Return a Markdown table with a line for each name and a column for each rate or trace."""
-    heads = [one if isinstance(one, str) else f"{one:g}" for one in rows]
-    lines = [
-        "| | " + " | ".join(heads) + " |",
-        "|---" * (len(rows) + 1) + "|",
-    ]
-    for name in names:
-        cells = " | ".join(f"{row[name]:.{digits}f}" for row in rows.values())
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
-
-
 def missed_targets(rows: Mapping[str, Row]) -> list[str]:
     """Return a line for each target that this run missed; ``rows`` by the traces' labels."""
     missed = []
@@ -119,23 +104,16 @@ def _missed_by_few(row: Row) -> list[str]:
     return [f"{is_:.2f} {what}, expected {most:.2g}" for is_, most, what in found if is_ > most]
 
 
-def parser_of(doc: str, mbytes: int, what: str, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser for benches on traces; ``mbytes``, ``repeats``: defaults, ``what``: help."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+def main() -> int:
+    """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
+    parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=384, help="a multiple of 64 (default 384)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=60, help="steps at 1e-3 before all traces")
     parser.add_argument("--settle", type=int, default=4, help="steps at a rate before its trace")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
-    parser.add_argument("--mbytes", type=int, default=mbytes, help=what)
-    parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    return parser
-
-
-def main() -> int:
-    """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
-    parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
+    parser.add_argument("--mbytes", type=int, default=64, help="of weights, for speeds")
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -147,18 +125,19 @@ def main() -> int:
         row = sent(trace.reference, trace.values)
         row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
         row["bits a changed value"] = row["stepcode"] / row["changed"] if row["changed"] else 0.0
-        fast_row = speeds(trace, arguments.mbytes, arguments.repeats)
-        rows[trace.label] = row | fast_row
+        rows[trace.label] = row | speeds(trace, arguments.mbytes, arguments.repeats)
         print(
             f"{trace.label}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed",
             flush=True,
         )
     names = list(next(iter(rows.values())))
     fast = [name for name in names if "GB/s" in name or "x copy" in name]
-    print("\nBits a value:\n" + table(rows, [name for name in names if name not in fast], 3))
-    print("\nSpeed on one core:\n" + table(rows, fast, 2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for title, digits, chosen in (
+        ("Bits a value", 3, [name for name in names if name not in fast]),
+        ("Speed on one core", 2, fast),
+    ):
+        cells = ([name, *(f"{row[name]:.{digits}f}" for row in rows.values())] for name in chosen)
+        print(f"\n{title}:", *table(["", *rows], cells), sep="\n")
     missed = missed_targets(rows) if arguments.check else []
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)

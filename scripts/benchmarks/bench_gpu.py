@@ -29,9 +29,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +46,19 @@ from benchmarks.gpu_bench import (
     ours,
     peers,
     prebuild,
-    report,
     size_exchange,
     targets,
 )
 from benchmarks.gpu_bench.measure import Bench, DeviceStopwatch, HostStopwatch, Point, Work, cuda
+from benchmarks.shared import TIME_IS_UP, parser_of
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.errors import install_hint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # sizes of the targets come first
 SIZES_ON_CPU = (64 << 10, 16 << 10)
-#: reason for a message that was skipped and that another call may measure, and the exit status for
-#: it
-NO_TIME, TIME_IS_UP = "no time was left", 75
+#: reason for a message that was skipped and that another call may measure
+NO_TIME = "no time was left"
 SLOW_S = 2.0  # slower subjects are reported: they compile
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -103,7 +101,7 @@ def measure(
     for number, (nbytes, dtype) in enumerate(messages, 1):
         start = time.perf_counter()
         if start > until:
-            found.left_out[f"{report.size_name(nbytes)} of {dtype}"] = NO_TIME
+            found.left_out[f"{markdown.size_name(nbytes)} of {dtype}"] = NO_TIME
             continue
         before = len(found.points)
         generator = torch.Generator(device).manual_seed(0)
@@ -118,13 +116,13 @@ def measure(
                     found.points.append(bench.measure(work, dtype, nbytes))
             except Exception as error:  # a peer may fail in any way
                 reason = " ".join(str(error).split())[:200]
-                where = f"{name}, {report.size_name(nbytes)} of {dtype}"
+                where = f"{name}, {markdown.size_name(nbytes)} of {dtype}"
                 found.left_out[where] = f"{type(error).__name__}: {reason}"
             if (took := time.perf_counter() - began) > SLOW_S:
                 print(f"\r{name} took {took:.1f} s{'':30}", file=sys.stderr, flush=True)
         del values
         print(
-            f"\r[{number}/{len(messages)}] {report.size_name(nbytes)} of {dtype}: "
+            f"\r[{number}/{len(messages)}] {markdown.size_name(nbytes)} of {dtype}: "
             f"{len(found.points) - before} measured in {time.perf_counter() - start:.1f} s",
             file=sys.stderr, flush=True,
         )  # fmt: skip
@@ -153,32 +151,21 @@ def size_of(text: str) -> int:
     return int(text[:-1]) * unit if unit else int(text)
 
 
-def without_files(words: Sequence[str]) -> list[str]:
-    """Return a command's words without the paths of its result files."""
-    files = ("--md", "--json")
-    return [
-        word
-        for before, word in pairwise(("", *words))
-        if word.partition("=")[0] not in files and before not in files
-    ]
-
-
 def main() -> int:
     """Parse arguments, test, measure, print and write results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", type=size_of, nargs="+", default=SIZES, help="64K 256M 1G")
-    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
-    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="parts of names")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no message later")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--md", type=Path, default=Path("bench_gpu.md"))
-    parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
-    parser.add_argument("--no-tests", action="store_true", help="measure only")
-    parser.add_argument(
-        "--resume", action="store_true", help="no message that --json has; 75: more"
-    )
-    parser.add_argument("--cpu", action="store_true", help="small, to try the script itself")
-    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--sizes", type=size_of, nargs="+", default=SIZES, help="64K 256M 1G")
+    add("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
+    add("--only", nargs="+", default=(), metavar="NAME", help="parts of names")
+    add("--seconds", type=float, default=math.inf, help="begin no message later")
+    add("--repeats", type=int, default=15)
+    add("--md", type=Path, default=Path("bench_gpu.md"))
+    add("--json", type=Path, default=Path("bench_gpu.json"))
+    add("--no-tests", action="store_true", help="measure only")
+    add("--resume", action="store_true", help="no message that --json has; 75: more")
+    add("--cpu", action="store_true", help="small, to try the script itself")
+    add("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     if arguments.cpu:
         arguments.sizes = SIZES_ON_CPU if arguments.sizes is SIZES else arguments.sizes
@@ -242,10 +229,9 @@ def conclude(
         **known, "left_out": found.left_out, "missed": missed,
         "size_exchange": size_exchange.facts(*sizes) if sizes else None,
     }  # fmt: skip
-    report.write_json(arguments.json, found.points, known)
-    command = " ".join(["python scripts/benchmarks/bench_gpu.py", *without_files(sys.argv[1:])])
-    arguments.md.write_text(markdown.document(found.points, known, command))
-    print("", *report.published(), sep="\n")
+    rows = [{**asdict(point), "target": targets.target_of(point)} for point in found.points]
+    arguments.json.write_text(json.dumps({**known, "points": rows}, indent=1) + "\n")
+    arguments.md.write_text(markdown.document(found.points, known))
     for name, reason in found.left_out.items():
         print(f"left out: {name}: {reason}")
     if sizes:

@@ -28,13 +28,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
+from benchmarks.shared import TIME_IS_UP, check_data, parser_of, say
 from benchmarks.training_bench import gpu_cells, gpu_report, gpu_session, machine
 from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from benchmarks.training_bench.gpu_cells import COMPUTE
 from benchmarks.training_bench.gpu_session import Book, Part, Plan, Session
 
-#: exit status of --resume with rounds left to measure (EX_TEMPFAIL of sysexits.h)
-TIME_IS_UP = 75
 #: seconds that a part needs to start and to run its first round
 START_S = 100.0
 EVERY = list(gpu_cells.MEASURED)
@@ -42,9 +41,7 @@ EVERY = list(gpu_cells.MEASURED)
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--layouts", nargs="+", choices=EVERY, default=EVERY)
     add("--arms", nargs="+", metavar="NAME", help="where a layout has them; default: all")
@@ -53,7 +50,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timed", type=int, default=3, help="steps of a turn, after one that is not timed")
     add("--warm", type=int, default=3, help="steps of an arm before its first turn")
     add("--settling", type=int, default=14, help="the same of arms that measure in them")
-    add("--parts", nargs="+", metavar="LAYOUT=ARM,ARM", help="instead of --layouts and --arms")
     add("--beside", type=int, metavar="N",
         help="arms at once, two of them native; default: what 80 GB hold at 85M")  # fmt: skip
     add("--together", type=int, default=1, metavar="N", help="layouts whose ranks start at once")
@@ -65,30 +61,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--logs", type=Path, metavar="FOLDER", help="keep the ranks' logs there")
     add("--cpu", action="store_true", help="gloo instead of a GPU, to try the script itself")
     found = parser.parse_args(arguments)
-    if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
-        parser.error(f"--data: no dataset {found.data}; prepare_data.py writes one")
+    check_data(parser, found.data)
     if found.beside is not None and found.beside < 3:
         parser.error("--beside: expected at least 3")
     if found.together < 1:
         parser.error("--together: expected at least 1")
-    try:
-        found.plan = (
-            [part_of(text, number) for number, text in enumerate(found.parts)]
-            if found.parts
-            else ordered(found.layouts, found.arms, found.beside)
-        )
-    except ValueError as error:
-        parser.error(str(error))
+    found.plan = ordered(found.layouts, found.arms, found.beside)
     return found
-
-
-def part_of(text: str, number: int) -> Part:
-    """Parse one entry of ``--parts``, ``LAYOUT=ARM,ARM``. Raises ValueError."""
-    layout, _, names = text.partition("=")
-    if layout not in EVERY:
-        raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(EVERY)}")
-    arms = gpu_cells.arms_of(layout, [name.strip() for name in names.split(",")])
-    return Part(layout, number, tuple(arms))
 
 
 def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[list[Arm]]:
@@ -122,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = asked.logs.resolve() if asked.logs else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         layouts = [part.layout for part in asked.plan]
-        context = gpu_session.server_of(layouts, not asked.cpu, folder, asked.timeout, _say)
+        context = gpu_session.server_of(layouts, not asked.cpu, folder, asked.timeout)
         name = "a CPU" if asked.cpu else machine.gpu_name()
         options = gpu_cells.Options(
             asked.size, asked.data.resolve(), folder, not asked.cpu, device=name
@@ -135,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             built.kill()
 
         def session(part: Part) -> Session:
-            return Session(context, options, plan, book, _say, deadline, part)
+            return Session(context, options, plan, book, deadline, part)
 
         status = _measure(asked, session, book, deadline)
     if asked.out.is_file():
@@ -150,9 +129,11 @@ def _measure(
 ) -> int:
     """Measure all parts, one after the other; return the exit status."""
     over = True
-    for parts in _in_turns(_missing(asked, book), asked.together):
+    missing = _missing(asked, book)
+    for start in range(0, len(missing), asked.together):
+        parts = missing[start : start + asked.together]
         if time.monotonic() + START_S * asked.resume > deadline:
-            _say(f"{', '.join(f'{p.layout}, part {p.number}' for p in parts)}: no time left")
+            say(f"{', '.join(f'{p.layout}, part {p.number}' for p in parts)}: no time left")
             over = False
             continue
         over = gpu_session.run([session(part) for part in parts]) and over
@@ -167,15 +148,10 @@ def _missing(asked: argparse.Namespace, book: Book) -> list[Part]:
     for part in asked.plan:
         first = book.rounds(asked.size, part.layout, part.names)
         if first >= asked.rounds:
-            _say(f"{part.layout}, part {part.number}: is there")
+            say(f"{part.layout}, part {part.number}: is there")
         else:
             found.append(replace(part, first=first))
     return found
-
-
-def _in_turns(parts: Sequence[Part], together: int) -> list[Sequence[Part]]:
-    """Group the parts whose ranks start together."""
-    return [parts[i : i + together] for i in range(0, len(parts), together)]
 
 
 def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:
@@ -188,10 +164,6 @@ def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] 
             [sys.executable, "-c", code], stdout=log, stderr=log,
             env={**os.environ, "MAX_JOBS": "8"},
         )  # fmt: skip
-
-
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 if __name__ == "__main__":

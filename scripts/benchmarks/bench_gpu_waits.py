@@ -26,11 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
+from benchmarks.shared import check_data, parser_of, say
 from benchmarks.training_bench import forked, gpu_cells, gpu_session
 from benchmarks.training_bench.cells import REFERENCE
 from benchmarks.training_bench.gpu_cells import COMPUTE
-from benchmarks.waits_bench import figures, report
-from benchmarks.waits_bench.session import Recordings, Turns
+from benchmarks.waits_bench import figures, report, session
+from benchmarks.waits_bench.session import Turns
 from benchmarks.waits_bench.traces import TraceError
 
 EVERY = list(gpu_cells.MEASURED)
@@ -43,9 +44,7 @@ WARM, SETTLING = 11, 21
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--layouts", nargs="+", choices=EVERY, default=["zero1"])
     add("--arm", default="recommended", metavar="NAME", help="that is held against native")
@@ -61,8 +60,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if found.steps < 1 or found.warm < 1:
         parser.error("--steps, --warm: expected at least 1")
-    if not found.read and not found.data.with_name(f"{found.data.name}_train.idx").is_file():
-        parser.error(f"--data: no dataset {found.data}; prepare_data.py writes one")
+    if not found.read:
+        check_data(parser, found.data)
     for layout in found.layouts:
         try:
             gpu_cells.arms_of(layout, [found.arm])
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             read(layout, asked.arm, out)
         except TraceError as error:
             failed.append(layout)
-            _say(f"{layout}: FAILED {error}")
+            say(f"{layout}: FAILED {error}")
     return int(bool(failed))
 
 
@@ -93,28 +92,20 @@ def record(asked: argparse.Namespace, traces: Path) -> list[str]:
     failed = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        context = gpu_session.server_of(asked.layouts, not asked.cpu, folder, asked.timeout, _say)
+        context = gpu_session.server_of(asked.layouts, not asked.cpu, folder, asked.timeout)
         options = gpu_cells.Options(asked.size, asked.data.resolve(), folder, not asked.cpu)
         turns = Turns(asked.warm, asked.settling, asked.steps, asked.timeout)
         for layout in asked.layouts:
             arms = gpu_cells.arms_of(layout, [asked.arm])
             try:
-                found = Recordings(context, options, turns, _say).run(layout, arms, traces)
+                found = session.record(context, options, turns, layout, arms, traces)
             except forked.JobError as error:
                 failed.append(layout)
-                _say(f"{layout}: FAILED {error}")
+                say(f"{layout}: FAILED {error}")
                 continue
-            note = {
-                name: {"traces": [path.name for path in one.traces], **one.turn()}
-                for name, one in found.items()
-            }
-            head = {"size": asked.size, "shared": not asked.cpu, "arms": note}
-            _note(traces, layout).write_text(json.dumps(head) + "\n")
+            head = {"size": asked.size, "shared": not asked.cpu, "arms": found}
+            (traces / f"{layout}.{NOTE}").write_text(json.dumps(head) + "\n")
     return failed
-
-
-def _note(traces: Path, layout: str) -> Path:
-    return traces / f"{layout}.{NOTE}"
 
 
 def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
@@ -122,7 +113,7 @@ def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
 
     Raises TraceError for traces that are missing, damaged or written by another program.
     """
-    began, note = time.monotonic(), _note(out / "traces", layout)
+    began, note = time.monotonic(), out / "traces" / f"{layout}.{NOTE}"
     try:
         head = json.loads(note.read_text())
         turns, shared = head["arms"], head["shared"]
@@ -154,12 +145,8 @@ def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
     }  # fmt: skip
     report.write(found, out / f"{layout}.json")
     print(report.page(found))
-    _say(f"{layout}: read in {time.monotonic() - began:.1f} s: {out / layout}.md")
+    say(f"{layout}: read in {time.monotonic() - began:.1f} s: {out / layout}.md")
     return found
-
-
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 if __name__ == "__main__":

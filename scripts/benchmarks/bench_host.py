@@ -2,7 +2,6 @@
 """Time the host's work per GPU message, without a GPU.
 
     python scripts/benchmarks/bench_host.py
-    python scripts/benchmarks/bench_host.py --megabytes 1 --dtype bf16 --profile all_gather
     python scripts/benchmarks/bench_host.py --ranks 8 64 256 1024 4096
 
 Messages of tensor parallelism are so short that training waits for the host's work: choose the
@@ -11,21 +10,15 @@ whose messages arrive at once and with kernel launches that do nothing. The driv
 launch, torch's allocation of GPU memory and NCCL's time per message are not included; the rows
 `path` of `bench_gpu.py` include the first two.
 
-Microseconds are CPU time, which other load hardly affects, as medians over rounds. Each round is
-followed by a round of `Tensor.copy_` of four values; compare runs by multiples of that copy, whose
-time is printed too.
-
-With several `--ranks` it prints how host time and number of launches grow with the group for each
-kind of message, such as gradient buckets with owners (ZeRO 1 and 2), unequal shards, coalesced
-parameter gathers, two-level messages, low rank and the guard's sums.
+For each kind of message, such as gradient buckets with owners (ZeRO 1 and 2), unequal shards,
+coalesced parameter gathers, two-level messages, low rank and the guard's sums, it prints
+microseconds, multiples of a `Tensor.copy_` of four values, and launches, by `--ranks` of the group.
+Microseconds are CPU time, which other load hardly affects, as medians over rounds; each round is
+preceded by a round of that copy, by whose multiples runs are compared.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import json
-import pstats
 import statistics
 import sys
 import time
@@ -40,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from benchmarks.gpu_bench.group_messages import GroupMessages
 from benchmarks.gpu_bench.messages import RANKS, Messages, group_without_wire
+from benchmarks.shared import parser_of
 from hybridcomp.channels import channel
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.words import DTYPES
@@ -49,7 +43,7 @@ from hybridcomp.kernels.cuda.launcher import Words
 
 ROUNDS, CALLS = 200, 20
 MOST_S = 1.5  # per kind of message: slow kinds get fewer rounds, at least three
-#: default for the table by group size
+#: default size of a message, and of a bucket with owners where group sizes are compared
 MEGABYTES, OF_MANY_RANKS = 0.5, 25.0
 #: elements of messages other than buckets: here the CPU copies the parts that stay on a rank
 SHORT = 1 << 19
@@ -108,17 +102,6 @@ def measure(run: Callable[[], object], reference: Callable[[], object]) -> tuple
     return statistics.median(found), statistics.median(ratios)
 
 
-def table(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Return microseconds and multiples of a copy, by kind of message."""
-    values = torch.randn(numel).to(dtype)
-    target, source = torch.empty(4), torch.empty(4)
-    with as_on_a_gpu():
-        return {
-            name: measure(run, lambda: target.copy_(source))
-            for name, run in Messages(codec, values).kinds().items()
-        }
-
-
 def kinds_of(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, Callable[[], None]]:
     """Return every kind of message in a group of ``ranks``; call inside ``as_on_a_gpu``."""
     short, bucket = Messages(codec, values[:SHORT], ranks), Messages(codec, values, ranks)
@@ -126,14 +109,11 @@ def kinds_of(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, Callab
     return {**short.kinds(), **others.kinds(), **bucket.buckets()}
 
 
-def growth(
-    codec: Codec, numel: int, dtype: torch.dtype, ranks: int
-) -> dict[str, tuple[float, float, int]]:
+def figures(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, tuple[float, float, int]]:
     """Return microseconds, multiples of a copy and launches, by kind, in a group of ``ranks``.
 
-    ``numel``: elements of the buckets with owners; other messages have at most SHORT.
+    ``values``: of the buckets with owners; other messages have at most SHORT.
     """
-    values = torch.randn(numel).to(dtype)
     target, source = torch.empty(4), torch.empty(4)
     found = {}
     with as_on_a_gpu(ranks):
@@ -146,33 +126,9 @@ def growth(
     return found
 
 
-def print_growth(found: dict[int, dict[str, tuple[float, float, int]]]) -> None:
-    """Print a row for each kind: microseconds and launches, by number of ranks."""
-    print(f"{'us (launches)':22}" + "".join(f"{ranks:>16,}" for ranks in found))
-    for name in next(iter(found.values())):
-        cells = (found[ranks][name] for ranks in found)
-        print(f"{name:22}" + "".join(f"{us:10,.0f} ({count:3})" for us, _, count in cells))
-
-
-def profile(codec: Codec, numel: int, dtype: torch.dtype, name: str, ranks: int) -> None:
-    """Print where the time of one kind of message goes."""
-    with as_on_a_gpu(ranks):
-        run = kinds_of(codec, torch.randn(numel).to(dtype), ranks)[name]
-        run()
-        end = time.perf_counter() + 5 * MOST_S
-        with cProfile.Profile() as found:
-            for _ in range(100 * CALLS):
-                run()
-                if time.perf_counter() > end:
-                    break
-    pstats.Stats(found).sort_stats("tottime").print_stats(30)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--megabytes",
         type=float,
@@ -180,9 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--bits", type=int, default=4, help="of blockint (default 4)")
-    parser.add_argument("--json", type=Path, help="write the figures there as well")
     parser.add_argument("--ranks", type=int, nargs="+", help="of the groups, at least 8 in each")
-    parser.add_argument("--profile", metavar="KIND", help="profile one kind of message instead")
     asked = parser.parse_args(argv)
     if asked.ranks and min(asked.ranks) < RANKS:
         parser.error(f"--ranks: expected {RANKS} or more, found {min(asked.ranks)}")
@@ -190,23 +144,13 @@ def main(argv: list[str] | None = None) -> int:
     dtype, codec = DTYPES[asked.dtype], make_codec("blockint", bits=asked.bits)
     numel = int(megabytes * (1 << 20)) // dtype.itemsize // 256 * 256
     torch.set_num_threads(1)
-    if asked.profile:
-        profile(codec, numel, dtype, asked.profile, (asked.ranks or [RANKS])[0])
-        return 0
-    figures: object
-    if asked.ranks:
-        every = {ranks: growth(codec, numel, dtype, ranks) for ranks in asked.ranks}
-        print(f"{codec}, {megabytes:g} MB of {asked.dtype}, by number of ranks")
-        print_growth(every)
-        figures = {str(ranks): kinds for ranks, kinds in every.items()}
-    else:
-        found = table(codec, numel, dtype)
-        figures = found
-        print(f"{codec}, {megabytes:g} MB of {asked.dtype}, {RANKS} ranks")
-        for name, (microseconds, times) in found.items():
-            print(f"{name:22} {microseconds:6.1f} us {times:7.1f} times copy_ of four values")
-    if asked.json:
-        asked.json.write_text(json.dumps(figures, indent=1) + "\n")
+    values = torch.randn(numel).to(dtype)
+    found = {ranks: figures(codec, values, ranks) for ranks in asked.ranks or [RANKS]}
+    print(f"{codec}, {megabytes:g} MB of {asked.dtype}: us (times a copy, launches) by ranks")
+    print(" " * 22 + "".join(f"{ranks:>24,}" for ranks in found))
+    for name in next(iter(found.values())):
+        cells = (kinds[name] for kinds in found.values())
+        print(f"{name:22}" + "".join(f"{us:10,.1f} ({x:7,.1f},{n:3})" for us, x, n in cells))
     return 0
 
 

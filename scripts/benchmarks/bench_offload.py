@@ -4,7 +4,7 @@
 ``scripts/benchmarks/bench_offload.py`` takes two minutes. Native and encoded steps alternate on one
 engine, so that noise affects both; ``device`` accumulates micro-batches on the device, ``host`` on
 the host (``compression.offload.sums``). It prints the median of the paired ratios with a 95%
-bootstrap interval, the bytes, the time of the native bytes at the speed of a pinned copy
+interval, the bytes, the time of the native bytes at the speed of a pinned copy
 (compression cannot help where this is a small part of the step), and the decision of ``"when":
 "auto"`` on a separate engine. Few tokens and several micro-batches (``--tokens``,
 ``--accumulation``) make a step bound by the bus.
@@ -23,7 +23,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from benchmarks.offload_bench import VARIANTS, say, show, summary
 from benchmarks.offload_bench.engine import DEVICE, build, builds_cpu_adam
+from benchmarks.shared import parser_of
 
-#: keys left out of the written figures, by device
+#: defaults by device
 SIZES = {
-    "cuda": {"width": 4096, "layers": 2, "tokens": 256, "turns": 6},
-    "cpu": {"width": 128, "layers": 2, "tokens": 32, "turns": 2},
+    "cuda": {"width": 4096, "tokens": 256, "turns": 6},
+    "cpu": {"width": 128, "tokens": 32, "turns": 2},
 }
 BUILD_S = 60.0
 
 
-def waiter(device: str) -> Callable[[], None]:
-    """Return a function that synchronizes with the device."""
-    cuda: Any = torch.cuda
-    return cuda.synchronize if device == "cuda" else lambda: None
+def wait() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def bus_gbps(device: str) -> tuple[float, float]:
@@ -56,7 +56,7 @@ def bus_gbps(device: str) -> tuple[float, float]:
         return float("inf"), float("inf")
     there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     here = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    wait, best = waiter(device), []
+    best = []
     for out, values in ((there, here), (here, there)):
         seconds = []
         for _ in range(5):
@@ -90,7 +90,7 @@ def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict
 
     channels = channels_of(engine)
     assert channels is not None
-    wait, order, values = waiter(arguments.device), list(VARIANTS), inputs(engine, arguments)
+    order, values = list(VARIANTS), inputs(engine, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     rows: dict[str, Any] = {}
     shuffler = random.Random(0)
@@ -127,7 +127,6 @@ def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
     assert channels is not None
     values, pace = inputs(engine, arguments), channels.host.pace
     train(engine, values, pace.length + 1)
-    wait = waiter(arguments.device)
     wait()
     start = time.perf_counter()
     train(engine, values, 3)
@@ -139,26 +138,21 @@ def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     """Parse the command line and fill in defaults by device."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[2, 3])
-    parser.add_argument("--width", type=int, help="4096; on a CPU 128")
-    parser.add_argument("--layers", type=int, help="2, which are 268 million parameters; 2")
-    parser.add_argument("--tokens", type=int, help="of a micro-batch: 256; 32")
-    parser.add_argument("--turns", type=int, help="at most: 6; 2")
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
-    parser.add_argument(
-        "--optimizer", choices=("cpuadam", "adamw", "sgd"), help="cpuadam where it builds, or adamw"
-    )
-    parser.add_argument("--codec", default='{"codec": "blockint", "bits": 8}')
-    parser.add_argument("--overlap", action="store_true", help="overlap_comm")
-    parser.add_argument(
-        "--pin-memory", action=argparse.BooleanOptionalAction, default=True,
-        help="of offload_optimizer; native copies are slower without",
-    )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=110, help="after which no turn begins")
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[2, 3])
+    add("--width", type=int, help="4096; on a CPU 128")
+    add("--layers", type=int, default=2, help="2, which are 268 million parameters of width 4096")
+    add("--tokens", type=int, help="of a micro-batch: 256; 32")
+    add("--turns", type=int, help="at most: 6; 2")
+    add("--accumulation", type=int, default=4, help="micro-batches of a step")
+    add("--steps", type=int, default=2, help="of a turn")
+    add("--optimizer", choices=("cpuadam", "adamw"), help="cpuadam where it builds, or adamw")
+    add("--codec", default='{"codec": "blockint", "bits": 8}')
+    add("--overlap", action="store_true", help="overlap_comm")
+    add("--seconds", type=float, default=110, help="after which no turn begins")
+    add("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(

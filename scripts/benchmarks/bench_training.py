@@ -23,16 +23,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
+from benchmarks.shared import check_data, parser_of
 from benchmarks.training_bench import cells, machine, products, report
-from benchmarks.training_bench.measure import Bench, Options
+from benchmarks.training_bench.measure import Bench
 from benchmarks.training_bench.runners import CellError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     every = [name for name in cells.LAYOUTS if name != "3d"]
     add("--layouts", nargs="+", choices=list(cells.LAYOUTS), default=every)
@@ -63,26 +62,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--loopback", action="store_true", help="no lab: loopback, unshaped, no root needed")
     found = parser.parse_args(arguments)
     found.out, found.data = found.out.resolve(), found.data.resolve()
-    if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
-        parser.error(f"--data: no dataset {found.data}; prepare_data.py writes one")
+    check_data(parser, found.data)
     if found.loopback:
         found.r, found.unshaped = [], True
     if found.warm < 2 or found.timed < 1 or found.repetitions < 1:
         parser.error("--warm: expected at least 2; --timed and --repetitions: at least 1")
+    found.sizes = cells.Sizes(
+        found.layers, found.width, found.length, found.divide_batch, found.warm, found.timed
+    )
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; return the exit status."""
     asked = parse(arguments)
-    sizes = cells.Sizes(
-        asked.layers, asked.width, asked.length, asked.divide_batch, asked.warm, asked.timed
-    )
-    options = Options(
-        asked.data, asked.out, sizes, asked.seed, asked.busy, asked.patience, asked.force,
-        asked.loopback, asked.timeout, asked.processes,
-    )  # fmt: skip
-    bench = Bench(options, lambda text: print(text, flush=True))
+    bench = Bench(asked)
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
     if products.needed():
         print("no bf16 instructions here: products of bf16 matrices run in fp32, for all arms")
@@ -95,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench_training: {error}", file=sys.stderr)
             return 1
         rows = report.rows_of(bench.kept.everything())  # including cells of earlier calls
-        print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
+        print(f"\n{layout}\n\n{report.table_of(rows, layout)}\n", flush=True)
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")
     return 0

@@ -10,41 +10,49 @@ scripts/benchmarks/gpu_losses.py --data data/gpt2 --budget 480 --out runs/gpu/lo
 
 A pair is the native and the compressed training of one seed, started together with the same weights
 and data. Held-out loss is evaluated --evaluations times in the last fifth of the steps; a seed's
-gap is the mean over them, and the interval is over seeds. A call starts only pairs that fit its
---budget and keeps one small file per finished pair in --out. It exits with 75 while seeds are
+gap is the mean, its 95 % interval is over seeds. A call starts only pairs that fit its --budget; a
+finished training keeps its log in --out and is not repeated. It exits with 75 while seeds are
 missing; run the same command again to continue.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import signal
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
+import numpy as np
 from gpt.indexed import DatasetError
 
-from benchmarks.training_bench import forked, gpu_losses, loss_gaps, loss_records
+from benchmarks.shared import TIME_IS_UP, parser_of, say
+from benchmarks.training_bench import forked, gpu_losses
 from benchmarks.training_bench.gpu_losses import BASELINE, Case, Method, Text
-from benchmarks.training_bench.loss_runner import Runner
+from hybridcomp.tools.compare.statistics import LEAST, half_width
+from lab.team import sigterm_raises
 
 #: held-out tokens per evaluation
 EVAL_TOKENS = 2**19
-#: exit status if --budget ran out; the same command runs the remaining trainings
-TIME_IS_UP = 75
+#: seconds of the budget reserved for work after the last step
+RESERVE_S = 8.0
+#: failing pairs after which no other starts
+FAILURES = 2
+#: percent: the maximum gap aimed at
+AIM = 0.1
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; adds ``method`` and ``text``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Parse the command line; adds ``method``."""
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=800)
     add("--seeds", type=int, nargs="+", default=list(range(8)))
@@ -62,7 +70,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=900.0, metavar="S", help="of a start or a training")
     add("--data", type=Path, default=Path("data/gpt2"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/gpu/losses"), metavar="FOLDER")
-    add("--logs", type=Path, metavar="FOLDER", help="of what is not kept; default: OUT.logs")
     add("--cpu", action="store_true", help="gloo instead of a GPU")
     found = parser.parse_args(arguments)
     for name in ("steps", "samples", "micro_batches", "evaluations"):
@@ -71,97 +78,156 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if found.arms[0] != BASELINE:
         parser.error(f"--arms: expected {BASELINE} first, found {found.arms[0]}")
     found.out, found.data = found.out.resolve(), found.data.resolve()
-    found.logs = (found.logs or found.out.with_name(f"{found.out.name}.logs")).resolve()
     try:
-        found.text = Text.of(found.data)
+        text = Text.of(found.data)
     except DatasetError as error:
         parser.error(f"--data: {error}")
-    found.eval_tokens = found.eval_tokens or min(EVAL_TOKENS, found.text.valid)
-    found.method = _method(found)
+    found.eval_tokens = found.eval_tokens or min(EVAL_TOKENS, text.valid)
+    found.method = Method(
+        found.model, found.steps, found.samples, found.micro_batches, found.lr,
+        found.evaluations, found.eval_tokens, text.digest,
+    )  # fmt: skip
     if found.steps % found.method.eval_every:
         parser.error(f"--steps: expected a multiple of {found.method.eval_every}, the steps "
             f"between {found.evaluations} evaluations, found {found.steps}")  # fmt: skip
-    if found.eval_tokens > found.text.valid:
-        parser.error(f"--eval-tokens: expected at most {found.text.valid}, which {found.data} "
+    if found.eval_tokens > text.valid:
+        parser.error(f"--eval-tokens: expected at most {text.valid}, which {found.data} "
             f"has held out, found {found.eval_tokens}")  # fmt: skip
     return found
-
-
-def _method(asked: argparse.Namespace) -> Method:
-    return Method(
-        asked.model, asked.steps, asked.samples, asked.micro_batches, asked.lr,
-        asked.evaluations, asked.eval_tokens, asked.text.digest,
-    )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and report; return 1 if a training failed, TIME_IS_UP if some are left, else 0."""
     asked = parse(arguments)
-    began = time.monotonic()
-    asked.deadline = began + asked.budget
-    records = loss_records.kept(asked.out, _say)
+    asked.deadline = time.monotonic() + asked.budget
     try:
-        _held_to(asked, records)
+        hold_to_method(asked)
     except ValueError as error:
         print(f"gpu_losses: {error}", file=sys.stderr)
         return 2
-    turns = [
+    pairs = [
         left
-        for turn in gpu_losses.turns_of(asked.arms, asked.seeds)
-        if (left := tuple(case for case in turn if case not in records))
+        for pair in gpu_losses.pairs_of(asked.arms, asked.seeds)
+        if (left := [case for case in pair if log_of(case, asked) is None])
     ]
-    status, method = 0, asked.method
-    if turns:
-        times = method.steps * method.tokens_per_step / asked.text.train
-        _say(f"the text is read {times:.2f} times; held out are {method.eval_tokens:,} tokens")
+    status = 0
+    if pairs:
         os.environ.update(forked.environment(not asked.cpu))
-        context = forked.server(asked.timeout, _say)
-        took = max((sum(one["seconds"].values()) for one in records.values()), default=0.0)
-        runner = Runner(asked, method, context, turns, _say, took)
-        before = signal.signal(signal.SIGTERM, _terminated)  # so that SIGTERM ends the ranks too
-        try:
-            runner.run()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        status = 1 if runner.failed else TIME_IS_UP if runner.time_is_up else 0
-        records = loss_records.kept(asked.out, _say)
-    for line in verdicts(records):
-        _say(line)
-    _say(f"over after {time.monotonic() - began:.1f} s")
+        context = forked.server(asked.timeout)
+        with sigterm_raises():
+            status = run(asked, context, pairs)
+    for name in asked.arms[1:]:
+        say(verdict(name, asked))
     return status
 
 
-def _held_to(asked: argparse.Namespace, records: Mapping[Case, loss_records.Record]) -> None:
-    """Raise ValueError if kept trainings used another method."""
-    for case, record in records.items():
-        if wrong := asked.method.differences(record["method"]):
+def hold_to_method(asked: argparse.Namespace) -> None:
+    """Raise ValueError if the trainings in ``asked.out`` had other settings; else note these."""
+    file, own = asked.out / "method.json", asdict(asked.method)
+    if file.is_file():
+        there = json.loads(file.read_text())
+        wrong = [f"{n} {there.get(n)!r} there, {own[n]!r} here" for n in own if there[n] != own[n]]
+        if wrong:
             raise ValueError(
-                f"--out {asked.out}: {case} was trained in another way ({'; '.join(wrong)}); give "
-                "the same options, or name another folder"
+                f"--out {asked.out}: its trainings differ ({'; '.join(wrong)}); give the same "
+                "options, or name another folder"
             )
+    asked.out.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(own) + "\n")
 
 
-def verdicts(records: Mapping[Case, loss_records.Record]) -> list[str]:
-    """Print each arm's gap to native, and whether it decides."""
-    lines = []
-    runs = loss_records.by_arm(records)
-    native = runs.pop(BASELINE, {})
-    for name, own in runs.items():
+def log_of(case: Case, asked: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """Return the log of a finished training, None without one."""
+    file = case.folder(asked.out) / "loss.jsonl"
+    if not file.is_file():
+        return None
+    try:
+        log = [json.loads(line) for line in file.read_text().splitlines()]
+    except ValueError:  # cut off
+        return None
+    steps = [line["step"] for line in log if "step" in line]
+    whole = steps == list(range(1, asked.method.steps + 1)) and "summary" in log[-1]
+    return log if whole else None
+
+
+def run(asked: argparse.Namespace, context: Any, pairs: Sequence[Sequence[Case]]) -> int:
+    """Train the pairs that fit the time; return ``main``'s status."""
+    lasted, failed = 0.0, 0
+    for number, pair in enumerate(pairs):
+        left = asked.deadline - time.monotonic()
+        if left <= lasted + RESERVE_S:
+            say(f"{left:.0f} s are left: {len(pairs) - number} pairs are for a later call")
+            return TIME_IS_UP
+        named, began = " and ".join(map(str, pair)), time.monotonic()
         try:
-            found = loss_gaps.of(native, own)
-        except loss_gaps.GapError as error:
-            lines.append(f"{name}: {error}")
-        else:
-            lines.append(f"{name}: {found.told(loss_records.pair_seconds(own))}")
-    return lines
+            train(asked, context, pair)
+        except (forked.JobError, ValueError) as error:
+            if asked.deadline - time.monotonic() <= 1:
+                say(f"time is up: {named} ended")
+                return TIME_IS_UP
+            say(f"{named} FAILED: {error}")
+            failed += 1
+            if failed == FAILURES:
+                say(f"{failed} pairs failed: no other one begins")
+                return 1
+            continue
+        lasted = time.monotonic() - began
+        say(f"{named}: over after {lasted:.1f} s")
+    return int(failed > 0)
 
 
-def _terminated(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+def train(asked: argparse.Namespace, context: Any, pair: Sequence[Case]) -> None:
+    """Train the cases of a seed side by side.
+
+    Raises JobError if a rank ends or times out, ValueError for an incomplete log.
+    """
+    jobs: list[forked.Job] = []
+    try:
+        for case in pair:
+            shutil.rmtree(case.folder(asked.out), ignore_errors=True)
+            specs = gpu_losses.specs_of(case, asked.method, asked)
+            jobs.append(forked.Job.start(context, specs, _patience(asked)))
+        for job in jobs:
+            job.answers()
+        for job in jobs:
+            job.tell("go", asked.method.steps, False)
+        for job in jobs:
+            job.timeout = _patience(asked)
+            job.answers()
+    finally:
+        for job in jobs:
+            job.close()
+    for case in pair:
+        if log_of(case, asked) is None:
+            raise ValueError(f"{case}: its log does not hold {asked.method.steps} steps, each once")
 
 
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+def _patience(asked: argparse.Namespace) -> float:
+    """Return the seconds that a rank may say nothing."""
+    left: float = min(asked.timeout, asked.deadline - time.monotonic())
+    return max(1.0, left)
+
+
+def gaps(name: str, asked: argparse.Namespace) -> Iterator[float]:
+    """Yield the gap to native, in percent, of each seed that has both trainings."""
+    for seed in asked.seeds:
+        logs = [log_of(Case(one, seed), asked) for one in (BASELINE, name)]
+        if all(logs):
+            native, own = (
+                np.array([line["valid_losses"] for line in log or () if "valid_losses" in line])
+                for log in logs
+            )
+            yield float(100 * (own.mean(1) / native.mean(1) - 1).mean())
+
+
+def verdict(name: str, asked: argparse.Namespace) -> str:
+    """Describe the gap of an arm, its interval over the seeds, and whether it is at most AIM."""
+    found = np.array(list(gaps(name, asked)))
+    if len(found) < LEAST:
+        return f"{name}: {len(found)} seeds have both trainings, an interval needs {LEAST}"
+    gap, half = float(found.mean()), half_width(found) or 0.0
+    word = "met" if gap + half <= AIM else "refuted" if gap - half > AIM else "undecided"
+    return f"{name}: gap {gap:+.3f} ± {half:.3f} % over {len(found)} seeds; at most {AIM} %: {word}"
 
 
 if __name__ == "__main__":

@@ -31,15 +31,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from benchmarks.gpu_proof.steps import loss_data
+from benchmarks.shared import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 #: packages beyond torch, CuPy, pytest and its plugins, which a GPU machine has
-WHEELS = (
-    "deepspeed==0.19.*", "hjson", "megatron-core==0.16.*", "pydantic", "annotated-types",
-    "typing-inspection",
-)  # fmt: skip
-#: dependencies of the wheel above, at the versions that it requires
-OF_A_VERSION = {"pydantic": "pydantic_core"}
+WHEELS = ("deepspeed==0.19.*", "hjson", "megatron-core==0.16.*", "pydantic")
+#: those that bring their dependencies
+WITH_DEPENDENCIES = ("pydantic",)
 
 
 class PrepareError(RuntimeError):
@@ -48,9 +46,7 @@ class PrepareError(RuntimeError):
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path("carry"), metavar="FOLDER")
     add("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
@@ -88,33 +84,18 @@ def _made(folder: Path) -> Path:
 
 
 def wheels(asked: argparse.Namespace, out: Path) -> None:
-    """Fetch or build the packages, without dependencies."""
+    """Fetch or build the packages."""
     for requirement in asked.wheels:
         _wheel(asked.python, requirement, out)
-        core = OF_A_VERSION.get(requirement)
-        if core is not None:
-            (place,) = out.glob(f"{requirement}-*.whl")
-            _wheel(asked.python, _needed(place, core), out)
 
 
 def _wheel(python: str, requirement: str, out: Path) -> None:
+    alone = () if requirement in WITH_DEPENDENCIES else ("--no-deps",)
     # DeepSpeed compiles nothing at installation; without torch it only warns
     _call(
-        python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--disable-pip-version-check",
+        python, "-m", "pip", "wheel", "--quiet", *alone, "--disable-pip-version-check",
         "--wheel-dir", str(out), requirement, env={"DS_BUILD_OPS": "0"},
     )  # fmt: skip
-
-
-def _needed(wheel: Path, name: str) -> str:
-    """Return the requirement of ``wheel`` for the package ``name``."""
-    with zipfile.ZipFile(wheel) as file:
-        (metadata,) = (n for n in file.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = file.read(metadata).decode().splitlines()
-    for line in lines:
-        _, _, requirement = line.partition("Requires-Dist: ")
-        if requirement.replace("-", "_").startswith(name):
-            return requirement.partition(";")[0].strip()
-    raise PrepareError(f"{wheel.name} does not say which {name} it needs")
 
 
 def native(asked: argparse.Namespace, out: Path) -> None:

@@ -29,7 +29,6 @@ import argparse
 import math
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 from benchmarks.gpu_proof import carried
 from benchmarks.gpu_proof.running import RECORD, ROOT, Record, Running, deadline_of
 from benchmarks.gpu_proof.steps import Lister, Step
+from benchmarks.shared import parser_of
+from lab.team import sigterm_raises
 
 #: maximum bytes of the --pack file
 MOST_PACKED = 15_000_000
@@ -46,9 +47,7 @@ MOST_PACKED = 15_000_000
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER")
     add("--only", nargs="+", metavar="NAME", help="steps that begin with one")
@@ -84,27 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show(chosen if asked.list else todo, record, asked.dry_run)
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    # end the running step with the call on any signal
-    before = signal.signal(signal.SIGTERM, _terminated)
     running = Running(out, record, deadline)
     try:
-        running.run(todo)
+        with sigterm_raises():  # ends the running step with the call
+            running.run(todo)
     finally:
-        signal.signal(signal.SIGTERM, before)
         if asked.pack is not None:
             for line in carried.pack(out, asked.pack.resolve(), MOST_PACKED):
                 print(line, file=sys.stderr)
-    return _told(running)
-
-
-def _show(steps: Sequence[Step], record: Record, commands: bool) -> None:
-    for step in steps:
-        mark = "done" if record.is_done(step) else f"~{step.minutes:g} min"
-        print(shlex.join(step.command) if commands else f"{step.name:22} {mark:8} {step.shows}")
-
-
-def _told(running: Running) -> int:
-    """Print the failed and the remaining steps; return the exit status."""
     for names, what in (
         (running.failed, "failed, and tried again by the same command"),
         (running.later, "for the next call, by the same command"),
@@ -114,8 +100,10 @@ def _told(running: Running) -> int:
     return int(bool(running.failed or running.later))
 
 
-def _terminated(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+def _show(steps: Sequence[Step], record: Record, commands: bool) -> None:
+    for step in steps:
+        mark = "done" if record.is_done(step) else f"~{step.minutes:g} min"
+        print(shlex.join(step.command) if commands else f"{step.name:22} {mark:8} {step.shows}")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
 from gpt import loop
-from gpt.data import Samples, Share
+from gpt.data import Share, both_parts
 from gpt.ds_file import SettingsError, adam_of, scheduler_of
-from gpt.indexed import DatasetError, IndexedTokens
+from gpt.indexed import DatasetError
 from gpt.model import GPT, lm_loss
 from gpt.weights import ModelConfig
 
@@ -41,13 +41,12 @@ from benchmarks.peers.methods import PEERS, Peer, Settings
 from benchmarks.peers.torch_engines import METHODS, CountedTrainer, Native, engine_of
 from benchmarks.peers.trainer import PeerTrainer
 from benchmarks.peers.wire import Wire
+from benchmarks.shared import parser_of
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--method", required=True, metavar="NAME")
     add("--engine", choices=list(METHODS), help="torch's own, as train_gpt.py has it")
@@ -111,16 +110,12 @@ def run(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if os.environ.get("DS_ACCELERATOR") == "cuda" else "cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(arguments.seed)
-    folder, name = arguments.data.parent, arguments.data.name
-    samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
-    valid = None
-    if arguments.eval_batches:
-        valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
+    samples, valid, vocabulary = both_parts(
+        arguments.data, arguments.length, arguments.seed, arguments.eval_batches > 0
+    )
     config = ModelConfig(
-        vocabulary=max(s.vocabulary for s in (samples, valid) if s is not None),
-        layers=arguments.layers, width=arguments.width, heads=arguments.heads,
-        seed=arguments.seed,
-    )  # fmt: skip
+        vocabulary, arguments.layers, arguments.width, arguments.heads, seed=arguments.seed
+    )
     build = under_engine if arguments.engine else by_itself
     peer, trainer = build(arguments, settings, GPT(config).to(device))
     share = trainer.share
@@ -136,15 +131,12 @@ def run(arguments: argparse.Namespace) -> None:
         "what": peer.what + (" (reimplementation)" if isinstance(peer, Peer) else ""),
         "source": peer.source,
     }
-    first = share.rank == 0
-    if first:
-        print(f"run {header}", flush=True)
-    header |= loop.identity(samples, config, settings)
+    log = loop.open_log(arguments.log, header, samples, config, settings)
     plan = loop.Plan(
         steps=arguments.steps, length=arguments.length, print_every=arguments.print_every,
         eval_every=0, eval_batches=arguments.eval_batches, save=None, save_every=0,
     )  # fmt: skip
-    loop.train(trainer, samples, valid, plan, loop.Log(arguments.log if first else None, header), 0)
+    loop.train(trainer, samples, valid, plan, log, 0)
     if arguments.log:
         trainer.write_ledger(arguments.log.with_name("ledger.jsonl"), arguments.method)
     dist.barrier()

@@ -25,6 +25,7 @@ import os
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ import torch.distributed.nn.functional
 from deepspeed.accelerator import get_accelerator
 from gpt import loop
 from gpt.apex import fused_adam, what_is_apex
-from gpt.data import Samples
+from gpt.data import both_parts
 from gpt.ds_file import SettingsError, report_beside
-from gpt.indexed import DatasetError, IndexedTokens
+from gpt.indexed import DatasetError
 from gpt.layouts import (
     ParallelismError,
     check,
@@ -221,24 +222,14 @@ def run(arguments: argparse.Namespace) -> None:
     topology = None if torch_engine else lay_out(*cuts)
     if arguments.cp > 1:
         cut_sequences(arguments.cp, arguments.tp, arguments.pp, arguments.length)
-    folder, name = arguments.data.parent, arguments.data.name
-    samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
-    valid = None
-    if arguments.eval_batches:
-        valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
-    vocabulary = max(s.vocabulary for s in (samples, valid) if s is not None)
+    samples, valid, vocabulary = both_parts(
+        arguments.data, arguments.length, arguments.seed, arguments.eval_batches > 0
+    )
+    sizes = ("layers", "width", "heads", "norm", "seed", "tp", "tp2d", "cp", "recompute")
     config = ModelConfig(
-        vocabulary=vocabulary,
-        layers=arguments.layers,
-        width=arguments.width,
-        heads=arguments.heads,
-        norm=arguments.norm,
+        vocabulary,
         tied=arguments.tie_embeddings,
-        seed=arguments.seed,
-        tp=arguments.tp,
-        tp2d=arguments.tp2d,
-        cp=arguments.cp,
-        recompute=arguments.recompute,
+        **{name: getattr(arguments, name) for name in sizes},
     )
     trainer: loop.Trainer
     if torch_engine:
@@ -269,22 +260,8 @@ def run(arguments: argparse.Namespace) -> None:
         "tokens_per_step": trainer.share.global_batch * arguments.length,
         "apex": what_is_apex(),
     }
-    first = dist.get_rank() == 0
-    if first:
-        print(f"run {header}", flush=True)
-    header |= loop.identity(samples, config, settings)
-    loop.describe_run(header)
-    plan = loop.Plan(
-        steps=arguments.steps,
-        length=arguments.length,
-        print_every=arguments.print_every,
-        eval_every=arguments.eval_every,
-        eval_batches=arguments.eval_batches,
-        save=arguments.save,
-        save_every=arguments.save_every,
-        eval_from=arguments.eval_from,
-    )
-    log = loop.Log(arguments.log if first else None, header, step)
+    plan = loop.Plan(**{key.name: getattr(arguments, key.name) for key in fields(loop.Plan)})
+    log = loop.open_log(arguments.log, header, samples, config, settings, step)
     loop.train(trainer, samples, valid, plan, log, consumed)
     convert(arguments, config, getattr(trainer.engine, "module", None), load=False)
     if arguments.ask:

@@ -12,7 +12,6 @@ import json
 import multiprocessing as mp
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,9 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import IO, Any
 
+import one_gpu
 from fuzzing import trainer
+from lab.namespaces import started
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("agent", "deepspeed", "torchrun")
@@ -91,13 +92,10 @@ class Job:
         assert command is not None, f"{launcher} is not installed"
         count = str(self.settings["ranks"])
         script = str(Path(trainer.__file__).resolve())
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = str(listener.getsockname()[1])
         words = {
             "deepspeed": [
-                "--num_gpus", count, "--master_addr", "127.0.0.1", "--master_port", port,
-                "--module", "hybridcomp.run", script,
+                "--num_gpus", count, "--master_addr", "127.0.0.1", "--master_port",
+                str(one_gpu.free_port()), "--module", "hybridcomp.run", script,
             ],
             # not --master_port: all restarts share the store of a static rendezvous
             "torchrun": [
@@ -125,7 +123,7 @@ class Job:
             pid, began = (self.folder / f"pid{rank}").read_text().split()
         except (OSError, ValueError):
             return None
-        return int(pid) if trainer.began(int(pid)) == began else None
+        return int(pid) if str(started(int(pid))) == began else None
 
     def step(self, rank: int) -> int:
         """Return a rank's current step, -1 before the first."""

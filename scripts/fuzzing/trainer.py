@@ -16,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lab.namespaces import started
+
 STEPS = 8
 WIDTH = 48
 BLOCK: dict[str, Any] = {
@@ -33,15 +35,6 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def began(pid: int) -> str:
-    """Return the start time of a process, "" if it does not exist: process ids are reused."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
-
-
 def train(folder: Path, settings: dict[str, Any]) -> float:
     """Train, or resume from the checkpoint in ``folder``; return this rank's last loss.
 
@@ -57,7 +50,7 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
     # avoids an unneeded JIT build
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     rank = int(os.environ["RANK"])
-    (folder / f"pid{rank}").write_text(f"{os.getpid()} {began(os.getpid())}")
+    (folder / f"pid{rank}").write_text(f"{os.getpid()} {started(os.getpid())}")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=settings["timeout"]))
     torch.manual_seed(0)

@@ -1,16 +1,13 @@
-"""A lab that runs: build it, run commands on its ranks, read what they sent, tear it down."""
+"""A running lab: build it, run commands on its ranks, read what they sent, tear it down."""
 
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Literal
 
 from lab import namespaces
@@ -27,9 +24,11 @@ from lab.layout import (
     wiring,
 )
 from lab.namespaces import Traffic
-from lab.team import STOPPED, Team
+from lab.team import STOPPED, Team, sigterm_raises
 
 Per = Literal["rank", "node"]
+#: whose output is shown while it runs
+Echo = Literal["none", "first", "all"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,6 @@ class Result:
         """Return the status of the first rank that failed by itself, 0 when all went well."""
         failed = [status for status in self.statuses if status]
         return next((s for s in failed if s != STOPPED), failed[0] if failed else 0)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that left all nodes."""
-        return sum(part.sent for part in self.traffic)
 
 
 class Lab:
@@ -74,97 +68,90 @@ class Lab:
         self.mtu = mtu
         self.cores = sorted(cores if cores is not None else os.sched_getaffinity(0))
         self.prefix = namespaces.own_prefix()
-        self._handlers: dict[signal.Signals, object] = {}
+        self._stack = ExitStack()
 
     @property
     def names(self) -> list[str]:
-        """The namespaces of the nodes."""
+        """Return the namespaces of the nodes."""
         return [f"{self.prefix}n{node}" for node in range(self.layout.nodes)]
 
     def __enter__(self) -> Lab:
         namespaces.check_machine()
         namespaces.sweep()
-        self._catch_signals()
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(sigterm_raises())
+            stack.callback(self._remove)
             for words in wiring(self.layout, self.rates, self.prefix, self.mtu):
                 namespaces.command(words)
-        except BaseException:
-            self.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-    def close(self) -> None:
-        """End what runs inside and remove the namespaces; may be called again."""
-        try:
-            mine = [name for name in namespaces.present() if name.startswith(self.prefix)]
-            namespaces.remove(mine)
-        finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]
-            self._handlers.clear()
+    def _remove(self) -> None:
+        """End what runs inside and remove the namespaces."""
+        mine = [name for name in namespaces.present() if name.startswith(self.prefix)]
+        namespaces.remove(mine)
 
     def traffic(self) -> tuple[Traffic, ...]:
         """Return the traffic of every node's interface since the lab was built."""
         return tuple(namespaces.counters(name) for name in self.names)
 
     def run(
-        self,
-        command: Sequence[str],
-        *,
-        per: Per = "rank",
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-        timeout: float = 600.0,
-        echo: Literal["none", "first", "all"] = "none",
-    ) -> Result:
+        self, command: Sequence[str], *, per: Per = "rank", timeout: float = 600.0,
+        echo: Echo = "none",
+    ) -> Result:  # fmt: skip
         """Run ``command`` on every rank, or once on every node, and wait.
 
-        The placeholders of ``layout.fill`` and the variables of ``layout.environment`` are set;
-        ``env`` comes on top, and OMP_NUM_THREADS is 1 unless somebody sets it. When a rank fails
-        the others get GRACE_S. ``echo``: whose output is shown while it runs.
+        When a rank fails the others get GRACE_S.
         """
         before = self.traffic()
-        with self.started(command, per=per, env=env, cwd=cwd, echo=echo) as team:
+        with self.started(command, per=per, echo=echo) as team:
             team.wait(timeout)
         traffic = tuple(now - then for now, then in zip(self.traffic(), before, strict=True))
         return Result(tuple(team.statuses), tuple(team.seconds), tuple(team.texts), traffic)
 
     @contextmanager
     def started(
-        self,
-        command: Sequence[str],
-        *,
-        per: Per = "rank",
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-        echo: Literal["none", "first", "all"] = "none",
-    ) -> Iterator[Team]:
-        """``command`` as ``run`` starts it, beside what else runs here.
+        self, command: Sequence[str], *, per: Per = "rank", env: Mapping[str, str] | None = None,
+        echo: Echo = "none",
+    ) -> Iterator[Team]:  # fmt: skip
+        """Start ``command`` on every rank, or once on every node; kill it after the body.
 
-        Whatever still runs at the end of the ``with`` body is killed. Jobs side by side need a
-        MASTER_PORT each.
+        Fills in the placeholders of ``layout.fill`` and sets the variables of
+        ``layout.environment``, then those of ``env``; OMP_NUM_THREADS is 1 unless the environment
+        sets it. Jobs side by side need a MASTER_PORT each.
         """
+        cores, ranks = pinning(self.layout, self.cores), self.layout.ranks
+        alone = len(self.cores) >= self.layout.world_size
         with tempfile.TemporaryDirectory(prefix="hclab") as folder:
             hostfile = Path(folder, "hostfile")
-            hosts = [f"node{n} slots={self.layout.ranks}\n" for n in range(self.layout.nodes)]
+            hosts = [f"node{node} slots={ranks}\n" for node in range(self.layout.nodes)]
             hostfile.write_text("".join(hosts))
             team = Team()
             try:
-                self._start(team, command, per, env, cwd, str(hostfile), echo)
+                for node, name in enumerate(self.names):
+                    first = node * ranks
+                    together = sorted({core for row in cores[first:][:ranks] for core in row})
+                    for local in [None] if per == "node" else range(ranks):
+                        variables = {"OMP_NUM_THREADS": "1", **os.environ}
+                        variables.update(environment(self.layout, node, local), **(env or {}))
+                        own = together if local is None else cores[first + local]
+                        label = f"node {node}" if local is None else f"rank {first + local}"
+                        shown = echo == "all" or (echo == "first" and node == 0 and not local)
+                        team.start(
+                            fill(command, self.layout, node, str(hostfile)),
+                            namespaces.entry(name, f"node{node}", own, alone),
+                            variables,
+                            f"[{label}] " if shown else None,
+                        )
                 yield team
             finally:
                 team.end()
 
     def shape(self, rates: Rates) -> None:
-        """Give the links other rates while ranks run; what waits in front of one is dropped."""
+        """Change the rates of the links while ranks run; drops packets queued in front of one."""
         before = link_ends(self.layout, self.rates, self.prefix)
         now = link_ends(self.layout, rates, self.prefix)
         for (namespace, interface, old), (_, _, new) in zip(before, now, strict=True):
@@ -173,36 +160,6 @@ class Lab:
             for words in commands if old != new else ():
                 namespaces.command(words)
         self.rates = rates
-
-    def _start(
-        self,
-        team: Team,
-        command: Sequence[str],
-        per: Per,
-        env: Mapping[str, str] | None,
-        cwd: str | Path | None,
-        hostfile: str,
-        echo: Literal["none", "first", "all"],
-    ) -> None:
-        cores = pinning(self.layout, self.cores)
-        alone = len(self.cores) >= self.layout.world_size
-        for node, name in enumerate(self.names):
-            first = node * self.layout.ranks
-            together = sorted({core for row in cores[first:][: self.layout.ranks] for core in row})
-            locals_: list[int | None] = [None] if per == "node" else [*range(self.layout.ranks)]
-            for local in locals_:
-                variables = {"OMP_NUM_THREADS": "1", **os.environ}
-                variables.update(environment(self.layout, node, local), **(env or {}))
-                own = together if local is None else cores[first + local]
-                label = f"node {node}" if local is None else f"rank {first + local}"
-                shown = echo == "all" or (echo == "first" and node == 0 and not local)
-                team.start(
-                    fill(command, self.layout, node, hostfile),
-                    namespaces.entry(name, f"node{node}", own, alone),
-                    variables,
-                    cwd,
-                    f"[{label}] " if shown else None,
-                )
 
     def table(self, result: Result) -> str:
         """Tabulate what every node sent, how busy its link was and how its ranks ended."""
@@ -220,14 +177,3 @@ class Lab:
                 f"{' '.join(map(str, result.statuses[part]))}"
             )
         return "\n".join(rows)
-
-    def _catch_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may; KeyboardInterrupt and SystemExit go there
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            self._handlers[number] = signal.signal(number, _leave)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End as an exception, so that every ``finally`` runs."""
-    raise SystemExit(128 + number)

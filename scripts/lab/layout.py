@@ -11,32 +11,31 @@ NETWORK = "10.77.0"
 INTERFACE = "eth0"
 PORT = 29500
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-#: what a tc bucket holds at most at once: the time that a burst may run ahead of the rate. gloo's
-#: all-reduce of 133 kB needs 2.1 ms of a link of 502 Mb/s, and 0.4 ms of its own: with 1 ms it took
-#: 1.7 ms, with this 2.6. With 0.1 ms the kernel's timer is too late: 34 MB, which need 535 ms, took
-#: 926 ms instead of 578.
+#: seconds by which a burst may run ahead of the rate: what a tc bucket holds. gloo's all-reduce of
+#: 133 kB needs 2.1 ms of a link of 502 Mb/s and 0.4 ms besides; it took 1.7 ms with a bucket of
+#: 1 ms, 2.6 ms with this one. With 0.1 ms the kernel's timer is too late: 34 MB, which need 535 ms,
+#: took 926 ms instead of 578.
 BURST_S = 2.5e-4
-#: seconds of traffic that may queue in front of a link, and the fewest bytes of that queue, as a
-#: switch port buffers them; TCP keeps its own queues shorter. With 50 ms alone (125 kB at 20 Mb/s),
-#: four ranks that each sent 1 MB to two others lost 80 to 300 packets in 20 turns; with a second,
-#: none.
+#: seconds of traffic that may queue in front of a link, and the queue's fewest bytes, as a switch
+#: port buffers them. With 50 ms alone (125 kB at 20 Mb/s) four ranks that each sent 1 MB to two
+#: others lost 80 to 300 packets in 20 turns; with a second, none.
 QUEUE_S, QUEUE_NBYTES = 0.05, 2_000_000
 
 
 class LabError(Exception):
-    """The lab cannot be built as asked for. One line: what, expected, found, what to do."""
+    """The lab cannot be built; the message says what was expected, found and what to do."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``switches[s]`` nodes on switch s, ``ranks`` on each node; the switches share one core."""
+    """``switches[s]`` nodes on switch s, ``ranks`` on each node; a core joins the switches."""
 
     switches: tuple[int, ...]
     ranks: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """``2``: two nodes; ``2x3``: with 3 ranks each; ``2+2x3``: on two switches.
+        """Parse ``2`` (two nodes), ``2x3`` (of 3 ranks) or ``2+2x3`` (on two switches).
 
         Raises LabError.
         """
@@ -59,7 +58,7 @@ class Layout:
         return self.nodes * self.ranks
 
     def switch_of(self, node: int) -> int:
-        """Return the switch that ``node`` hangs on."""
+        """Return the switch of ``node``."""
         owners = [switch for switch, count in enumerate(self.switches) for _ in range(count)]
         return owners[node]
 
@@ -81,7 +80,7 @@ class Rates:
 
 
 def parse_rate(text: str) -> int | None:
-    """``1gbit``, ``2.5gbit``, ``400mbit`` as bits per second; ``none``: not shaped.
+    """Return ``1gbit``, ``2.5gbit``, ``400mbit`` in bits per second, None for ``none``.
 
     Raises LabError.
     """
@@ -95,7 +94,7 @@ def parse_rate(text: str) -> int | None:
 
 
 def show_rate(rate: int | None) -> str:
-    """``rate`` as ``parse_rate`` reads it."""
+    """Format ``rate`` as ``parse_rate`` reads it."""
     if rate is None:
         return "none"
     unit = next(unit for unit in ("gbit", "mbit", "kbit", "bit") if rate >= UNITS[unit])
@@ -110,7 +109,7 @@ def address(node: int) -> str:
 def gso_nbytes(rate: int) -> int:
     """Return the largest packet that a sender may hand to a link of ``rate`` in one piece.
 
-    64 KB in one piece is 5 ms of a 100 Mb/s link, and its bucket would have to hold it.
+    64 KB are 5 ms of a 100 Mb/s link, whose bucket would have to hold them.
     """
     return max(4096, min(65536, int(rate * BURST_S / 16)))
 
@@ -118,9 +117,9 @@ def gso_nbytes(rate: int) -> int:
 def shaping(namespace: str, interface: str, rate: int) -> list[list[str]]:
     """Return the commands that limit the traffic leaving through ``interface``.
 
-    tbf with a bucket of two packets of ``gso_nbytes``, or BURST_S where that is more: a packet that
-    does not fit into the bucket would be cut up by the kernel, and a smaller bucket misses the rate
-    whenever its timer is late.
+    A tbf queue whose bucket holds two packets of ``gso_nbytes``, or BURST_S if that is more: the
+    kernel would cut up a packet larger than the bucket, and a smaller bucket misses the rate
+    whenever the timer is late.
     """
     gso = gso_nbytes(rate)
     burst = max(2 * gso, int(rate * BURST_S / 8))
@@ -141,7 +140,7 @@ def unshaping(namespace: str, interface: str) -> list[list[str]]:
 
 
 def link_ends(layout: Layout, rates: Rates, prefix: str) -> list[tuple[str, str, int | None]]:
-    """Both ends of every link: namespace, interface, rate of what leaves there; as ``wiring``."""
+    """Return namespace, interface and sending rate of both ends of every link of ``wiring``."""
     switch, found = f"{prefix}sw", []
     for node in range(layout.nodes):
         rate = rates.of(node)
@@ -176,9 +175,9 @@ def wiring(layout: Layout, rates: Rates, prefix: str, mtu: int) -> list[list[str
     return commands
 
 
-#: TCP as most machines run it, whatever this one does: cubic (bbr, after a second without messages,
-#: took 1.5 ms more for each of them), and connections that were idle (ranks that compute, or wait
-#: for a turn) go on as fast as before instead of with 14 kB
+#: TCP as most machines run it: cubic (bbr took 1.5 ms more for each message after a second without
+#: any), and connections that were idle, as of ranks that compute, keep their window instead of
+#: starting again with 14 kB
 TCP = (
     "cd /proc/sys/net/ipv4; echo 0 > tcp_slow_start_after_idle; "
     "echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control"
@@ -230,8 +229,8 @@ def environment(layout: Layout, node: int, local: int | None) -> dict[str, str]:
 
 
 def fill(command: Sequence[str], layout: Layout, node: int, hostfile: str) -> list[str]:
-    """``command`` with ``{node}``, ``{nodes}``, ``{ranks}`` (of a node), ``{world_size}``,
-    ``{master_addr}``, ``{master_port}`` and ``{hostfile}`` filled in; other braces stay."""
+    """Fill in ``{node}``, ``{nodes}``, ``{ranks}`` (of a node), ``{world_size}``,
+    ``{master_addr}``, ``{master_port}`` and ``{hostfile}``; other braces stay."""
     values = {
         "node": node,
         "nodes": layout.nodes,
@@ -250,7 +249,7 @@ def fill(command: Sequence[str], layout: Layout, node: int, hostfile: str) -> li
 
 
 def pinning(layout: Layout, cores: Sequence[int]) -> list[list[int]]:
-    """The cores of every rank: ``cores`` dealt out evenly; several ranks share one if they must."""
+    """Deal ``cores`` out to the ranks evenly; with too few, several ranks share a core."""
     count = layout.world_size
     share = max(1, len(cores) // count)
     return [

@@ -1,4 +1,4 @@
-"""Namespaces: who made them, removing them, entering one, and the counters of its interface."""
+"""Create, find, enter and remove network namespaces, and read the counters of an interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lab.layout import INTERFACE, LabError
 
-#: ``hclab-<pid>-<start time of that process>-...``: a lab belongs to a running process or to none
+#: ``hclab-<pid>-<start time of that process>-...``: names the process that a lab belongs to
 OWNED = re.compile(r"hclab-(\d+)-(\d+)-(?:sw|n\d+)")
 NETNS = Path("/var/run/netns")
 CLONE_NEWNET, CLONE_NEWUTS, PR_SET_PDEATHSIG = 0x40000000, 0x04000000, 1
@@ -37,7 +37,7 @@ class Traffic:
 
 
 def check_machine() -> None:
-    """Raise LabError where no lab can be built, saying what is missing."""
+    """Raise LabError, which says what is missing, if no lab can be built here."""
     if not sys.platform.startswith("linux"):
         raise LabError(f"netlab: expected Linux with network namespaces, found {sys.platform}")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -54,7 +54,7 @@ def check_machine() -> None:
 
 
 def command(words: Sequence[str]) -> str:
-    """Run ``words``; what it printed. Raises LabError with what it complained about."""
+    """Run ``words``; return stdout. Raises LabError with its stderr."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LabError(
@@ -66,13 +66,13 @@ def command(words: Sequence[str]) -> str:
 
 def own_prefix() -> str:
     """Return the prefix of the namespaces of this process."""
-    return f"hclab-{os.getpid()}-{_started(os.getpid())}-"
+    return f"hclab-{os.getpid()}-{started(os.getpid())}-"
 
 
-def _started(pid: int) -> int | None:
-    """The start of process ``pid`` in clock ticks since boot, None where it ended (zombies did).
+def started(pid: int) -> int | None:
+    """Return the start of process ``pid`` in clock ticks since boot, None if it has ended.
 
-    A number that is used again belongs to another process. Source: proc(5), fields 3, 22 of stat.
+    It tells a reused process id from the first process. Source: proc(5), fields 3 and 22 of stat.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -82,10 +82,10 @@ def _started(pid: int) -> int | None:
     return int(fields[19]) if fields[0] not in "ZX" else None
 
 
-def abandoned(names: Sequence[str], started: Callable[[int], int | None] = _started) -> list[str]:
+def abandoned(names: Sequence[str], start: Callable[[int], int | None] = started) -> list[str]:
     """Return the ``names`` that belong to a lab whose process has ended."""
     found = [(name, OWNED.fullmatch(name)) for name in names]
-    return [name for name, match in found if match and started(int(match[1])) != int(match[2])]
+    return [name for name, match in found if match and start(int(match[1])) != int(match[2])]
 
 
 def present() -> list[str]:
@@ -94,7 +94,7 @@ def present() -> list[str]:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Remove namespaces and end what still runs inside; their links go with them."""
+    """Kill what runs inside the namespaces, and remove them with their links."""
     for name in names:
         with contextlib.suppress(LabError):
             for pid in command(["ip", "netns", "pids", name]).split():
@@ -106,7 +106,7 @@ def remove(names: Sequence[str]) -> None:
 
 
 def sweep() -> list[str]:
-    """Remove what labs left behind that were killed; returns the namespaces."""
+    """Remove the namespaces of killed labs; return their names."""
     names = abandoned(present())
     remove(names)
     return names
@@ -120,15 +120,14 @@ def counters(name: str, interface: str = INTERFACE) -> Traffic:
 
 
 def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[], None]:
-    """Return what a child calls before its program starts: it enters namespace ``name`` as machine
-    ``host``, on ``cores``, and ends when the lab ends.
+    """Return the ``preexec_fn`` of a child that runs in namespace ``name`` as machine ``host``.
 
-    ``alone``: there is a core for every rank. Then it is scheduled as SCHED_BATCH: a thread that
-    wakes waits until the running one sleeps. These links answer before ``send`` has returned, which
-    no real one does, so gloo's thread wakes while the sender still holds the lock of the
-    connection, and polls for that in a loop. On the sender's own core it does so for a whole time
-    slice, 3 to 4 ms of every other small message. Where ranks share a core each would wait for the
-    other's slices instead.
+    The child is pinned to ``cores`` and ends with the lab. ``alone``: every rank has a core. Then
+    the child runs as SCHED_BATCH, under which a thread that wakes waits until the running one
+    sleeps. These links answer before ``send`` has returned, which no real one does: gloo's thread
+    wakes while the sender still holds the connection's lock, and on the sender's core it would spin
+    for a whole time slice, 3 to 4 ms of every other small message. Ranks that share a core would
+    wait for each other's slices instead.
     """
 
     def enter() -> None:
@@ -146,7 +145,7 @@ def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this child with its parent; a child calls it before its program."""
+    """Ask the kernel to kill this child with its parent; called before its program starts."""
     _call(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""Processes that run together: start, wait, end, what they wrote."""
+"""Start, watch and end processes that run together, and collect their output."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
-#: seconds that the others may take to end after one rank failed, and that all may take to be killed
+#: seconds in which the others may end after a rank has failed, and killed ones have to
 GRACE_S = 5.0
-TIMED_OUT = 124  # the exit status of a rank that ran out of time, as of timeout(1)
-#: exit status of a rank that was ended because another one failed
-STOPPED = 125
+#: exit statuses: of a rank that ran out of time, as of timeout(1), and of one that was ended after
+#: another had failed
+TIMED_OUT, STOPPED = 124, 125
 
 
 class Team:
@@ -34,19 +33,21 @@ class Team:
     def start(
         self,
         words: Sequence[str],
-        enter: Callable[[], None],
+        enter: Callable[[], None] | None,
         env: Mapping[str, str],
-        cwd: str | Path | None,
         prefix: str | None,
     ) -> None:
-        """Start one; ``prefix`` stands before its lines on the terminal, None shows nothing."""
+        """Start a process.
+
+        ``enter``: called in the child before its program. ``prefix``: stands before its lines on
+        the terminal; None shows nothing.
+        """
         process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(env),
-            cwd=cwd,
             start_new_session=True,
             preexec_fn=enter,
         )
@@ -59,8 +60,9 @@ class Team:
         self._readers.append(reader)
         reader.start()
 
-    def wait(self, timeout: float, grace: float = GRACE_S) -> None:
-        """Wait until all have ended, one failed ``grace`` ago, or ``timeout`` seconds are over."""
+    def wait(self, timeout: float, grace: float | None = None) -> None:
+        """Wait until all have ended, or ``grace`` s after a failure, or for ``timeout`` s."""
+        grace = GRACE_S if grace is None else grace
         deadline, forced = time.monotonic() + timeout, TIMED_OUT
         while len(self._ended) < len(self._processes) and time.monotonic() < deadline:
             for index, process in enumerate(self._processes):
@@ -80,18 +82,18 @@ class Team:
         return any(process.poll() is not None for process in self._processes)
 
     def pause(self) -> None:
-        """Stop all that run, with their threads, until ``resume``; returns when they have."""
+        """Stop all running processes until ``resume``; return when all their threads stand."""
         self._signal(signal.SIGSTOP)
         for process in self._processes:
             if process.poll() is None:
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let all go on that ``pause`` stopped."""
+        """Continue the processes that ``pause`` stopped."""
         self._signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill what still runs, with all that it started, and collect the output."""
+        """Kill running processes and their children, and collect the output."""
         self._signal(signal.SIGKILL)
         for index, process in enumerate(self._processes):
             process.wait(GRACE_S)
@@ -106,7 +108,7 @@ class Team:
 
     @property
     def statuses(self) -> list[int]:
-        """By process; those that were killed by a signal as a shell would say it."""
+        """Return the exit status of each process; 128 + the signal of a killed one."""
         codes = [process.returncode for process in self._processes]
         plain = [code if code >= 0 else 128 - code for code in codes]
         return [self._forced.get(index, status) for index, status in enumerate(plain)]
@@ -120,6 +122,27 @@ class Team:
     def texts(self) -> list[str]:
         """Return the output of each process."""
         return [b"".join(lines).decode(errors="replace") for lines in self._lines]
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGHUP in the body, so that its cleanups run.
+
+    Python handles signals in the main thread only; elsewhere it does nothing.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _read(stream: IO[bytes], lines: list[bytes], prefix: str | None) -> None:

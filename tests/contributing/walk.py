@@ -78,14 +78,15 @@ class Copy:
                 shutil.copyfile(there, home / part)
         self._before = dict(self._contents())
 
-    def _contents(self) -> Iterator[tuple[str, bytes]]:
+    def _contents(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for path in self.home.rglob("*"):
             if path.suffix in READ and path.is_file():
-                yield str(path.relative_to(self.home)), path.read_bytes()
+                found = path.stat()
+                yield str(path.relative_to(self.home)), (found.st_mtime_ns, found.st_size)
 
     def changed(self) -> set[str]:
-        """Return the paths of new or changed files, not following links."""
-        now = {name: text for name, text in self._contents() if self._before.get(name) != text}
+        """Return the paths of new or rewritten files, not following links."""
+        now = {name for name, found in self._contents() if self._before.get(name) != found}
         links = ("hybridcomp/patches/", "hybridcomp/configs/")
         return {name for name in now if not name.startswith(links)}
 

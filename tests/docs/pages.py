@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tests.paths import ROOT
 
@@ -79,6 +81,16 @@ def anchors(page: Path) -> set[str]:
     """Return a page's heading anchors, as the site and GitHub create them."""
     headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
     return {slug(heading) for heading in headings}
+
+
+def counted_bytes() -> list[dict[str, Any]]:
+    """Return the rows of docs/results/bytes.csv: job, layout and arm, and the figures it has."""
+    with (DOCS / "results/bytes.csv").open(encoding="utf-8", newline="") as lines:
+        return [
+            {key: text if key in ("job", "layout", "arm") else float(text)
+             for key, text in row.items() if text}
+            for row in csv.DictReader(lines)
+        ]  # fmt: skip
 
 
 def slug(heading: str) -> str:

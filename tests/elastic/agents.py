@@ -37,7 +37,7 @@ class Node:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The agent's status; None: it runs."""
+        """Return the agent's exit status; None: it runs."""
         return self.returncode
 
     def wait(self) -> None:

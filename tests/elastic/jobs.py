@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import hybridcomp
 from hybridcomp.channels import channels_of
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.elastic.batches import micro_batches
 from hybridcomp.errors import HybridcompError
 from hybridcomp.patches.common.frozen_layers import frozen_of
@@ -74,21 +75,20 @@ class Case:
 
     @property
     def is_summed(self) -> bool:
-        """Whether a segment's residuals are those of all ranks already."""
+        """Return whether a segment's residuals are already summed over the ranks."""
         return self.engine in ("ddp", "fsdp2")
 
     def parts(self) -> int:
-        """Ranks that share a replica."""
+        """Return how many ranks share a replica."""
         return self.stages or (1 if dist.get_world_size() % 2 else 2)
 
     def cast(self, values: Tensor) -> Tensor:
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        return values.to(dtypes[self.dtype])
+        return values.to(DTYPES[self.dtype])
 
 
 @dataclass
 class Segment:
-    """What a rank has seen: its samples and losses by step, residuals at the start and the end."""
+    """A rank's samples and losses by step, and its residuals at the start and the end."""
 
     samples: list[list[int]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -131,45 +131,59 @@ def target(values: Tensor) -> Tensor:
     return torch.sin(values.roll(1, 1))
 
 
-def settings(case: Case, **extra: Any) -> dict[str, Any]:
-    stage = 0 if case.engine == "pipe0" else 1 if case.is_pipeline else int(case.engine[-1])
-    parts = case.parts() if case.is_pipeline else 1
+def ds_config(stage: int, dtype: str, micro: int, **extra: Any) -> dict[str, Any]:
+    """Return a configuration of DeepSpeed with torch's AdamW."""
     found: dict[str, Any] = {
-        "train_batch_size": case.samples,
-        "train_micro_batch_size_per_gpu": micro_batches(
-            case.samples, dist.get_world_size() // parts, MOST
-        )[0],
+        "train_micro_batch_size_per_gpu": micro,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
-        "compression": case.block,
         **extra,
     }
-    if case.dtype != "fp32":
-        found[case.dtype] = {"enabled": True}
-    if case.dtype == "fp16":
+    if dtype != "fp32":
+        found[dtype] = {"enabled": True}
+    if dtype == "fp16":
         found["fp16"]["initial_scale_power"] = 8
     return found
 
 
-def build_deepspeed(case: Case, wide: int = 3, **extra: Any) -> Any:
-    import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
+def settings(case: Case, **extra: Any) -> dict[str, Any]:
+    stage = 0 if case.engine == "pipe0" else 1 if case.is_pipeline else int(case.engine[-1])
+    replicas = dist.get_world_size() // (case.parts() if case.is_pipeline else 1)
+    micro, _ = micro_batches(case.samples, replicas, MOST)
+    given = {"train_batch_size": case.samples, "compression": case.block, **extra}
+    return ds_config(stage, case.dtype, given.pop("train_micro_batch_size_per_gpu", micro), **given)
 
-    start_deepspeed()
-    hybridcomp.install()
-    model: Any = nn.Sequential(Layer(0, wide), Layer(1, wide))
-    if case.is_pipeline:
-        layers = [LayerSpec(Layer, seed, wide) for seed in range(2)]
-        model = PipelineModule(
-            layers, num_stages=case.parts(), loss_fn=loss_of, partition_method="uniform"
-        )
+
+def engine_of(model: Any, config: dict[str, Any]) -> Any:
+    """Return DeepSpeed's engine for a model."""
+    import deepspeed
+
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=settings(case, **extra)
+        model=model, model_parameters=list(model.parameters()), config=config
     )
     return engine
+
+
+def pipeline_of(layer: type, arguments: list[tuple[Any, ...]], stages: int, **given: Any) -> Any:
+    """Return DeepSpeed's pipeline of layers, one for each tuple of arguments."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    layers = [LayerSpec(layer, *one) for one in arguments]
+    return PipelineModule(
+        layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform", **given
+    )
+
+
+def build_deepspeed(case: Case, wide: int = 3, **extra: Any) -> Any:
+    start_deepspeed()
+    hybridcomp.install()
+    each = [(0, wide), (1, wide)]
+    if case.is_pipeline:
+        return engine_of(pipeline_of(Layer, each, case.parts()), settings(case, **extra))
+    return engine_of(nn.Sequential(*(Layer(*one) for one in each)), settings(case, **extra))
 
 
 def build_torch(case: Case, wide: int = 3) -> tuple[Any, Any]:
@@ -187,7 +201,7 @@ def build_torch(case: Case, wide: int = 3) -> tuple[Any, Any]:
 
 
 class Within:
-    """In place of the process that converts: DeepSpeed's converter in this one, at once."""
+    """Run DeepSpeed's converter at once in this process instead of a new one."""
 
     def __init__(self, words: list[str], stdout: Any, **_: Any) -> None:
         from deepspeed.checkpoint import ds_to_universal
@@ -205,9 +219,9 @@ class Within:
 def run(
     cases: list[Case], folder: str, steps: int, within: bool = False, save: bool = True
 ) -> list[Segment]:
-    """Each case: go on from what its folder has, to step ``steps`` and save there.
+    """Resume each case from its folder, train it to step ``steps`` and save it there.
 
-    ``within``: converts checkpoints without a process of its own, which takes five seconds.
+    ``within``: whether to convert checkpoints in this process; a new one takes five seconds.
     """
     found = []
     for case in cases:
@@ -243,14 +257,14 @@ def frozen_in(engine: Any) -> tuple[str, ...]:
     return () if found is None else tuple(sorted(found.everywhere))
 
 
-def batches(sampler: Any, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Micro-batches without end: a loader for each epoch."""
+def batches(data: Any, sampler: Any, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield micro-batches without end, from a loader for each epoch."""
     while True:
-        yield from DataLoader(Data(), batch_size=micro, sampler=sampler)
+        yield from DataLoader(data, batch_size=micro, sampler=sampler)
 
 
 def mean(loss: float) -> float:
-    total = torch.tensor(loss)
+    total = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
@@ -264,7 +278,7 @@ def of_torch(case: Case, place: Path, steps: int, save: bool) -> Segment:
     seen = Segment(before=sum_of_residuals(attached))
     seen.resumed = (where.step, where.samples_seen, where.ranks)
     micro, accumulation = sampler.micro_batches(MOST)
-    loader = batches(sampler, micro)
+    loader = batches(Data(), sampler, micro)
     while sampler.steps < steps:
         freeze_when_due(case, model, sampler.steps)
         losses, drawn = [], []
@@ -286,13 +300,17 @@ def of_torch(case: Case, place: Path, steps: int, save: bool) -> Segment:
         seen.losses.append(mean(sum(losses) / accumulation))
     seen.after, seen.frozen = sum_of_residuals(attached), frozen_in(model)
     if save:
-        weights, states = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model),
-                 "sampler": sampler}  # fmt: skip
-        save_sharded(state, checkpoint_id=place / f"step{steps}")
+        save_torch(model, optimizer, place / f"step{steps}", sampler=sampler)
     hybridcomp.detach(model)
     forget()
     return seen
+
+
+def save_torch(model: Any, optimizer: Any, folder: Path, **more: Any) -> None:
+    """Save as docs/elastic.md says."""
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model)}
+    save_sharded({**state, **more}, checkpoint_id=folder)
 
 
 def of_deepspeed(case: Case, place: Path, steps: int, save: bool) -> Segment:
@@ -309,10 +327,10 @@ def of_deepspeed(case: Case, place: Path, steps: int, save: bool) -> Segment:
     seen.resumed = (where.step, where.samples_seen, where.ranks)
     micro, accumulation = sampler.micro_batches(MOST)
     assert engine.gradient_accumulation_steps() == accumulation
-    loader = batches(sampler, micro)
+    loader = batches(Data(), sampler, micro)
     while sampler.steps < steps:
         freeze_when_due(case, engine, sampler.steps)
-        drawn, losses = [], []
+        losses = []
         micros = [next(loader) for _ in range(accumulation)]
         drawn = [index for indices, _ in micros for index in indices.tolist()]
         pairs = [(case.cast(values), target(values)) for _, values in micros]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,12 +10,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import hybridcomp
 from hybridcomp.session import process
 from tests.elastic.jobs import LENGTH as SAMPLES
-from tests.elastic.jobs import MOST, Case, Segment, mean
+from tests.elastic.jobs import MOST, Case, Segment, batches, mean
 from tests.training import mcore_trainer
 from tests.training.mcore_trainer import LENGTH, VOCAB, Job
 from tests.training.test_checkpoint import sums
@@ -60,7 +58,7 @@ def segment(case: Case, place: Path, steps: int, save: bool) -> Segment:
         seen = Segment(before=sums(channels.residuals.state_dict()))
         seen.resumed = (where.step, where.samples_seen, where.ranks)
         micro, accumulation = sampler.micro_batches(MOST)
-        loader = sequences(sampler, micro)
+        loader = batches(Sequences(), sampler, micro)
         while sampler.steps < steps:
             micros = [next(loader) for _ in range(accumulation)]
             loss = step_of(micros, chunks, optimizer, micro)
@@ -71,11 +69,6 @@ def segment(case: Case, place: Path, steps: int, save: bool) -> Segment:
         if save:
             write(case, place / f"iter_{steps:07d}", chunks, optimizer, sampler)
     return seen
-
-
-def sequences(sampler: Any, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        yield from DataLoader(Sequences(), batch_size=micro, sampler=sampler)
 
 
 def step_of(micros: list[Any], chunks: list[Any], optimizer: Any, micro: int) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -17,10 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.channels import channels_of
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.elastic.freezing import asked, chosen, nearest, target
-from hybridcomp.errors import AgreementError, ConfigError, PeerError
-from hybridcomp.patches.torch.attached import Attached
-from tests.elastic.jobs import FEEDBACK, WIDTH, Layer, loss_of
+from tests.elastic.jobs import (
+    FEEDBACK,
+    WIDTH,
+    Layer,
+    ds_config,
+    engine_of,
+    loss_of,
+    mean,
+    pipeline_of,
+    save_torch,
+)
 from tests.elastic.jobs import target as wanted
 from tests.patches.torch.trainer import forget
 from tests.ranks import Trained, run_ranks
@@ -30,6 +41,7 @@ from tests.training.in_turn import start_deepspeed
 pytest.importorskip("deepspeed")
 
 LAYERS, CLIP, FRONT = 4, 0.05, ("0", "1")
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 #: what happens in front of a step
 FREEZE: dict[int, tuple[str, Any]] = {3: ("freeze", "0"), 5: ("freeze", ["1.up", "1.down"])}
 THAW = {**FREEZE, 8: ("thaw", "1"), 10: ("thaw", None)}
@@ -65,7 +77,7 @@ class Case:
 
 @dataclass
 class Seen:
-    """What one rank has seen of a training.
+    """One rank's figures of a training.
 
     Attributes:
         moved: largest change of a weight while it was frozen; and afterwards, when it trains again.
@@ -86,32 +98,19 @@ def model_of() -> nn.Sequential:
 
 
 def deepspeed_engine(case: Case) -> Any:
-    import deepspeed
-
     start_deepspeed()
     hybridcomp.uninstall() if case.native else hybridcomp.install()
-    model = model_of()
-    zero: dict[str, Any] = {"stage": int(case.engine[-1]), "reduce_bucket_size": 4000,
+    stage = int(case.engine[-1])
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 4000,
                             "stage3_param_persistence_threshold": 0}  # fmt: skip
     if case.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1,
-                                                  "torch_adam": True}},
-        "zero_optimization": zero, "zero_allow_untested_optimizer": True,
-        "gradient_clipping": CLIP, "steps_per_print": 10**9,
-    }  # fmt: skip
-    if case.dtype != "fp32":
-        config[case.dtype] = {"enabled": True}
-    if case.dtype == "fp16":
-        config["fp16"]["initial_scale_power"] = 8
-    if case.compression is not None:
-        config["compression"] = case.compression
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
-    )
-    return engine
+    more = {} if case.compression is None else {"compression": case.compression}
+    config = ds_config(
+        stage, case.dtype, 4, optimizer=ADAMW, zero_optimization=zero, gradient_clipping=CLIP,
+        **more,
+    )  # fmt: skip
+    return engine_of(model_of(), config)
 
 
 def torch_model(case: Case) -> tuple[Any, Any]:
@@ -130,7 +129,7 @@ def torch_model(case: Case) -> tuple[Any, Any]:
 
 
 def weights(case: Case, engine: Any) -> dict[str, Tensor]:
-    """Whole weights, by name."""
+    """Return the whole weights by name."""
     if case.engine == "zero3":
         from deepspeed import zero
 
@@ -145,18 +144,31 @@ def weights(case: Case, engine: Any) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in whole.items()}
 
 
+@contextlib.contextmanager
+def engine_for(case: Case) -> Iterator[tuple[Any, Any]]:
+    """Yield an engine and its optimizer; leave nothing of them."""
+    if case.is_torch:
+        engine, optimizer = torch_model(case)
+        yield engine, optimizer
+        if not case.native:
+            hybridcomp.detach(engine)
+        forget()
+    else:
+        engine = deepspeed_engine(case)
+        yield engine, engine.optimizer
+        engine.destroy()
+
+
 def channels_for(case: Case, engine: Any) -> Any:
     if case.native:
         return None
-    attached = hybridcomp.attach(engine) if case.is_torch else engine
-    return attached.channels if isinstance(attached, Attached) else channels_of(engine)
+    attached: Any = hybridcomp.attach(engine) if case.is_torch else None
+    return channels_of(engine) if attached is None else attached.channels
 
 
 def one_step(case: Case, engine: Any, optimizer: Any, step: int) -> float:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    values = torch.randn(4, WIDTH, generator=generator)
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    values = values.to(dtypes[case.dtype])
+    values = torch.randn(4, WIDTH, generator=generator).to(DTYPES[case.dtype])
     for group in optimizer.param_groups:  # as a scheduler does
         group["lr"] = 1e-2 * 0.95**step
     loss = loss_of(engine(values).float(), wanted(values).float())
@@ -172,12 +184,12 @@ def one_step(case: Case, engine: Any, optimizer: Any, step: int) -> float:
 
 
 def trained(case: Case, steps: int = 12) -> Seen:
-    """Train, and freeze and thaw on the way."""
-    if case.is_torch:
-        engine, optimizer = torch_model(case)
-    else:
-        engine = deepspeed_engine(case)
-        optimizer = engine.optimizer
+    """Train, with freezes and thaws by the case's plan."""
+    with engine_for(case) as (engine, optimizer):
+        return trained_on(case, engine, optimizer, steps)
+
+
+def trained_on(case: Case, engine: Any, optimizer: Any, steps: int) -> Seen:
     plan, seen, said = THAW if case.plan == "thaw" else FREEZE, Seen(), StringIO()
     channels = channels_for(case, engine)
     frozen: dict[str, Tensor] = {}
@@ -203,12 +215,6 @@ def trained(case: Case, steps: int = 12) -> Seen:
             now_weights[name], values
         )
     seen.said = said.getvalue()
-    if case.is_torch:
-        if not case.native:
-            hybridcomp.detach(engine)
-        forget()
-    else:
-        engine.destroy()
     return seen
 
 
@@ -222,12 +228,6 @@ def total(channels: Any) -> dict[str, int]:
     for (dimension, _), entry in entries.items():
         found[dimension] = found.get(dimension, 0) + int(entry.raw_nbytes)
     return found
-
-
-def mean(loss: float) -> float:
-    summed = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(summed)
-    return float(summed) / dist.get_world_size()
 
 
 def every(cases: list[Case]) -> list[Seen]:
@@ -322,13 +322,13 @@ def test_fully_sharded_and_bf16_optimizers_reduce_what_trains(outcomes: Trained)
 def attempt(call: Callable[..., Any], *args: Any) -> str:
     try:
         call(*args)
-    except (ConfigError, AgreementError, PeerError) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def refused() -> list[str]:
-    """What wrong calls say; nothing changes."""
+    """Return the errors of wrong calls, which change nothing."""
     case, rank = Case("zero1"), dist.get_rank()
     engine = deepspeed_engine(case)
     before = [p.requires_grad for p in engine.module.parameters()]
@@ -351,27 +351,16 @@ def refused() -> list[str]:
     from hybridcomp.patches.ds.zero import trained_gathers
 
     fails_once = Mock(side_effect=[OSError("full"), None])
-    if rank:
-        with patch.object(trained_gathers, "follow", fails_once):
-            found.append(attempt_any(engine))
-    else:
-        found.append(attempt_any(engine))
+    with patch.object(trained_gathers, "follow", fails_once) if rank else nullcontext():
+        found.append(attempt(hybridcomp.freeze, engine, "1"))
     assert [p.requires_grad for p in engine.module.parameters()] == [False] * 2 + [True] * 6
     assert hybridcomp.freeze(engine, "1") == ("1.up", "1.down")
     engine.destroy()
     return found
 
 
-def attempt_any(engine: Any) -> str:
-    try:
-        hybridcomp.freeze(engine, "1")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_wrong_calls_are_one_line_on_all_ranks_and_change_nothing() -> None:
-    first, second = run_ranks(2, refused)
+def test_wrong_calls_are_one_line_on_all_ranks_and_change_nothing(outcomes: Trained) -> None:
+    first, second = outcomes.pool.run(refused)
     for here, there, part in zip(
         first, second,
         [
@@ -399,17 +388,15 @@ def test_wrong_calls_are_one_line_on_all_ranks_and_change_nothing() -> None:
 
 
 def alone() -> str:
-    """Rank 1 freezes, rank 0 does not: what each is told."""
+    """Freeze on rank 1 only; return this rank's error."""
     from hybridcomp.job import agreement
 
-    model, _ = torch_model(Case("ddp"))
-    agreement._timeout_s = lambda: 1.0
     said = ""
-    if dist.get_rank():
-        said = attempt(hybridcomp.freeze, model, "0")
-        assert all(p.requires_grad for p in model.parameters())
-    dist.barrier()
-    hybridcomp.detach(model)
+    with engine_for(Case("ddp")) as (model, _), patch.object(agreement, "_timeout_s", lambda: 1.0):
+        if dist.get_rank():
+            said = attempt(hybridcomp.freeze, model, "0")
+            assert all(p.requires_grad for p in model.parameters())
+        dist.barrier()
     return said
 
 
@@ -425,7 +412,9 @@ def test_names_modules_and_parameters_mean_the_same() -> None:
         assert chosen(asked(what, named, "x"), named) == (both, [])
     assert chosen(["1"], named) == ([], ["1"])  # not that of 10
     assert chosen(asked(nn.Linear(2, 2), named, "x"), named) == ([], [])  # of another stage
+    assert asked("_orig_mod.0._checkpoint_wrapped_module.bias", named, "x") == ["0.bias"]
     assert nearest("10.weigth", named) == "10.weight" and not nearest("zzzz", named)
+    assert nearest("encoder.laier", ["encoder.layer.up.weight"]) == "encoder.layer"
 
 
 def test_the_rule_is_pipetransformers() -> None:
@@ -436,6 +425,7 @@ def test_the_rule_is_pipetransformers() -> None:
     assert counts == [4, 7, 9, 10, 11]
     assert target(12, 0, 1 / 3, [5.0, 4.0, 1.0, *[9.0] * 9]) == 2
     assert target(12, 0, 1 / 3, [9.0] * 11 + [1.0]) == 4
+    assert target(12, 2, 1 / 3, [0.0, 0.0, 5.0, 1.0, *[9.0] * 8]) == 3  # of the active blocks
 
 
 PIPE = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0, "hierarchy": "none",
@@ -444,28 +434,14 @@ MICROS = 4
 
 
 def pipeline(stage: int, dtype: str, clip: float, **more: Any) -> Any:
-    import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
     start_deepspeed()
     hybridcomp.install()
-    model = PipelineModule([LayerSpec(Layer, seed) for seed in range(LAYERS)], num_stages=2,
-                           loss_fn=loss_of, partition_method="uniform")  # fmt: skip
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICROS,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1,
-                                                  "torch_adam": True}},
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
-        "gradient_clipping": clip, "steps_per_print": 10**9, "compression": PIPE, **more,
-    }  # fmt: skip
-    if dtype != "fp32":
-        config[dtype] = {"enabled": True}
-    if dtype == "fp16":
-        config["fp16"]["initial_scale_power"] = 8
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
-    )
-    return engine
+    model = pipeline_of(Layer, [(seed,) for seed in range(LAYERS)], 2)
+    config = ds_config(
+        stage, dtype, 4, gradient_accumulation_steps=MICROS, optimizer=ADAMW,
+        gradient_clipping=clip, compression=PIPE, **more,
+    )  # fmt: skip
+    return engine_of(model, config)
 
 
 @dataclass
@@ -510,7 +486,7 @@ def piped(stage: int, dtype: str, clip: float, whole: bool, more: dict[str, Any]
 
 
 def stepless(clip: float) -> list[float]:
-    """The losses of a first stage that runs all passes and skips its optimizer steps."""
+    """Return the losses of a first stage that runs all passes but skips its optimizer steps."""
     engine = pipeline(0, "fp32", clip)
     step = engine.optimizer.step
     losses = []
@@ -557,11 +533,17 @@ def test_a_frozen_first_stage_runs_no_backward_pass(pipes: list[Any]) -> None:
 SAVED = Case("zero1", lossy=True)
 
 
-def saves(folder: str) -> tuple[list[float], list[float]]:
-    """Train, freeze, save, train on; the losses behind the save, of DeepSpeed and of FSDP2."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-    from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+def steps_on(engine: Any) -> list[float]:
+    """Return the losses of three steps with a frozen front, and of three that train all."""
+    losses = [one_step(SAVED, engine, engine.optimizer, step) for step in range(6, 9)]
+    hybridcomp.thaw(engine)
+    losses += [one_step(SAVED, engine, engine.optimizer, step) for step in range(9, 12)]
+    engine.destroy()
+    return losses
 
+
+def saves(folder: str) -> list[float]:
+    """Train, freeze and save under DeepSpeed and FSDP2; return DeepSpeed's losses behind it."""
     engine = deepspeed_engine(SAVED)
     for step in range(6):
         if step == 3:
@@ -569,52 +551,39 @@ def saves(folder: str) -> tuple[list[float], list[float]]:
         one_step(SAVED, engine, engine.optimizer, step)
     engine.save_checkpoint(f"{folder}/ds")
     assert not any(p.requires_grad for p in engine.module[0].parameters())
-    first = [one_step(SAVED, engine, engine.optimizer, step) for step in range(6, 9)]
-    hybridcomp.thaw(engine)
-    first += [one_step(SAVED, engine, engine.optimizer, step) for step in range(9, 12)]
-    engine.destroy()
+    losses = steps_on(engine)
     case = Case("fsdp2")
-    model, optimizer = torch_model(case)
-    for step in range(6):
-        if step == 3:
-            hybridcomp.freeze(model, FRONT)
-        one_step(case, model, optimizer, step)
-    weights, states = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model)}
-    save_sharded(state, checkpoint_id=f"{folder}/torch/step6")
-    hybridcomp.detach(model)
-    forget()
-    return first, []
+    with engine_for(case) as (model, optimizer):
+        for step in range(6):
+            if step == 3:
+                hybridcomp.freeze(model, FRONT)
+            one_step(case, model, optimizer, step)
+        save_torch(model, optimizer, Path(folder, "torch", "step6"))
+    return losses
 
 
-def goes_on(folder: str) -> tuple[list[float], list[str], int]:
-    """Resume; what is frozen then, and the losses."""
+def goes_on(folder: str) -> tuple[list[float], list[str], str]:
+    """Resume; return the losses, the frozen parameters and what is said."""
     said = StringIO()
     engine = deepspeed_engine(SAVED)
     with contextlib.redirect_stdout(said):
         hybridcomp.resume(engine, f"{folder}/ds")
     frozen = [n for n, p in engine.module.named_parameters() if not p.requires_grad]
-    losses = [one_step(SAVED, engine, engine.optimizer, step) for step in range(6, 9)]
-    hybridcomp.thaw(engine)
-    losses += [one_step(SAVED, engine, engine.optimizer, step) for step in range(9, 12)]
-    engine.destroy()
-    model, optimizer = torch_model(Case("fsdp2"))
-    hybridcomp.resume(model, f"{folder}/torch", optimizer=optimizer)
-    same = frozen == [n for n, p in model.named_parameters() if not p.requires_grad]
-    hybridcomp.detach(model)
-    forget()
-    return losses, [*frozen, said.getvalue()], int(same)
+    losses = steps_on(engine)
+    with engine_for(Case("fsdp2")) as (model, optimizer):
+        hybridcomp.resume(model, f"{folder}/torch", optimizer=optimizer)
+        assert frozen == [n for n, p in model.named_parameters() if not p.requires_grad]
+    return losses, frozen, said.getvalue()
 
 
-def test_a_checkpoint_keeps_what_is_frozen(tmp_path: Any) -> None:
-    saved = run_ranks(2, saves, str(tmp_path))
-    again = run_ranks(2, goes_on, str(tmp_path))
-    names = ["0.up", "0.down", "1.up", "1.down"]
-    for (losses, _), (resumed, (*frozen, said), same) in zip(saved, again, strict=True):
-        assert frozen == names and same
+def test_a_checkpoint_keeps_what_is_frozen(tmp_path: Any, outcomes: Trained) -> None:
+    saved = outcomes.pool.run(saves, str(tmp_path))
+    again = outcomes.pool.run(goes_on, str(tmp_path))
+    for losses, (resumed, frozen, said) in zip(saved, again, strict=True):
+        assert frozen == ["0.up", "0.down", "1.up", "1.down"]
         assert max(abs(a - b) for a, b in zip(losses, resumed, strict=True)) < 1e-6
         assert "WARNING" not in said
-    assert "4 parameters are frozen in the checkpoint" in again[0][1][-1]
+    assert "4 parameters are frozen in the checkpoint" in again[0][2]
 
 
 def refuses_schedule(engine: Any, **given: Any) -> str:
@@ -622,46 +591,34 @@ def refuses_schedule(engine: Any, **given: Any) -> str:
 
 
 def scheduled_one(case: Case) -> tuple[list[int], list[Any], list[str]]:
-    """How many blocks are frozen after each step, the norms of decisions, and what is refused."""
-    if case.is_torch:
-        engine, optimizer = torch_model(case)
-    else:
-        engine = deepspeed_engine(case)
-        optimizer = engine.optimizer
-    given = hybridcomp.FreezeSchedule(engine, list("0123"), steps={2: 1, 4: 3})
+    """Return the number of frozen blocks by step, the norms of each decision, and the errors."""
     counts = []
-    for step in range(5):
-        one_step(case, engine, optimizer, step)
-        counts.append(given.step())
-    hybridcomp.thaw(engine)
-    rule = hybridcomp.FreezeSchedule(engine, list("0123"), every=2, alpha=0.5, most=2)
-    decide = Mock(side_effect=[1, 2])
-    with patch("hybridcomp.patches.freeze_schedule.target", decide):
-        for step in range(5, 11):
+    with engine_for(case) as (engine, optimizer):
+        given = hybridcomp.FreezeSchedule(engine, list("0123"), steps={2: 1, 4: 3})
+        for step in range(5):
             one_step(case, engine, optimizer, step)
-            counts.append(rule.step())
-    norms = [call.args[3] for call in decide.call_args_list]
-    wrong = [
-        refuses_schedule(engine),
-        refuses_schedule(engine, every=2, alpha=1.0),
-        refuses_schedule(engine, every=0),
-        refuses_schedule(engine, every=2, most=4),
-        refuses_schedule(engine, steps={1: 3, 2: 1}),
-    ]
-    if case.is_torch:
-        hybridcomp.detach(engine)
-        forget()
-    else:
-        engine.destroy()
-    return counts, norms, wrong
+            counts.append(given.step())
+        hybridcomp.thaw(engine)
+        rule = hybridcomp.FreezeSchedule(engine, list("0123"), every=2, alpha=0.5, most=2)
+        decide = Mock(side_effect=[1, 2])
+        with patch("hybridcomp.patches.freeze_schedule.target", decide):
+            for step in range(5, 11):
+                one_step(case, engine, optimizer, step)
+                counts.append(rule.step())
+        settings: list[dict[str, Any]] = [
+            {}, {"every": 2, "alpha": 1.0}, {"every": 0}, {"every": 2, "most": 4},
+            {"steps": {1: 3, 2: 1}},
+        ]  # fmt: skip
+        wrong = [refuses_schedule(engine, **one) for one in settings]
+    return counts, [call.args[3] for call in decide.call_args_list], wrong
 
 
 def scheduled() -> list[Any]:
     return [scheduled_one(Case(engine)) for engine in ("ddp", "fsdp2", "zero2")]
 
 
-def test_a_schedule_freezes_the_front() -> None:
-    first, second = run_ranks(2, scheduled)
+def test_a_schedule_freezes_the_front(outcomes: Trained) -> None:
+    first, second = outcomes.pool.run(scheduled)
     assert first == second
     for counts, norms, wrong in first:
         assert counts == [0, 1, 1, 3, 3, 0, 1, 1, 2, 2, 2]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import hybridcomp
 from hybridcomp.channels.messages.kept_weights import SMALL, hashes_together
 from hybridcomp.errors import ConfigError
-from tests.elastic.jobs import Case, build_deepspeed, loss_of, settings
+from tests.elastic.jobs import Case, engine_of, loss_of, pipeline_of, settings
 from tests.patches.torch.trainer import forget
 from tests.ranks import run_ranks
 from tests.selection import by_day
+from tests.training.in_turn import start_deepspeed
 
 WIDTH, SAMPLES, BATCH = 32, 24, 6
 LEDGER = {"every": 10**6}
@@ -134,6 +135,11 @@ def test_weights_that_change_or_train_again_free_what_is_kept(
     new, _ = front(range(SAMPLES), values)
     assert not torch.equal(old, new) and blocks[0].seen == 2 * SAMPLES
     assert "weights of it have changed" in capsys.readouterr().out
+    blocks[1].register_buffer("shift", torch.ones(1))
+    front(range(SAMPLES), values)
+    blocks[1].get_buffer("shift").add_(1.0)
+    front(range(SAMPLES), values)
+    assert blocks[0].seen == 4 * SAMPLES  # for the new buffer, and for its new value
     blocks[1].requires_grad_(True)
     assert front(range(BATCH), values[:BATCH])[1] == 1 and front.nbytes > 0
     blocks.requires_grad_(True)
@@ -170,6 +176,13 @@ def test_the_least_recently_used_go_where_the_host_is_full(
     assert front.hits == 4  # 2 and 3 have gone
 
 
+def test_ranks_of_a_host_share_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr("os.sysconf", pages.__getitem__)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert hybridcomp.FrozenFront([])._most == 1000 * 4096 // 2 // 4
+
+
 def test_what_does_not_fit_is_refused() -> None:
     values = data()
     drops = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)).requires_grad_(False)
@@ -199,7 +212,7 @@ class Cut(nn.Module):
 
 
 def sharded(engine: str, room: int | None) -> tuple[list[float], list[float], list[int], list[str]]:
-    """Train the back half for four epochs: losses, bytes of gathers and passes of the front."""
+    """Train the back half for three epochs: losses, bytes of gathers and passes of the front."""
     from hybridcomp.channels import channels_of
     from hybridcomp.patches.torch.attach import channels_of_model
 
@@ -225,7 +238,7 @@ def sharded(engine: str, room: int | None) -> tuple[list[float], list[float], li
     front = hybridcomp.FrozenFront(blocks, host_bytes=room if dist.get_rank() else None)
     values = data() + dist.get_rank()
     found, sent, runs = [], [], []
-    for epoch in range(4):
+    for epoch in range(3):
         before, ran = gathered_bytes(channels), blocks[0].seen
         for at in torch.split(torch.arange(SAMPLES), BATCH):
             hidden, first = values[at], 0
@@ -259,17 +272,13 @@ def gathered_bytes(channels: Any) -> float:
 
 
 def deepspeed_of(case: Case, model: nn.Module) -> Any:
-    import deepspeed
-
-    build_deepspeed(case).destroy()  # which has the patches installed, and joins the group
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=settings(
-            case, compression={**case.block, "ledger": LEDGER}, train_batch_size=2 * BATCH,
-            train_micro_batch_size_per_gpu=BATCH,
-            zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0},
-        ),
-    )  # fmt: skip
-    return engine
+    start_deepspeed()
+    hybridcomp.install()
+    return engine_of(model, settings(
+        case, compression={**case.block, "ledger": LEDGER}, train_batch_size=2 * BATCH,
+        train_micro_batch_size_per_gpu=BATCH,
+        zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0},
+    ))  # fmt: skip
 
 
 def fronts(engine: str, rooms: list[int | None]) -> list[Any]:
@@ -281,14 +290,14 @@ def test_fronts_that_ranks_gather_together(engine: str) -> None:
     pytest.importorskip("deepspeed")
     ranks = run_ranks(2, fronts, engine, [None, 4 * WIDTH * 4, 0])
     for rank, (whole, some, none) in enumerate(ranks):
-        assert {len(losses) for losses, *_ in (whole, some, none)} == {4 * SAMPLES // BATCH}
+        assert {len(losses) for losses, *_ in (whole, some, none)} == {3 * SAMPLES // BATCH}
         assert whole[0] == none[0]  # to the last bit
         apart = (abs(a - b) for a, b in zip(whole[0], some[0], strict=True))
         assert max(apart) < 1e-5  # passes of other numbers of samples
-        first, kept, third, fourth = whole[1]
-        assert whole[2] == [SAMPLES, SAMPLES, 0, 0]
-        assert third == fourth < kept  # the front is not gathered
-        assert none[2][1:] == ([SAMPLES] * 3 if rank else [SAMPLES, 4, 4])
+        _, kept, third = whole[1]
+        assert whole[2] == [SAMPLES, SAMPLES, 0]
+        assert third < kept  # the front is not gathered
+        assert none[2][1:] == ([SAMPLES] * 2 if rank else [SAMPLES, 4])
 
 
 def test_a_block_that_is_gathered_with_others_is_refused() -> None:
@@ -310,21 +319,14 @@ class Piped:
 
     def train(self, codec: str | None) -> tuple[list[float], list[list[int]], int]:
         """Train three epochs: losses, samples that blocks have seen by epoch, samples not kept."""
-        import deepspeed
-        from deepspeed.pipe import LayerSpec, PipelineModule
-
         case = Case("pipe" if self.stage else "pipe0", stages=2, dtype=self.dtype)
-        build_deepspeed(case).destroy()  # which has the patches installed, and joins the group
+        start_deepspeed()
+        hybridcomp.install()
         torch.manual_seed(dist.get_rank())
-        model: Any = PipelineModule(
-            [LayerSpec(Counted) for _ in range(4)], num_stages=2, loss_fn=loss_of,
-            partition_method="uniform", activation_checkpoint_interval=int(self.recomputes),
-        )  # fmt: skip
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=settings(
-                case, train_batch_size=12, train_micro_batch_size_per_gpu=3,
-            ),
-        )  # fmt: skip
+        recomputes = int(self.recomputes)
+        model = pipeline_of(Counted, [()] * 4, 2, activation_checkpoint_interval=recomputes)
+        sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}
+        engine = engine_of(model, settings(case, **sizes))
         hybridcomp.freeze(engine, ["0", "1"] if self.whole else ["0"])
         blocks, front = engine.module.forward_funcs, None
         if codec is not None and engine.is_first_stage():
@@ -346,7 +348,7 @@ class Piped:
 
 
 def both_ways(case: Piped) -> list[Any]:
-    """Without a front and with one."""
+    """Train without a front, then with a front."""
     return [case.train(codec) for codec in (None, "expcode")]
 
 

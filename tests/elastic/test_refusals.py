@@ -28,7 +28,7 @@ from tests.elastic.jobs import (
     build_torch,
     run,
 )
-from tests.ranks import run_ranks
+from tests.ranks import RankPool, run_ranks
 from tests.tools.plan.answer.test_command import CLUSTER
 
 pytest.importorskip("deepspeed")
@@ -38,10 +38,11 @@ CASES = [Case("zero1"), Case("ddp")]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 4 and 6 of a job of two ranks, under DeepSpeed and DDP."""
+    """Return a folder with steps 4 and 6 of a job of two ranks, under DeepSpeed and DDP."""
     folder = tmp_path_factory.mktemp("saved")
-    for steps in (4, 6):
-        run_ranks(2, run, CASES, str(folder), steps)
+    with RankPool(2) as pool:
+        for steps in (4, 6):
+            pool.run(run, CASES, str(folder), steps)
     return folder
 
 
@@ -106,7 +107,7 @@ def test_the_same_of_torchs_checkpoints(saved: Path, tmp_path: Path) -> None:
 
 
 def tried(engine: Any, place: Path, **given: Any) -> tuple[str, bool]:
-    """The error of resuming, and whether the weights are what they were."""
+    """Resume; return the error, and whether the weights are unchanged."""
     module = engine if isinstance(engine, torch.nn.Module) else getattr(engine, "module", None)
     weights = [] if module is None else list(module.parameters())
     before = [one.detach().clone() for one in weights]
@@ -120,7 +121,7 @@ def tried(engine: Any, place: Path, **given: Any) -> tuple[str, bool]:
 
 
 def refused(folder: str) -> list[tuple[str, bool]]:
-    """What each wrong call says, and whether it left the weights alone."""
+    """Return the error of each wrong call, and whether the weights are unchanged."""
     place = Path(folder, "zero1_none")
     engine = build_deepspeed(CASES[0], 4)
     found = [tried(engine, place, lr="linear")]
@@ -293,7 +294,7 @@ def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> 
 
 
 def of_megatron(folder: str) -> tuple[str, list[str], list[str]]:
-    """What resuming says in another layout, of another model, and without the last file."""
+    """Return the errors for another layout and another model, and the skipped checkpoints."""
     from tests.training import mcore_trainer
 
     case, place = Case("megatron-sharded", samples=12), Path(folder, "megatron-sharded_none")
@@ -313,12 +314,13 @@ def of_megatron(folder: str) -> tuple[str, list[str], list[str]]:
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_megatron_resumes_where_only_replicas_change(tmp_path: Path) -> None:
     case = Case("megatron-sharded", samples=12)
-    for ranks, steps in ((2, 2), (1, 3)):
-        run_ranks(ranks, run, [case], str(tmp_path), steps)
     place = tmp_path / case.name
-    shutil.copytree(place / "iter_0000003", place / "iter_0000005")
-    (place / "iter_0000005" / "metadata.json").unlink()
-    first, second = run_ranks(2, of_megatron, str(tmp_path))
+    with RankPool(2) as two, RankPool(1) as alone:
+        for pool, steps in ((two, 2), (alone, 3)):
+            pool.run(run, [case], str(tmp_path), steps)
+        shutil.copytree(place / "iter_0000003", place / "iter_0000005")
+        (place / "iter_0000005" / "metadata.json").unlink()
+        first, second = two.run(of_megatron, str(tmp_path))
     assert first == second
     name, skipped, (layout, model) = first
     assert name == "iter_0000003"

@@ -22,7 +22,7 @@ pytest.importorskip("deepspeed")
 
 TORCH = [Case(engine, lossy) for engine in ("ddp", "fsdp2") for lossy in (False, True)]
 ZERO = [Case("zero0", True), Case("zero1"), Case("zero2", True), Case("zero3")]
-DAY = [Case("fsdp2", True), Case("zero1"), Case("zero3", True)]
+DAY = [Case("fsdp2", True), Case("zero3", True)]
 REST = [Case("zero0"), Case("zero1", True), Case("zero2"), Case("zero3", True)]
 
 #: engines of the sweep, by numeric type; a step of 12 samples divides by 1, 2, 3 and 4 replicas
@@ -53,7 +53,7 @@ SWEEP["megatron"] = [
 
 
 def sequences(widest: int) -> list[tuple[int, ...]]:
-    """4, 2 and 4 replicas, and five random sequences of up to ``widest``."""
+    """Return 4, 2 and 4 replicas, and five random sequences of up to ``widest``."""
     draw = random.Random(51)
     found: list[tuple[int, ...]] = [(widest, max(1, widest // 2), widest)]
     while len(found) < 6:
@@ -72,7 +72,7 @@ def total(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def hold_sums(case: Case, saved: list[Segment], loaded: list[Segment]) -> float:
-    """The sum of residuals over the ranks is as it was, to rounding; return the largest error."""
+    """Check that the sum of residuals over the ranks is kept; return the largest rounding error."""
     if case.is_summed:
         before, after = saved[0].after, loaded[0].before
     else:
@@ -90,7 +90,7 @@ def hold_sums(case: Case, saved: list[Segment], loaded: list[Segment]) -> float:
 
 
 def samples_of(ranks: list[Segment]) -> list[list[int]]:
-    """Samples of each step, of all ranks."""
+    """Return the samples of all ranks, by step."""
     return [sorted(sum(step, [])) for step in zip(*(one.samples for one in ranks), strict=True)]
 
 
@@ -145,7 +145,7 @@ def of_cases(ranks: int, cases: list[Case], *args: Any) -> dict[Case, list[Segme
 
 
 def unchanged(cases: list[Case], ranks: Iterable[int], each: int, folder: Path, steps: int) -> Any:
-    """What jobs have seen that keep so many replicas, of ``each`` ranks, by replicas and case."""
+    """Train jobs that keep their replicas of ``each`` ranks; return all segments."""
     return {
         count: of_cases(each * count, cases, str(folder), steps, True, False)
         for count in dict.fromkeys(ranks)
@@ -179,7 +179,7 @@ def hold_sequence(
 def held(
     case: Case, segments: list[list[Segment]], ends: list[int], kept: dict[int, list[Segment]]
 ) -> tuple[float, float, float]:
-    """The figures of one case. Raises AssertionError where it does not hold."""
+    """Return the figures of a case. Raises AssertionError if the segments are not one job's."""
     refused = {one.refused for ranks in (*segments, *kept.values()) for one in ranks}
     assert refused == {""}, refused
     whole = kept[max(kept)]
@@ -207,14 +207,14 @@ def held(
 
 
 def by_replica(ranks: list[Segment]) -> list[Segment]:
-    """A rank of each replica: those that have drawn different samples."""
+    """Return a rank of each replica: ranks that have drawn different samples."""
     return list({repr(one.samples): one for one in ranks}.values())
 
 
 def test_ranks_change_at_random_by_day(tmp_path: Path) -> None:
     cases = [Case("ddp", samples=12), Case("ddp", samples=12, freezes=0)]
-    kept = unchanged(cases, (4, 1), 1, tmp_path / "kept", 8)
-    hold_sequence(cases, (3, 1, 4, 2), 1, kept, tmp_path / "parts", 8)
+    kept = unchanged(cases, (3, 1), 1, tmp_path / "kept", 6)
+    hold_sequence(cases, (3, 1, 2), 1, kept, tmp_path / "parts", 6)
 
 
 @pytest.mark.nightly
@@ -237,9 +237,10 @@ def test_ranks_change_at_random(group: str, tmp_path: Path) -> None:
 
 def test_two_stages_become_two_replicas(tmp_path: Path) -> None:
     cut, whole = Case("pipe", stages=2), Case("pipe")
-    kept = run_ranks(2, run, [cut], str(tmp_path / "whole"), 8)
-    first = run_ranks(2, run, [cut], str(tmp_path / "parts"), 4)
-    second = run_ranks(2, run, [whole], str(tmp_path / "parts"), 8)
+    with RankPool(2) as pool:
+        kept = pool.run(run, [cut], str(tmp_path / "whole"), 8)
+        first = pool.run(run, [cut], str(tmp_path / "parts"), 4)
+    second = run_ranks(2, run, [whole], str(tmp_path / "parts"), 8, True)
     losses = first[0][0].losses + second[0][0].losses
     assert distance(losses, kept[0][0].losses) <= 1e-6
     read = samples_of([ranks[0] for ranks in second])

@@ -84,7 +84,7 @@ def kill(agent: Agent) -> None:
 
 
 def unbroken(folder: Path, block: str) -> dict[int, dict[str, Any]]:
-    """The steps of a job that keeps its four ranks."""
+    """Return the steps of a job that keeps its four ranks."""
     (folder / "checkpoints").mkdir(parents=True)
     ended = run_script(folder, SCRIPT, *arguments(folder, block), ranks=4)
     assert ended.returncode == 0, ended.output
@@ -114,7 +114,7 @@ def broken(folder: Path, start: Callable[[int], Agent], at: int = 5, away: int =
 
 
 def hold(folder: Path, wanted: dict[int, dict[str, Any]], within: float) -> None:
-    """The broken job has trained each step on the samples of the other one, to its losses."""
+    """Check that the broken job has the other job's samples and losses in each step."""
     found = {line["step"]: line for line in lines(folder)}  # a step that was done again counts once
     assert found.keys() == wanted.keys() == set(range(1, STEPS + 1))
     assert {line["ranks"] for line in lines(folder)} == {2, 4}
@@ -126,7 +126,7 @@ def hold(folder: Path, wanted: dict[int, dict[str, Any]], within: float) -> None
 
 
 def block_of(codec: str) -> tuple[str, float]:
-    """A block, and how far the losses may be apart."""
+    """Return a block, and the largest difference of losses."""
     feedback = {"codec": "blockint", "bits": 4, "error_feedback": True}
     dp: Any = "none" if codec == "none" else feedback
     return json.dumps({"dp": dp, "min_bytes": 0}), 1e-6 if codec == "none" else 0.02

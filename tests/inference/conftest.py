@@ -12,7 +12,6 @@ import pytest
 
 from hybridcomp.inference import upstream
 from hybridcomp.seams import patching
-from tests.inference.made import VERSIONS, publish
 from tests.ranks import RunRanks
 
 #: hybridcomp's modules that import an engine
@@ -26,6 +25,8 @@ IMPORTS = (
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory, on_ranks: RunRanks) -> Path:
     """Return the folder of ``VERSIONS`` versions that two ranks published."""
+    from tests.inference.made import VERSIONS, publish  # which look for --nightly
+
     folder = tmp_path_factory.mktemp("published")
     on_ranks(2, publish, folder, VERSIONS)
     return folder

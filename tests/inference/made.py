@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridcomp.publishing.destinations import Folder
+from tests.paths import ROOT
 from tests.publishing.made import Weights
+from tests.ranks import python_path
 
 #: checkpoint names: an embedding, an attention of three heads with grouped keys, a norm
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -112,6 +119,17 @@ class Packed(nn.Module):
     def holds(self, version: int) -> bool:
         """Return whether every bit equals the version's."""
         return bits(self.named_parameters()) == bits(self.expected(version).items())
+
+
+def run_module(name: str, *words: object, **environment: str) -> dict[str, Any]:
+    """Run a module of this folder as a process; return the JSON object that it prints."""
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.inference.{name}", *map(str, words)]
+    env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", **environment}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    # engines print around it
+    (found,) = (json.loads(one) for one in done.stdout.splitlines() if one.startswith('{"wrong"'))
+    return dict(found)
 
 
 def bits(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:

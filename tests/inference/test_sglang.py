@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +12,9 @@ import pytest
 import torch
 
 from hybridcomp.errors import PublishError, SeamError
-from tests.inference.made import SHAPES, VERSIONS, Packed
+from tests.inference.made import SHAPES, VERSIONS, Packed, run_module
 from tests.stand_ins import sglang as stand_in_for_sglang
 
-ROOT = Path(__file__).resolve().parents[2]
 LOADER = "hybridcomp.inference.sglang_loader.load"
 
 
@@ -126,11 +121,6 @@ def test_another_version_of_sglang_is_refused(
 def test_the_updater_of_sglang_itself_loads_every_version(tmp_path: Path, family: str) -> None:
     """Its model, loader and updater on a CPU (``scripts/lab/sglang_on_cpu``), bit for bit."""
     pytest.importorskip("sglang.srt", reason="SGLang is not installed", exc_type=ImportError)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.inference.sglang_runs", family, "6",
-               str(tmp_path)]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (found,) = (json.loads(one) for one in done.stdout.splitlines() if one.startswith('{"wrong'))
+    found = run_module("sglang_runs", family, 6, tmp_path)
     assert found["wrong"] == [] and found["weights"] > 10
     assert len(found["errors"]) == 1 and "version 99 was not there" in found["errors"][0]

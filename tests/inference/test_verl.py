@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +20,11 @@ from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference.shares import Shares
 from hybridcomp.job import waits
 from hybridcomp.seams import patching
-from tests.inference.made import VERSIONS, bits, sent, values_of
+from tests.inference.made import VERSIONS, bits, run_module, sent, values_of
 from tests.ranks import RunRanks
 from tests.stand_ins import verl as stand_in_for_verl
 
 BACKEND = "hybridcomp"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
@@ -181,11 +177,7 @@ def test_verl_itself_syncs_actors_and_rollouts_in_a_cluster_of_ray(tmp_path: Pat
     """verl's manager syncs two of each; after a sync that fails on one actor the next is right."""
     pytest.importorskip("ray", reason="Ray is not installed")
     pytest.importorskip("verl.checkpoint_engine.base", reason="verl lacks", exc_type=ImportError)
-    command = [sys.executable, "-m", "tests.inference.verl_runs", str(tmp_path), "4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (found,) = (json.loads(one) for one in done.stdout.splitlines() if one.startswith('{"'))
+    found = run_module("verl_runs", tmp_path, 4, RAY_AUTH_MODE="disabled")
     assert found["wrong"] == [] and list(found["told"]) == ["3"], found
     assert "rank 1: model.norm.weight: expected the names" in found["told"]["3"]
     assert found["changed"][0] == 1.0 and all(0 < one < 1 for one in found["changed"][1:])

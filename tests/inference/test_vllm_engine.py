@@ -7,19 +7,17 @@ prompt as an uncached one. Transformers' results are close.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.inference.made import run_module
 from tests.inference.vllm_runs import DAMAGED, OTHER
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.nightly
-ROOT = Path(__file__).resolve().parents[2]
 #: vLLM's order of bf16 operations differs from transformers', and weights grow with each version:
 #: up to 0.07 apart after 20 versions, where answers of two versions are up to 0.3 apart
 NEAR = 0.15
@@ -46,18 +44,12 @@ def run(folder: Path, how: str, family: str, workers: int, versions: int, plain:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0\n")
         (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {where}\n")
-    environment = {
-        **os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_PLUGINS": ",".join(plugins),
-    }  # fmt: skip
-    command = [sys.executable, "-W", "ignore", "-m", "tests.inference.vllm_runs", how, family,
-               str(workers), str(versions), str(folder)]  # fmt: skip
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (found,) = (line for line in done.stdout.splitlines() if line.startswith('{"'))
-    return json.loads(found)  # vLLM prints after it when it ends
+    return run_module(
+        "vllm_runs", how, family, workers, versions, folder,
+        PYTHONPATH=f"{folder}{os.pathsep}{ROOT}", VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_HOST_IP="127.0.0.1", VLLM_LOGGING_LEVEL="WARNING",
+        OMP_NUM_THREADS="1", VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_PLUGINS=",".join(plugins),
+    )  # fmt: skip
 
 
 def expect_answers(found: Any) -> None:

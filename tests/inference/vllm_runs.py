@@ -1,8 +1,7 @@
 """Run vLLM, offline and as a server, with published versions; print results as JSON.
 
-``python -m tests.inference.vllm_runs offline|served|paused FAMILY WORKERS VERSIONS FOLDER``. To
-read the weights in use, each worker multiplies every matrix by the identity, which is exact.
-``paused`` loads versions of 1.1 billion weights, and reports how long vLLM paused.
+``python -m tests.inference.vllm_runs offline|served FAMILY WORKERS VERSIONS FOLDER``. To read the
+weights in use, each worker multiplies every matrix by the identity, which is exact.
 """
 
 from __future__ import annotations
@@ -66,25 +65,11 @@ class Probe:
         return found
 
 
-#: a Llama of 1.1 billion weights
-LARGE: dict[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-    "num_attention_heads": 32, "num_key_value_heads": 4,
-}  # fmt: skip
-
-
 def made(family: str, vocabulary: int = 512) -> nn.Module:
-    """Create a transformers model with random weights, small or large."""
+    """Create a transformers model with random weights."""
     import transformers
 
     torch.manual_seed(vocabulary)
-    if family == "Large":
-        with torch.device("meta"):
-            model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE))
-        model = model.to(torch.bfloat16).to_empty(device="cpu")
-        for parameter in model.parameters():
-            nn.init.uniform_(parameter, -0.02, 0.02)
-        return model
     sizes: dict[str, Any] = {
         "vocab_size": vocabulary, "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -95,7 +80,7 @@ def made(family: str, vocabulary: int = 512) -> nn.Module:
     if family == "Mixtral":
         sizes["num_local_experts"] = 4
     config = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
     with torch.no_grad():  # so that answers differ between versions
         for parameter in model.parameters():
             parameter.mul_(2 if parameter.ndim > 1 else 1)
@@ -181,33 +166,6 @@ def engine_of(model: Path, workers: int) -> Any:
         weight_transfer_config=WeightTransferConfig(backend="hybridcomp"),
         worker_extension_cls="tests.inference.vllm_runs.Probe",
     )  # fmt: skip
-
-
-def paused(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
-    """Load prepared versions that change 2 % of the weights; return the seconds of each pause."""
-    trained = Trained(family, folder / "weights")
-    trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
-    llm = engine_of(folder / "model", workers)
-    said = {"source": str(folder / "weights"), "wait_s": 300.0}
-    llm.init_weight_transfer_engine({"init_info": said})
-    found: dict[str, Any] = {"publish": [], "pause": []}
-    for _ in range(versions):
-        version = trained.publish()
-        found["publish"].append(trained.publisher.summary.seconds)
-        for prepare in (True, False):
-            llm.start_weight_update()
-            begun = time.perf_counter()
-            llm.update_weights({"update_info": {"version": version, "prepare": prepare}})
-            seconds = time.perf_counter() - begun
-            llm.finish_weight_update()
-            if prepare:  # requests would run meanwhile
-                llm.collective_rpc("prepared")
-        found["pause"].append(seconds)
-        with torch.no_grad():
-            for one in trained.model.parameters():
-                flat = one.view(-1)
-                flat[torch.randint(len(flat), (len(flat) // 50,))] += 1e-3
-    return found
 
 
 def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
@@ -471,9 +429,8 @@ def main() -> None:
     how, family, workers, versions, folder = sys.argv[1:6]
     place = Path(folder)
     dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
-    found = {"offline": offline, "served": served, "paused": paused}[how](
-        family, int(workers), int(versions), place
-    )
+    run = {"offline": offline, "served": served}[how]
+    found = run(family, int(workers), int(versions), place)
     print("\n" + json.dumps(found), flush=True)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybridcomp.job import error_exit
 from tests.ranks import run_ranks
-from tests.scripts_on_ranks import run_each
+from tests.scripts_on_ranks import free_port, run_each
 from tests.selection import by_day
 
 #: both ranks synchronize first: the reporting rank stays for a second only
@@ -50,7 +50,7 @@ raise AgreementError("compression block: rank(s) 1 differ from rank 0")
 
 def ranks(code: str, folder: Path, **more: str) -> list[tuple[int, str]]:
     """Return exit status and stderr of two ranks that run ``code``, started by one launcher."""
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     job = {"WORLD_SIZE": "2", **port, **more}
     (folder / "script.py").write_text(code)
     words = [*(["-m", "hybridcomp.run"] if code is UNDER_RUN else []), "script.py"]

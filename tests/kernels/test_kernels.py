@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,25 +19,21 @@ def test_another_device_is_refused_by_name() -> None:
         kernels.kernels_of(torch.device("meta"))
 
 
-def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> ModuleType:
-        raise ImportError(f"No module named {name!r}")
-
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (ImportError("No module named '_cpu'"), "are not built .*pip install"),
+        (ModuleType("_cpu"), "other sources.*found 1.*build them again"),
+    ],
+    ids=["missing", "old"],
+)
+def test_an_unusable_extension_says_how_to_build_it(
+    found: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels._cpu_kernels.cache_clear()
-    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=[found]))
     try:
-        with pytest.raises(CodecError, match="pip install"):
-            kernels.kernels_of(torch.device("cpu"))
-    finally:
-        kernels._cpu_kernels.cache_clear()
-
-
-def test_an_extension_of_older_sources_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = ModuleType("_cpu")
-    kernels._cpu_kernels.cache_clear()
-    monkeypatch.setattr(importlib, "import_module", lambda name: stale)
-    try:
-        with pytest.raises(CodecError, match=r"other sources.*found 1.*build them again"):
+        with pytest.raises(CodecError, match=said):
             kernels.kernels_of(torch.device("cpu"))
     finally:
         kernels._cpu_kernels.cache_clear()

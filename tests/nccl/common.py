@@ -64,6 +64,10 @@ class Trainings:
         assert not (errors := [one for one in found if isinstance(one, str)]), errors
         return found
 
+    def both(self, job: Any, found: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Return the results of ``job``, and of ``job`` with the block ``found``."""
+        return self(job), self(replace(job, block=found))
+
     def close(self) -> None:
         """End the ranks."""
         self._pool.close()
@@ -81,9 +85,10 @@ def trainings(run: Callable[..., Any], world_size: int, **more: Any) -> Any:
     return made
 
 
-def with_block(job: Any, found: dict[str, Any] | None) -> Any:
-    """Return ``job`` with another block."""
-    return replace(job, block=found)
+def assert_follows(base: Sequence[Any], found: Sequence[Any]) -> None:
+    """Check that a lossy training is another one, whose loss is within 5 % of ``base``'s."""
+    assert found[-1].losses != base[-1].losses
+    assert tail(found) == pytest.approx(tail(base), rel=0.05)
 
 
 def tail(ranks: Sequence[Any]) -> float:

@@ -69,7 +69,7 @@ def test_a_failing_rank_ends_all(script: str, what: str, status: int, words: str
 
 
 def test_time_runs_out(script: str) -> None:
-    found = launch("--timeout=2", "--quiet", "--", script, "wait")
+    found = launch("--timeout=1", "--quiet", "--", script, "wait")
     assert found.returncode == 124
     assert "rank 1 ran out of time (--timeout) and was ended" in found.stderr
     assert "rank 0" in found.stdout and "rank 1" not in found.stdout

@@ -17,17 +17,7 @@ pytest.importorskip("deepspeed")
 from hybridcomp.codecs import VALUE_DTYPES, make_codec
 from hybridcomp.errors import HybridcompError
 from tests.kernels.cuda.test_gpu import _gathered_on, _reduced_on
-from tests.nccl.common import (
-    DEVICE,
-    EIGHT_BITS,
-    FEEDBACK,
-    MARKS,
-    Trainings,
-    block,
-    tail,
-    trainings,
-    with_block,
-)
+from tests.nccl.common import DEVICE, EIGHT_BITS, FEEDBACK, MARKS, Trainings, block, tail, trainings
 from tests.nccl.pool import NcclPool
 from tests.patches.ds.test_two_levels import JOBS as LEVEL_JOBS
 from tests.training.trainer import Job, make_engine, run, train, train_step
@@ -69,8 +59,8 @@ def test_two_nodes_of_two_ranks(nodes: Trainings, name: str) -> None:
     """The launcher sets the node of each rank; half of the bytes of one level cross nodes."""
     job = replace(LEVEL_JOBS[name], dtype="bf16")
     settings = {k: v for k, v in LEVELS.items() if job.stage or k != "zero"}
-    base, found = nodes(job), nodes(with_block(job, settings))
-    flat = nodes(with_block(job, {**settings, "hierarchy": 1}))  # every rank is a node
+    base, found = nodes.both(job, settings)
+    flat = nodes(replace(job, block={**settings, "hierarchy": 1}))  # every rank is a node
     assert tail(found) == pytest.approx(tail(base), rel=0.05)
     assert all(one.digests == found[0].digests for one in found)
     for dimension in ("dp", "zero") if job.stage else ("dp",):

@@ -6,16 +6,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from tests.nccl.common import (
-    EIGHT_BITS,
-    MARKS,
-    STEPS,
-    Trainings,
-    block,
-    tail,
-    trainings,
-    with_block,
-)
+from tests.nccl.common import EIGHT_BITS, MARKS, STEPS, Trainings, assert_follows, block, trainings
 from tests.training import moe_trainer, split_trainer
 
 pytestmark = MARKS
@@ -41,7 +32,7 @@ def dimension(name: str) -> str:
 @pytest.mark.parametrize("name", SPLIT)
 def test_identity(train: Trainings, name: str, codec: str) -> None:
     job = SPLIT[name]
-    base, found = train(job), train(with_block(job, block(dimension(name), codec)))
+    base, found = train.both(job, block(dimension(name), codec))
     for mine, theirs in zip(base, found, strict=True):
         assert theirs.losses == mine.losses
         assert theirs.digests == mine.digests
@@ -53,16 +44,15 @@ def test_identity(train: Trainings, name: str, codec: str) -> None:
 @pytest.mark.parametrize("name", SPLIT)
 def test_eight_bits_follow_the_baseline(train: Trainings, name: str) -> None:
     job = SPLIT[name]
-    base, found = train(job), train(with_block(job, block(dimension(name), EIGHT_BITS)))
-    assert found[0].losses != base[0].losses
-    assert tail(found) == pytest.approx(tail(base), rel=0.05)
+    base, found = train.both(job, block(dimension(name), EIGHT_BITS))
+    assert_follows(base, found)
 
 
 @pytest.mark.parametrize("codec", ["none", "expcode"])
 @pytest.mark.parametrize("name", MOE)
 def test_experts_identity(experts: Trainings, name: str, codec: str) -> None:
     job = MOE[name]
-    base, found = experts(job), experts(with_block(job, block("ep", codec)))
+    base, found = experts.both(job, block("ep", codec))
     for mine, theirs in zip(base, found, strict=True):
         assert theirs.losses == mine.losses
         assert theirs.parameters == mine.parameters
@@ -72,6 +62,5 @@ def test_experts_identity(experts: Trainings, name: str, codec: str) -> None:
 @pytest.mark.parametrize("name", MOE)
 def test_experts_in_eight_bits(experts: Trainings, name: str) -> None:
     job = MOE[name]
-    base, found = experts(job), experts(with_block(job, block("ep", EIGHT_BITS)))
-    assert found[0].losses != base[0].losses
-    assert tail(found) == pytest.approx(tail(base), rel=0.05)
+    base, found = experts.both(job, block("ep", EIGHT_BITS))
+    assert_follows(base, found)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
-from hybridcomp.publishing.destinations import Destination, Folder
+from hybridcomp.publishing.destinations import PARTS, Destination, Folder
+from hybridcomp.publishing.streams import Stream
 from tests.ranks import RunRanks, run_ranks
+from tests.selection import VARIABLE
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+NIGHTLY = os.environ.get(VARIABLE) == "1"
 #: shapes: an odd number of values, a scalar, a matrix larger than a bucket
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (37, 19), "layers.0.bias": (5,), "layers.0.weight": (64, 48), "scale": (),
@@ -74,6 +79,74 @@ class Weights:
 
 def _same(values: Tensor) -> Tensor:
     return values
+
+
+def publish_chain(
+    folder: Path,
+    versions: int,
+    anchor_every: int = 100,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+) -> None:
+    """Publish so many versions to a folder."""
+    weights = Weights(shapes=dict(shapes))
+    publisher = weights.publisher(Folder(folder), anchor_every=anchor_every)
+    for number in range(versions):
+        weights.step(number)
+        publisher.publish()
+
+
+def streamed() -> list[bytes]:
+    """Return the bytes of four versions on a stream; all but the second are full."""
+    weights, stream, found = Weights(), io.BytesIO(), list[bytes]()
+    publisher = weights.publisher(Stream(stream, tuple(range(dist.get_world_size()))))
+    for number in range(4):
+        weights.step(number)
+        if number != 1:
+            publisher.ask_full()
+        begin = stream.tell()
+        publisher.publish()
+        found.append(stream.getvalue()[begin:])
+    return found
+
+
+def received(source: Any) -> WeightReceiver:
+    """Return a receiver that holds the newest version of a folder, or the first of a stream."""
+    receiver = WeightReceiver(source)
+    receiver.update()
+    return receiver
+
+
+def drain(receiver: WeightReceiver) -> WeightReceiver:
+    """Apply all versions that are left in a stream."""
+    while receiver.update() is not None:
+        pass
+    return receiver
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error of ``call``, which must have one line; "" if there is none."""
+    try:
+        call()
+    except (ConfigError, PublishError) as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def manifest_of(folder: Path, version: int) -> Path:
+    return folder / f"v{version:010d}.json"
+
+
+def part_of(folder: Path, version: int, rank: int = 0) -> Path:
+    (found,) = (folder / PARTS).glob(f"v{version:010d}.*.r{rank:05d}.part")
+    return found
+
+
+def flip(path: Path, place: int | None = None) -> None:
+    """Flip a bit of a file, by default in its middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if place is None else place] ^= 4
+    path.write_bytes(data)
 
 
 def launch(on_ranks: RunRanks, world_size: int, function: Callable[..., Any], *args: Any) -> Any:

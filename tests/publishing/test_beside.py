@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 from unittest import mock
 
@@ -20,25 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import Held, Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
+from hybridcomp.publishing.encoding import PartEncoder
 from hybridcomp.publishing.shards import Shard
 from hybridcomp.publishing.streams import Stream
-from tests.publishing.made import Weights, copy_of, full_disk, same
-from tests.ranks import RunRanks
+from tests.publishing.made import Weights, copy_of, error_of, full_disk, received, same
+from tests.ranks import RunRanks, fork_server
 from tests.selection import by_day
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def told(call: Callable[[], object]) -> str:
-    """Return the text of a PublishError; "" if none is raised."""
-    try:
-        call()
-    except PublishError as error:
-        return str(error)
-    return ""
 
 
 def many(folder: Path, sharded: bool) -> list[Any]:
@@ -106,9 +92,7 @@ def held_up(folder: Path) -> list[Any]:
     weights.step(1)
     publisher.close()  # waits for the version
     dist.barrier()
-    receiver = WeightReceiver(folder)
-    receiver.update()
-    return [begun, moved[-1], same(receiver, expected)]
+    return [begun, moved[-1], same(received(folder), expected)]
 
 
 def test_an_optimizer_waits_for_the_copy_alone(on_ranks: RunRanks, tmp_path: Path) -> None:
@@ -144,9 +128,7 @@ def room_made(folder: Path, is_ended: bool) -> list[Any]:
     publisher.close()
     publisher.make_room()  # which nobody needs any more
     dist.barrier()
-    receiver = WeightReceiver(folder)
-    receiver.update()
-    return [all(used), same(receiver, expected), encoder._maker is None]
+    return [all(used), same(received(folder), expected), encoder._maker is None]
 
 
 @pytest.mark.parametrize("is_ended", [False, True])
@@ -173,21 +155,19 @@ def torn(folder: Path) -> list[Any]:
 
     with mock.patch.object(type(publisher._encoder.shards[0]), "end_snapshot", changed):
         publisher.publish(wait=False)
-        text = told(publisher.finish)
+        text = error_of(publisher.finish)
     if not changes:
         for value in weights.values.values():
             value.view(torch.int16).add_(1)
     again = publisher.publish(wait=False)
     found = publisher.finish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
     assert found is not None
-    return [text, again.full, found.version, same(receiver, weights.values)]
+    return [text, again.full, found.version, same(received(folder), weights.values)]
 
 
 def test_weights_that_change_too_early_are_no_version(on_ranks: RunRanks, tmp_path: Path) -> None:
     for text, full, version, right in on_ranks(2, torn, tmp_path):
-        assert text.startswith("version 2 was not published: rank 1: ") and "\n" not in text
+        assert text.startswith("version 2 was not published: rank 1: ")
         assert "was changed while it was being copied" in text
         assert full and version == 2 and right
 
@@ -201,7 +181,7 @@ def fails(folder: Path, by: str) -> list[Any]:
     weights.step(1)
     with broken(by):
         publisher.publish(wait=False)
-        text = told(lambda: publisher.publish(wait=False))
+        text = error_of(lambda: publisher.publish(wait=False))
     there = [path.name for path in sorted(folder.glob("v*.json"))]
     dist.barrier()
     left = [path.name for path in (folder / "parts").iterdir() if "v0000000002" in path.name]
@@ -209,23 +189,17 @@ def fails(folder: Path, by: str) -> list[Any]:
     weights.step(2)
     started = publisher.publish(wait=False)
     found = publisher.finish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
     assert found is not None
-    right = same(receiver, weights.values)
+    right = same(received(folder), weights.values)
     return [text, there, left, started.full, found.version, right]
 
 
 @contextmanager
 def broken(by: str) -> Iterator[None]:
     """Return the error of a failure while rank 1 writes its part, or in rank 0's manifest."""
-    if by == "disk":
-        with full_disk(True, rank=1):
-            yield
-        return
-    where, rank = {"begin": ("begin", 1), "commit": ("commit", 0)}[by]
+    rank = {"begin": 1, "commit": 0}[by]
     error = mock.Mock(side_effect=OSError(5, "Input/output error"))
-    with mock.patch.object(Folder, where, error) if dist.get_rank() == rank else mock.MagicMock():
+    with mock.patch.object(Folder, by, error) if dist.get_rank() == rank else mock.MagicMock():
         yield
 
 
@@ -245,16 +219,14 @@ def there_in_spite(folder: Path) -> list[Any]:
     publisher = weights.publisher(Folder(folder))
     with full_disk(True, rank=1):
         publisher.publish(wait=False)
-        text = told(publisher.finish)
+        text = error_of(publisher.finish)
     weights.step(1)
     publisher.publish(wait=False)
     found = publisher.finish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
     assert found is not None
     is_there = found.version == 2 and not found.full and text == ""
     is_not = found.version == 1 and found.full and "rank 1: OSError" in text
-    return [is_there or is_not, same(receiver, weights.values)]
+    return [is_there or is_not, same(received(folder), weights.values)]
 
 
 def test_an_error_behind_a_whole_part(on_ranks: RunRanks, tmp_path: Path) -> None:
@@ -276,7 +248,7 @@ def stuck(folder: Path) -> list[Any]:
 
     with mock.patch.object(Folder, "begin", slow):
         publisher.publish(wait=False)
-        texts = [told(lambda: publisher.publish(wait=False)) for _ in range(2)]
+        texts = [error_of(lambda: publisher.publish(wait=False)) for _ in range(2)]
         dist.barrier()
         gate.set()
         if dist.get_rank() == 1:
@@ -285,11 +257,9 @@ def stuck(folder: Path) -> list[Any]:
     weights.step(1)
     started = publisher.publish(wait=False)
     found = publisher.finish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
     left = [path.name for path in (folder / "parts").iterdir() if path.suffix != ".part"]
     assert found is not None
-    return [texts, started.full, found.version, same(receiver, weights.values), left]
+    return [texts, started.full, found.version, same(received(folder), weights.values), left]
 
 
 def test_a_slow_folder_holds_nobody_beyond_the_limit(on_ranks: RunRanks, tmp_path: Path) -> None:
@@ -312,8 +282,7 @@ def closed(folder: Path) -> list[Any]:
         publisher.close()
         assert time.perf_counter() - begun < 300  # rank 0 alone would have waited 600
     dist.barrier()
-    receiver = WeightReceiver(folder)
-    receiver.update()
+    receiver = received(folder)
     again = Weights().publisher(Folder(folder))
     summary = again.publish()
     dist.barrier()
@@ -326,15 +295,10 @@ def test_close_tells_what_has_failed(on_ranks: RunRanks, tmp_path: Path) -> None
 
 
 def refused(folder: Path) -> list[str]:
-    found = []
-    for call in (
-        lambda: Weights().publisher(Stream(None, (0,))).publish(wait=False),
-        lambda: Weights().publisher(Folder(folder), limit_s=0.0),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            call()
-        found.append(str(caught.value))
-    return found
+    return [
+        error_of(lambda: Weights().publisher(Stream(None, (0,))).publish(wait=False)),
+        error_of(lambda: Weights().publisher(Folder(folder), limit_s=0.0)),
+    ]
 
 
 def test_what_cannot_be_beside(on_ranks: RunRanks, tmp_path: Path) -> None:
@@ -343,40 +307,34 @@ def test_what_cannot_be_beside(on_ranks: RunRanks, tmp_path: Path) -> None:
     assert "publish.limit_s: found 0.0; expected seconds, more than 0" in limit
 
 
-ENDS = """
-    import os, sys, threading
-    import torch.distributed as dist
-    from pathlib import Path
-    from hybridcomp.publishing.destinations import Folder
-    from hybridcomp.publishing.encoding import PartEncoder
-    from tests.publishing.made import Weights
-    folder = Path(sys.argv[1])
+def publishes_and_ends(folder: Path, how: str) -> None:
+    """Publish a second version beside the training, and end or be killed before its manifest."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     weights = Weights()
     publisher = weights.publisher(Folder(folder / "to"))
     publisher.publish()
     weights.step(1)
-    if sys.argv[2] == "killed":
-        write = PartEncoder.write
-        def cut(self, *given, **named):
-            write(self, *given, **named)
-            os._exit(9)
-        PartEncoder.write = cut
-    publisher.publish(wait=False)
-    if sys.argv[2] == "killed":
+    if how == "ends":
+        publisher.publish(wait=False)
+        return
+    write = PartEncoder.write
+
+    def cut(*given: Any, **named: Any) -> Any:
+        write(*given, **named)
+        os._exit(9)
+
+    with mock.patch.object(PartEncoder, "write", cut):
+        publisher.publish(wait=False)
         threading.Event().wait(60)
-"""
 
 
 @pytest.mark.parametrize(
     ("how", "rc", "version"), by_day([("ends", 0, 2), ("killed", 9, 1)], [("ends", 0, 2)])
 )
 def test_a_script_that_ends(tmp_path: Path, how: str, rc: int, version: int) -> None:
-    """The interpreter waits for the version; if killed, the previous version is whole."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", dedent(ENDS), str(tmp_path), how]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == rc, done.stderr
-    receiver = WeightReceiver(tmp_path / "to")
-    receiver.update()
-    assert receiver.version == version
+    """The process waits for the version; if killed, the previous version is whole."""
+    process = fork_server().Process(target=publishes_and_ends, args=(tmp_path, how), daemon=False)
+    process.start()
+    process.join()
+    assert process.exitcode == rc
+    assert received(tmp_path / "to").version == version

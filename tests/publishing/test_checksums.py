@@ -18,6 +18,7 @@ from hybridcomp.publishing.checksums import (
     empty_mask,
     in_threads,
 )
+from tests.publishing.numpy_reader import checksum
 from tests.publishing.xxh3_reference import xxh3_128
 
 SIZES = [0, 1, 31, 127, 128, 129, 511, 512, 513, 8191, 8200, BLOCK // 2, BLOCK // 2 + 1]
@@ -38,17 +39,6 @@ def made(numel: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def padded(data: bytes) -> bytes:
-    return data + bytes(max(0, 256 - len(data)))
-
-
-def expected(data: bytes) -> str:
-    """Return the checksum by the definition in docs/publishing.md."""
-    blocks = [data[low : low + BLOCK] for low in range(0, len(data), BLOCK)]
-    inner = b"".join(xxh3_128(padded(block)) for block in blocks)
-    return xxh3_128(padded(inner + len(data).to_bytes(8, "little"))).hex()
-
-
 def test_the_reference_is_xxh3() -> None:
     """Compares with digests by the package xxhash 4.1.0 (library 0.8.3)."""
     data = bytes(n * n % 251 for n in range(5000))
@@ -64,8 +54,7 @@ def test_the_reference_is_xxh3() -> None:
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_checksum_is_of_the_digests_of_blocks(numel: int) -> None:
     values = made(numel)
-    data = values.view(torch.uint8).numpy().tobytes()
-    whole = expected(data)
+    whole = checksum(values.view(torch.uint8).numpy().tobytes())
     for count in (1, 2, 3):
         with on_threads(count):
             assert digest_of(values) == whole
@@ -76,7 +65,8 @@ def test_a_checksum_is_of_the_digests_of_blocks(numel: int) -> None:
 
 
 def test_the_checksum_of_format_1() -> None:
-    data = (values := made(3 * BLOCK // 4)).view(torch.uint8).numpy().tobytes()
+    values = made(3 * BLOCK // 4)
+    data = values.view(torch.uint8).numpy().tobytes()
     blocks = [data[low : low + BLOCK] for low in range(0, len(data), BLOCK)]
     inner = b"".join(hashlib.blake2b(block, digest_size=16).digest() for block in blocks)
     for count in (1, 2):

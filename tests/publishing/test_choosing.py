@@ -23,7 +23,7 @@ from hybridcomp.publishing.choosing import (
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.streams import Stream
-from tests.publishing.made import Weights, same
+from tests.publishing.made import Weights, drain, same
 from tests.ranks import RunRanks
 
 
@@ -182,9 +182,7 @@ def raw_stream() -> bool:
     for number in range(2):
         weights.step(number)
         summary = publisher.publish()
-    receiver = WeightReceiver(io.BytesIO(stream.getvalue()))
-    while receiver.update() is not None:
-        pass
+    receiver = drain(WeightReceiver(io.BytesIO(stream.getvalue())))
     with pytest.raises(ConfigError, match="publish.codec: found 'zip'; expected one of auto"):
         weights.publisher(Stream(io.BytesIO(), (0,)), codec="zip")
     return same(receiver, weights.values) and summary.bits_per_weight > 14

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.errors import PublishError
 from hybridcomp.publishing import (
     EngineWeights,
     Held,
@@ -30,9 +29,18 @@ from hybridcomp.publishing import (
 from hybridcomp.publishing.destinations import ASKS, PARTS, Folder, manifests_in
 from hybridcomp.publishing.mirror import Mirror
 from hybridcomp.publishing.weights import uncovered
-from tests.publishing.made import NIGHTLY, Weights, copy_of, same
+from tests.publishing.made import (
+    NIGHTLY,
+    Weights,
+    copy_of,
+    error_of,
+    flip,
+    manifest_of,
+    part_of,
+    received,
+    same,
+)
 from tests.publishing.raised import raised_at
-from tests.publishing.test_recovery import flip, part
 from tests.ranks import RunRanks
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (40, 30), "b": (700,), "c": (300,)}
@@ -86,7 +94,7 @@ def test_what_was_applied_before_an_error_belongs_to_the_next_result(
     folder, values = made
     shutil.copytree(folder, tmp_path / "copy")
     moved = (tmp_path / "copy" / "v0000000004.json").rename(tmp_path / "away")
-    flip(part(tmp_path / "copy", 3))
+    flip(part_of(tmp_path / "copy", 3))
     program = Program(tmp_path / "copy")
     program.update(until=1)
     with pytest.raises(PublishError, match="version 3"):
@@ -108,7 +116,7 @@ def test_an_error_at_any_call_of_an_update_loses_nothing(
     made: Made, error: type[BaseException]
 ) -> None:
     folder, values = made
-    number, step = 1, 1 if NIGHTLY else 5 if error is RuntimeError else 23
+    number, step = 1, 1 if NIGHTLY else 29 if error is RuntimeError else 61
     while True:
         program = Program(folder)
         program.update(until=1)
@@ -143,7 +151,7 @@ def test_a_lost_part_is_passed_over_for_a_later_full_version(
     folder, values = copied(made, tmp_path)
     receiver = WeightReceiver(folder)
     receiver.update(until=1)
-    lost = part(folder, 2)
+    lost = part_of(folder, 2)
     lost.unlink()
     assert receiver.update(until=3) is None  # no full version up to there
     assert f"waits for parts/{lost.name} of version 2 since 2" in receiver.waits_for
@@ -157,30 +165,25 @@ def test_a_new_receiver_takes_an_older_full_version_that_is_all_there(
     made: Made, tmp_path: Path
 ) -> None:
     folder, values = copied(made, tmp_path)
-    kept = part(folder, 4).rename(tmp_path / "kept")
-    receiver = WeightReceiver(folder)
-    applied = receiver.update()
-    assert applied is not None and applied.version == 3 and same(receiver, values[2])
+    lost = part_of(folder, 4)
+    kept = lost.rename(tmp_path / "kept")
+    receiver = received(folder)
+    assert receiver.version == 3 and same(receiver, values[2])
     assert "of version 4" in receiver.waits_for
-    kept.rename(folder / "parts" / json_of(folder, 4)["parts"][0]["file"])
+    kept.rename(lost)
     receiver.update()
     assert receiver.version == 4 and same(receiver, values[3])
-
-
-def json_of(folder: Path, version: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"v{version:010d}.json").read_text())
-    return found
 
 
 def test_what_is_waited_for_is_named_once_and_asked_for(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, values = copied(made, tmp_path)
-    (folder / "v0000000004.json").unlink()
+    manifest_of(folder, 4).unlink()
     receiver = WeightReceiver(folder)
     receiver.update(until=1)
-    whole = part(folder, 2).read_bytes()
-    name = part(folder, 2)
+    name = part_of(folder, 2)
+    whole = name.read_bytes()
     name.unlink()
     for _ in range(2):
         assert receiver.update() is None
@@ -198,8 +201,7 @@ def test_what_is_waited_for_is_named_once_and_asked_for(
         path.unlink()
     assert receiver.update() is None and receiver.update() is None
     assert "".join(capsys.readouterr()).count("waits for a version in ") == 1
-    empty = WeightReceiver(tmp_path / "not there")
-    assert empty.update() is None
+    empty = received(tmp_path / "not there")
     assert f"waits for a version in {tmp_path / 'not there'} since" in empty.waits_for
 
 
@@ -207,15 +209,14 @@ def test_a_version_that_appears_between_two_looks(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, values = copied(made, tmp_path)
-    later = {v: (folder / f"v{v:010d}.json").rename(tmp_path / str(v)) for v in (3, 4)}
-    receiver = WeightReceiver(folder)
-    receiver.update()
+    later = {v: manifest_of(folder, v).rename(tmp_path / str(v)) for v in (3, 4)}
+    receiver = received(folder)
     look = manifests_in
 
     def looks(path: Path) -> dict[int, Path]:
         found = look(path)
         for version, moved in later.items():  # committed right after the look
-            moved.rename(folder / f"v{version:010d}.json")
+            moved.rename(manifest_of(folder, version))
         later.clear()
         return found
 
@@ -340,13 +341,7 @@ def abandons(folder: Path) -> bool:
     weights, to = Weights(), Folder(folder)
     weights.publisher(to).publish()
     to.abandon()
-    return same_in(folder, weights)
-
-
-def same_in(folder: Path, weights: Weights) -> bool:
-    receiver = WeightReceiver(folder)
-    receiver.update()
-    return same(receiver, weights.values)
+    return same(received(folder), weights.values)
 
 
 def test_a_part_that_a_manifest_names_is_not_taken_back(on_ranks: RunRanks, tmp_path: Path) -> None:
@@ -357,7 +352,7 @@ def at_any_call(folder: Path) -> list[str]:
     """Raise errors at any call of a publish: receivers see whole versions, the next is right."""
     wrong = []
     for error in ERRORS:
-        number, step = 1, 1 if NIGHTLY else 7 if error is RuntimeError else 31
+        number, step = 1, 1 if NIGHTLY else 13 if error is RuntimeError else 53
         weights, to = Weights(shapes=dict(SHAPES)), folder / error.__name__
         publisher, receiver = weights.publisher(Folder(to), keep=1), WeightReceiver(to)
         publisher.publish()
@@ -379,7 +374,7 @@ def at_any_call(folder: Path) -> list[str]:
             if not same(receiver, weights.values) or receiver.version != publisher.version:
                 wrong.append(f"{error} at call {number}: {receiver.version} {publisher.version}")
             number += step
-        named = {one["file"] for v in manifests_in(to) for one in json_of(to, v)["parts"]}
+        named = {part.file for v in manifests_in(to) for part in Folder(to).read(v).parts}
         left = {path.name for path in (to / PARTS).iterdir()} - named
         wrong += [f"{error}: {left} left"] if error is RuntimeError and left else []
         assert number > 300
@@ -402,14 +397,10 @@ def ready_is_reached_by_all(folder: Path) -> list[str]:
         calls[0] += 1
         raise OSError(28, "No space left on device")
 
-    found = []
     with mock.patch.object(destinations, "_open_new", full if dist.get_rank() else opened):
-        try:
-            publisher.publish()
-        except PublishError as error:
-            found.append(str(error))
+        told = error_of(publisher.publish)
     publisher.publish()
-    return [*found, str(calls[0])]
+    return [told, str(calls[0])]
 
 
 opened = destinations._open_new
@@ -424,7 +415,7 @@ def test_a_rank_without_a_part_gets_ready_with_the_others(
     assert "cannot be written (No space left on device)" in first[0]
 
 
-def cannot_look(folder: Path) -> list[str]:
+def cannot_look(folder: Path) -> str:
     """Fail to read rank 1's weights when the chain is examined again."""
     weights = Weights()
     weights.publisher(Folder(folder)).publish()
@@ -436,27 +427,18 @@ def cannot_look(folder: Path) -> list[str]:
     if dist.get_rank():
         parts = [dataclasses.replace(one, read=fails) for one in held.held]
         held = dataclasses.replace(held, held=parts)
-    publisher = Publisher(held, Folder(folder), bucket=1000)
-    try:
-        publisher.publish()
-    except PublishError as error:
-        return [str(error)]
-    return []
+    return error_of(Publisher(held, Folder(folder), bucket=1000).publish)
 
 
 def test_a_rank_that_cannot_read_when_a_chain_goes_on(on_ranks: RunRanks, tmp_path: Path) -> None:
-    for (told,) in on_ranks(2, cannot_look, tmp_path):
+    for told in on_ranks(2, cannot_look, tmp_path):
         assert "rank 1: RuntimeError: no weights here" in told
 
 
 def first_refuses() -> str:
     """Raise on all ranks an error that only rank 0 detects."""
     model = DistributedDataParallel(torch.nn.Linear(3, 2).to(torch.bfloat16))
-    try:
-        hybridcomp.publish(model, 7 if dist.get_rank() == 0 else None)
-    except ConfigError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: hybridcomp.publish(model, None if dist.get_rank() else 7))
 
 
 def test_a_destination_that_one_rank_refuses(on_ranks: RunRanks) -> None:

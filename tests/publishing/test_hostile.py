@@ -15,23 +15,22 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.errors import ConfigError
 from hybridcomp.publishing import Publisher, WeightReceiver, stream_sources, streams
 from hybridcomp.publishing.destinations import PARTS, Folder, folder_of
 from hybridcomp.publishing.mirror import Mirror
 from hybridcomp.publishing.part_buffers import Spool
 from hybridcomp.publishing.socket_stream import TwoWay
 from hybridcomp.publishing.streams import DATA, VERSION, Stream, frame_head, frame_in
-from tests.publishing.made import Weights, same
+from tests.publishing.made import Weights, drain, error_of, part_of, received, same
 from tests.ranks import RunRanks
 
 
 def refused(call: Callable[[], object]) -> str:
-    """Return the message of a PublishError, which has one line."""
-    with pytest.raises(PublishError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    """Return the error, which there must be."""
+    text = error_of(call)
+    assert text
+    return text
 
 
 def two_jobs(folder: Path) -> list[Any]:
@@ -47,8 +46,7 @@ def two_jobs(folder: Path) -> list[Any]:
     second.publish()
     assert not (folder / "v0000000002.json").exists()
     told.append(refused(first.publish))
-    receiver = WeightReceiver(folder)
-    receiver.update()
+    receiver = received(folder)
     left = sorted(path.name for path in folder.rglob("*") if path.name.startswith((".", "v")))
     return [told, same(receiver, others.values), len(left)]
 
@@ -97,9 +95,7 @@ def on_a_full_disk(folder: Path) -> list[Any]:
         assert sorted(folder.rglob("*")) == before
     weights.step(3)
     summary = publisher.publish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
-    return [told, summary.version, summary.full, same(receiver, weights.values)]
+    return [told, summary.version, summary.full, same(received(folder), weights.values)]
 
 
 def test_a_disk_that_fills_up_leaves_no_half_of_a_version(
@@ -125,15 +121,14 @@ def with_links(folder: Path) -> list[Any]:
     weights.step(1)
     publisher.publish()
     assert kept.read_text() == "kept" and not (folder / PARTS / name).is_symlink()
-    receiver = WeightReceiver(folder)
-    receiver.update()
+    receiver = received(folder)
     right = same(receiver, weights.values)
     os.mkfifo(folder / "v0000000003.json")
     told = [refused(receiver.update)]
     (folder / "v0000000003.json").unlink()
     weights.step(2)
     publisher.publish()
-    (part,) = (folder / PARTS).glob("v0000000003.*")
+    part = part_of(folder, 3)
     part.unlink()
     os.mkfifo(part)
     told.append(refused(receiver.update))
@@ -188,42 +183,20 @@ def test_what_would_be_another_folder_is_refused(text: str, todo: str) -> None:
     assert todo in str(caught.value) and "\n" not in str(caught.value)
 
 
-def streamed(count: int = 4) -> list[bytes]:
-    """Return versions of one rank, the second as deltas, the others full."""
-    weights, found = Weights(), list[bytes]()
-    stream = io.BytesIO()
-    publisher = weights.publisher(Stream(stream, (0,)))
-    for number in range(count):
-        weights.step(number)
-        if number != 1:
-            publisher.ask_full()
-        begin = stream.tell()
-        publisher.publish()
-        found.append(stream.getvalue()[begin:])
-    return found
-
-
-def test_a_false_length_is_no_frame(on_ranks: RunRanks) -> None:
+def test_a_false_length_is_no_frame(versions: list[bytes]) -> None:
     """A frame head with a right checksum that announces too many bytes is skipped."""
     for kind in (DATA, VERSION):
         assert frame_in(frame_head(kind, 0, 1 << 26)) is not None
         assert frame_in(frame_head(kind, 0, 1 << 40)) is None
-        (versions,) = on_ranks(1, streamed)
         wrong = frame_head(kind, 0, 1 << 40) + bytes(100)
-        stream = io.BytesIO(b"".join([versions[0], wrong, *versions[1:]]))
-        receiver = WeightReceiver(stream)
-        receiver.update()
+        receiver = received(io.BytesIO(b"".join([versions[0], wrong, *versions[1:]])))
         assert "the head of a frame was damaged" in refused(receiver.update)
-        while receiver.update() is not None:
-            pass
-        assert receiver.version == 4
+        assert drain(receiver).version == 4
     text = refused(WeightReceiver(io.BytesIO(frame_head(DATA, 0, 1 << 40) + bytes(99))).update)
     assert "expected a frame of published weights" in text
 
 
-def test_long_parts_are_cut_into_frames(
-    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_parts_are_cut_into_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MOST_FRAME", 500)
     written = io.BytesIO()
     Stream(written, (0,))._frame(DATA, 0, memoryview(bytes(1234)))
@@ -232,7 +205,7 @@ def test_long_parts_are_cut_into_frames(
 
 
 def test_a_version_without_end_is_not_kept(
-    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+    versions: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes beyond the size of the held weights are read and dropped; the next version applies."""
     monkeypatch.setattr(stream_sources, "IN_MEMORY", 20000)
@@ -245,17 +218,13 @@ def test_a_version_without_end_is_not_kept(
         keep(spool, chunk, in_memory)
 
     monkeypatch.setattr(Spool, "keep", counting)
-    (versions,) = on_ranks(1, streamed)
     more = b"".join(frame_head(DATA, 0, 10000) + bytes(10000) for _ in range(4))
-    receiver = WeightReceiver(io.BytesIO(b"".join([versions[0], more, *versions[1:]])))
-    receiver.update()
+    receiver = received(io.BytesIO(b"".join([versions[0], more, *versions[1:]])))
     kept.clear()
     text = refused(receiver.update)
     assert "version 2 has more than the 35" in text and "that it can have" in text
     assert sum(kept) < 36000
-    while receiver.update() is not None:
-        pass
-    assert receiver.version == 4
+    assert drain(receiver).version == 4
 
 
 class Endless(io.RawIOBase):
@@ -312,9 +281,7 @@ def more_weights(folder: Path) -> None:
     count = sum(value.numel() for value in weights.values.values())
     text = refused(WeightReceiver(folder, weights=count - 1).update)
     assert f"version 1: expected {count - 1} weights at most, found {count}: another mod" in text
-    receiver = WeightReceiver(folder, weights=count)
-    receiver.update()
-    assert same(receiver, weights.values)
+    assert WeightReceiver(folder, weights=count).update() is not None
 
 
 def test_a_model_with_more_weights_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
@@ -324,21 +291,17 @@ def test_a_model_with_more_weights_is_refused(on_ranks: RunRanks, tmp_path: Path
 
 
 def test_a_temporary_folder_without_room(
-    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+    versions: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version is read to its end and rejected; the stream continues."""
-    (versions,) = on_ranks(1, streamed)
-    receiver = WeightReceiver(io.BytesIO(b"".join(versions)))
-    receiver.update()
+    receiver = received(io.BytesIO(b"".join(versions)))
     monkeypatch.setattr(stream_sources, "IN_MEMORY", 0)
     monkeypatch.setattr(stream_sources, "FRAME_COSTS", 24)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with mock.patch.object(tempfile, "TemporaryFile", full):
         text = refused(receiver.update)
     assert "version 2 was not kept: the temporary folder has no room" in text and "TMPDIR" in text
-    while receiver.update() is not None:
-        pass
-    assert receiver.version == 4
+    assert drain(receiver).version == 4
 
 
 def to_nobody() -> str:

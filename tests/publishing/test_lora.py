@@ -14,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.errors import PublishError
 from hybridcomp.inference.adapter_folder import AdapterFolder
 from hybridcomp.inference.checks import refuse_configuration
+from tests.publishing.made import error_of, received, same
 from tests.ranks import RunRanks
 
 BF16 = torch.bfloat16
@@ -73,12 +74,6 @@ def made(kind: str, adapters: tuple[str, ...] = ("default",)) -> Any:
     return model
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    receiver = hybridcomp.WeightReceiver(folder)
-    receiver.update()
-    return {name: one.clone() for name, one in receiver.tensors()}
-
-
 def published(folder: Path, kind: str) -> list[bool]:
     """Publish adapters alone, and merged, before and after a change."""
     model = made(kind)
@@ -93,13 +88,13 @@ def published(folder: Path, kind: str) -> list[bool]:
         dist.barrier()
         want = {f"{PREFIX}lora_{key}.weight": getattr(layer, f"lora_{key}")["default"].weight
                 for key in "AB"}  # fmt: skip
-        found.append(equal(tensors(folder / "alone"), want))
+        found.append(same(received(folder / "alone"), want))
         base = layer.base_layer.weight.detach()
         whole = (base + layer.get_delta_weight("default").detach()).to(BF16)
         want = {"q_proj.weight": whole, "q_proj.bias": layer.base_layer.bias,
                 "norm.weight": model.base_model.model.norm.weight,
                 "norm.bias": model.base_model.model.norm.bias}  # fmt: skip
-        found.append(equal(tensors(folder / "merged"), want))
+        found.append(same(received(folder / "merged"), want))
         found.append(not torch.equal(whole, base))
         dist.barrier()
         with torch.no_grad():
@@ -107,12 +102,6 @@ def published(folder: Path, kind: str) -> list[bool]:
     alone.close()
     merged.close()
     return found
-
-
-def equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
-    return found.keys() == want.keys() and all(
-        torch.equal(found[name], one.detach()) for name, one in want.items()
-    )
 
 
 @pytest.mark.parametrize("kind", ["names", "peft"])
@@ -127,10 +116,8 @@ def refused(folder: Path) -> list[str]:
     told: list[str] = []
 
     def attempt(net: Any, way: str) -> None:
-        try:
-            hybridcomp.publish(net, folder / str(len(told)), lora=way)
-        except ConfigError as error:
-            told.append(str(error))
+        where = folder / str(len(told))
+        told.append(error_of(lambda: hybridcomp.publish(net, where, lora=way)))
 
     plain = Net(nn.Linear(8, 6, dtype=BF16))
     attempt(DistributedDataParallel(plain), "merged")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import hybridcomp
 from hybridcomp.errors import PublishError
-from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.records import read_manifest
-from tests.publishing.made import full_disk
+from tests.publishing.made import NIGHTLY, error_of, full_disk, manifest_of, received
 from tests.ranks import RunRanks
+from tests.training import mcore_trainer
 from tests.training.mcore_trainer import Job, run
 from tests.training.trainer import digest
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 STEPS = 3
+#: of models like Llama and Mixtral
+LAYERS, WIDTH, TEXT = 2, 32, torch.arange(16).view(1, -1) * 3
 JOBS = [
     Job(bf16=True, steps=STEPS, lr=1e-3, distributed_optimizer=True, overlap=True),
     Job(bf16=True, steps=STEPS, lr=1e-3, tp=2),
@@ -47,9 +48,8 @@ def test_versions_are_what_the_ranks_hold(module_ranks: RunRanks, tmp_path: Path
     published = [replace(job, block=block) for job, block in zip(jobs, blocks, strict=True)]
     outcomes = module_ranks(2, run, [*jobs, *published])
     for number, job in enumerate(jobs):
-        receiver = WeightReceiver(tmp_path / str(number))
-        applied = receiver.update()
-        assert applied is not None and applied.version == STEPS
+        receiver = received(tmp_path / str(number))
+        assert receiver.version == STEPS
         found = dict(receiver.tensors())
         assert {value.dtype for value in found.values()} == {torch.bfloat16}
         seen = set()
@@ -66,113 +66,132 @@ def test_versions_are_what_the_ranks_hold(module_ranks: RunRanks, tmp_path: Path
                 seen.add(name)
                 assert held in candidates(found[name], rank if job.tp == 2 else 0), name
         assert seen == set(found)
-        last = read_manifest((tmp_path / str(number) / f"v{STEPS:010d}.json").read_bytes(), "")
+        last = read_manifest(manifest_of(tmp_path / str(number), STEPS).read_bytes(), "")
         assert not last.full and last.weights == sum(value.numel() for value in found.values())
 
 
-def llama(folder: Path) -> list[Any]:
-    """Return the published tensors of a small Llama-like model on two tensor ranks, and its own."""
-    import hybridcomp
-    from tests.training import mcore_trainer
+@pytest.fixture(scope="module")
+def of_llama(
+    module_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Tensor], list[list[Any]]]:
+    """Return what a receiver holds of a published Llama, and what the ranks have of it."""
+    folder = tmp_path_factory.mktemp("llama")
+    ranks = module_ranks(2, llama, folder)
+    return {name: value.float() for name, value in received(folder).tensors()}, ranks
 
-    mcore_trainer.run([])  # megatron-core on CPUs
-    from megatron.core import parallel_state, tensor_parallel
+
+def model_like_llama(dtype: torch.dtype, experts: int = 0, **given: Any) -> tuple[Any, Any]:
+    """Return a small wrapped model like Llama, or like Mixtral with ``experts``, and the model."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    tensor_parallel.model_parallel_cuda_manual_seed(3)
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=4, num_query_groups=2,
         ffn_hidden_size=48, gated_linear_unit=True, add_bias_linear=False,
         activation_func=torch.nn.functional.silu, use_cpu_initialization=True,
-        tensor_model_parallel_size=2,
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         persist_layer_norm=False, normalization="RMSNorm", masked_softmax_fusion=False,
-        hidden_dropout=0.0, attention_dropout=0.0,
+        hidden_dropout=0.0, attention_dropout=0.0, **given,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts or None, normalization="RMSNorm",
+        qk_layernorm=bool(given.get("qk_layernorm")),
     )  # fmt: skip
     model = GPTModel(
-        config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=64, max_sequence_length=16, position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+        config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    ).to(dtype)  # fmt: skip
     for parameter in model.parameters():
         mcore_trainer.tensor_parallel_defaults(parameter)
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model), model
+
+
+def seen_of(model: Any) -> list[Any]:
+    """Return a model's tensors and its logits of ``TEXT``, and destroy Megatron's groups."""
+    from megatron.core import parallel_state
+
+    state = {name: value.detach().clone() for name, value in model.named_parameters()}
+    ahead = torch.ones(1, 1, 16, 16).triu(1).bool()
+    logits = model(TEXT, torch.arange(16).view(1, -1), ahead).detach().float()
+    parallel_state.destroy_model_parallel()
+    mcore_trainer.destroy_groups()
+    return [state, logits]
+
+
+def expected_of(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return Hugging Face's tensors of a model but its MLPs, from its tensor ranks' weights."""
+
+    def joined(name: str, dim: int = 0) -> Tensor:
+        return torch.cat([rank[name] for rank in ranks], dim)
+
+    found = {
+        "model.embed_tokens.weight": joined("embedding.word_embeddings.weight"),
+        "lm_head.weight": joined("output_layer.weight"),
+        "model.norm.weight": ranks[0]["decoder.final_layernorm.weight"],
+    }
+    for n in range(LAYERS):
+        here, there = f"decoder.layers.{n}.", f"model.layers.{n}."
+        attention = f"{here}self_attention.linear_"
+        qkv = joined(f"{attention}qkv.weight").view(2, 4, 8, WIDTH)
+        found |= {
+            f"{there}self_attn.q_proj.weight": qkv[:, :2].reshape(WIDTH, WIDTH),
+            f"{there}self_attn.k_proj.weight": qkv[:, 2].reshape(16, WIDTH),
+            f"{there}self_attn.v_proj.weight": qkv[:, 3].reshape(16, WIDTH),
+            f"{there}self_attn.o_proj.weight": joined(f"{attention}proj.weight", 1),
+            f"{there}input_layernorm.weight": ranks[0][f"{here}input_layernorm.weight"],
+            f"{there}post_attention_layernorm.weight": ranks[0][f"{here}pre_mlp_layernorm.weight"],
+        }
+    return found
+
+
+def llama(folder: Path) -> list[Any]:
+    """Publish a Llama of two tensor ranks; return whether the last version is full, and its own."""
+    mcore_trainer.prepare()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(3)
+    wrapped, model = model_like_llama(torch.float32, tensor_model_parallel_size=2)
     publisher = hybridcomp.publish(wrapped, folder, names="hf", dtype="bf16")
     publisher.publish()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter * 1.01).bfloat16())
-    summary = publisher.publish()
-    state = {name: value.detach().clone() for name, value in model.named_parameters()}
-    text = torch.arange(16).view(1, -1) * 3
-    ahead = torch.ones(1, 1, 16, 16).triu(1).bool()
-    logits = model(text, torch.arange(16).view(1, -1), ahead).detach()
-    parallel_state.destroy_model_parallel()
-    mcore_trainer.destroy_groups()
-    return [summary.full, state, logits]
+    return [publisher.publish().full, *seen_of(model)]
 
 
-def test_a_model_like_llama_has_the_names_of_hugging_face(
-    module_ranks: RunRanks, tmp_path: Path
-) -> None:
+def test_a_model_like_llama_has_the_names_of_hugging_face(of_llama: Any) -> None:
     """Expected tensors come from both ranks' weights, computed differently from the adapter."""
-    (full, first, _), (_, second, _) = module_ranks(2, llama, tmp_path)
+    found, ((full, first, _), (_, second, _)) = of_llama
     assert not full
-    receiver = WeightReceiver(tmp_path)
-    receiver.update()
-    found = {name: value.float() for name, value in receiver.tensors()}
-    expected = {
-        "model.embed_tokens.weight": _joined(first, second, "embedding.word_embeddings.weight"),
-        "lm_head.weight": _joined(first, second, "output_layer.weight"),
-        "model.norm.weight": first["decoder.final_layernorm.weight"],
-    }
-    for n in range(2):
-        here, there = f"decoder.layers.{n}.", f"model.layers.{n}."
-        qkv = _joined(first, second, f"{here}self_attention.linear_qkv.weight").view(2, 4, 8, 32)
-        expected |= {
-            f"{there}self_attn.q_proj.weight": qkv[:, :2].reshape(32, 32),
-            f"{there}self_attn.k_proj.weight": qkv[:, 2].reshape(16, 32),
-            f"{there}self_attn.v_proj.weight": qkv[:, 3].reshape(16, 32),
-            f"{there}self_attn.o_proj.weight": _joined(
-                first, second, f"{here}self_attention.linear_proj.weight", 1
-            ),
-            f"{there}mlp.down_proj.weight": _joined(
-                first, second, f"{here}mlp.linear_fc2.weight", 1
-            ),
-            f"{there}input_layernorm.weight": first[f"{here}input_layernorm.weight"],
-            f"{there}post_attention_layernorm.weight": first[f"{here}pre_mlp_layernorm.weight"],
-        }
-        halves = [rank[f"{here}mlp.linear_fc1.weight"].chunk(2) for rank in (first, second)]
+    expected = expected_of([first, second])
+    for n in range(LAYERS):
+        here, there = f"decoder.layers.{n}.mlp.", f"model.layers.{n}.mlp."
+        down = [rank[f"{here}linear_fc2.weight"] for rank in (first, second)]
+        expected[f"{there}down_proj.weight"] = torch.cat(down, 1)
+        halves = [rank[f"{here}linear_fc1.weight"].chunk(2) for rank in (first, second)]
         for which, name in enumerate(("gate_proj", "up_proj")):
-            expected[f"{there}mlp.{name}.weight"] = torch.cat([half[which] for half in halves])
+            expected[f"{there}{name}.weight"] = torch.cat([half[which] for half in halves])
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_transformers_computes_the_same_with_them(module_ranks: RunRanks, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_with_them(of_llama: Any) -> None:
     """Its model accepts every published tensor, by name and shape, and gives the same logits."""
     transformers = pytest.importorskip("transformers")
-    ranks = module_ranks(2, llama, tmp_path)
-    receiver = WeightReceiver(tmp_path)
-    receiver.update()
+    tensors, ranks = of_llama
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=16,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).float()
-    model.load_state_dict({name: value.float() for name, value in receiver.tensors()}, strict=True)
-    found = model(torch.arange(16).view(1, -1) * 3).logits
+    model.load_state_dict(tensors, strict=True)
+    found = model(TEXT).logits
     expected = torch.cat([logits for *_, logits in ranks], -1)
     assert float(expected.std()) > 0.01
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
-def _joined(first: dict[str, Tensor], second: dict[str, Tensor], name: str, dim: int = 0) -> Tensor:
-    return torch.cat([first[name], second[name]], dim)
 
 
 def test_the_block_asks_for_names(module_ranks: RunRanks, tmp_path: Path) -> None:
@@ -181,8 +200,7 @@ def test_the_block_asks_for_names(module_ranks: RunRanks, tmp_path: Path) -> Non
     job = Job(bf16=True, steps=2, lr=1e-3, tp=2, block=block)
     for (outcome,) in module_ranks(2, run, [job]):
         assert not isinstance(outcome, str), outcome
-    receiver = WeightReceiver(tmp_path / "gpt")
-    receiver.update()
+    receiver = received(tmp_path / "gpt")
     shapes = {name: tuple(value.shape) for name, value in receiver.tensors()}
     assert receiver.version == 2 and shapes["transformer.h.1.attn.c_attn.weight"] == (32, 96)
     assert shapes["transformer.wte.weight"] == (32, 32) and "lm_head.weight" in shapes
@@ -191,8 +209,6 @@ def test_the_block_asks_for_names(module_ranks: RunRanks, tmp_path: Path) -> Non
 
 def fails_once(folder: Path) -> list[Any]:
     """Train a pipeline with a version in the middle that cannot be written, and without any."""
-    from tests.training import mcore_trainer
-
     job = Job(bf16=True, steps=4, lr=1e-3, pp=2, distributed_optimizer=True)
     (native,) = run([job])
     assert not isinstance(native, str), native
@@ -218,16 +234,11 @@ def test_a_version_that_fails_changes_nothing_of_the_training(
     for same_weights, same_losses, told in module_ranks(2, fails_once, tmp_path):
         assert same_weights and same_losses and len(told) == 1
         assert "rank 1: OSError" in told[0]
-    receiver = WeightReceiver(tmp_path)
-    applied = receiver.update()
-    assert applied is not None and applied.version == 3  # one of the four steps was not published
+    assert received(tmp_path).version == 3  # one of the four steps was not published
 
 
 def other_parameters(folder: Path) -> list[str]:
     """Change a model's weights object after the first version; return this rank's error."""
-    import hybridcomp
-    from tests.training import mcore_trainer
-
     mcore_trainer.run([])
     told = []
     for number in range(3):
@@ -244,11 +255,7 @@ def other_parameters(folder: Path) -> list[str]:
                 norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
             else:
                 norm.weight.data = norm.weight.detach().clone()
-            try:
-                publisher.publish()
-                told.append("")
-            except PublishError as error:
-                told.append(str(error))
+            told.append(error_of(publisher.publish))
             publisher.close()
     return told
 

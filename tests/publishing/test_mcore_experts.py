@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,20 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.errors import ConfigError
-from hybridcomp.publishing import WeightReceiver
-from tests.publishing.made import same
-from tests.publishing.test_mcore import FUSED
-from tests.ranks import run_ranks
+from tests.publishing.made import received, same
+from tests.publishing.test_mcore import (
+    FUSED,
+    LAYERS,
+    TEXT,
+    WIDTH,
+    expected_of,
+    model_like_llama,
+    seen_of,
+)
+from tests.ranks import RunRanks
 from tests.training import mcore_trainer
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-EXPERTS, LAYERS, WIDTH, INNER = 4, 2, 32, 24
+EXPERTS, INNER = 4, 24
 
 
 def checkpointed(name: str) -> str:
@@ -30,33 +37,13 @@ def checkpointed(name: str) -> str:
 
 
 def model_like_mixtral(**given: Any) -> tuple[Any, Any]:
-    """Return a wrapped bf16 model and its config, after creating Megatron's groups."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=4, num_query_groups=2,
-        ffn_hidden_size=48, moe_ffn_hidden_size=INNER, gated_linear_unit=True,
-        add_bias_linear=False, activation_func=torch.nn.functional.silu,
-        use_cpu_initialization=True, expert_model_parallel_size=2,
+    """Return a wrapped bf16 model and the model, after creating Megatron's groups."""
+    return model_like_llama(
+        torch.bfloat16, EXPERTS, moe_ffn_hidden_size=INNER, expert_model_parallel_size=2,
         num_moe_experts=EXPERTS, moe_router_topk=2, moe_grouped_gemm=False,
         moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none",
-        gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
-        persist_layer_norm=False, normalization="RMSNorm", masked_softmax_fusion=False,
-        hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, **given,
+        params_dtype=torch.bfloat16, **given,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(
-        num_experts=EXPERTS, normalization="RMSNorm", qk_layernorm=bool(given.get("qk_layernorm"))
-    )
-    model = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16,
-        position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    ).bfloat16()  # fmt: skip
-    for parameter in model.parameters():
-        mcore_trainer.tensor_parallel_defaults(parameter)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), model), model
 
 
 def published(folder: Path) -> list[Any]:
@@ -93,40 +80,36 @@ def published(folder: Path) -> list[Any]:
             told.append(str(sorted(names._divided.table)))
         except ConfigError as error:
             told.append(str(error))
-    state = {name: value.detach().clone() for name, value in model.named_parameters()}
-    text, ahead = torch.arange(16).view(1, -1), torch.ones(1, 1, 16, 16).triu(1).bool()
-    logits = model(text * 3, text, ahead).detach().float()
-    parallel_state.destroy_model_parallel()
-    mcore_trainer.destroy_groups()
+    state, logits = seen_of(model)
     return [state, told, logits]
 
 
+@pytest.fixture(scope="module")
+def outcomes(
+    module_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], tuple[Path, list[Any]]]:
+    """Return a function: the folder and what the ranks return, by their number."""
+
+    @functools.cache
+    def found(world_size: int) -> tuple[Path, list[Any]]:
+        folder = tmp_path_factory.mktemp("experts")
+        return folder, module_ranks(world_size, published, folder)
+
+    return found
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_experts_have_the_names_of_checkpoints(tmp_path: Path, world_size: int) -> None:
+def test_experts_have_the_names_of_checkpoints(outcomes: Any, world_size: int) -> None:
     """On four ranks two hold the same experts. Expected tensors come from the ranks' weights."""
-    ranks = run_ranks(world_size, published, tmp_path, timeout=600.0)
-    own, hf = WeightReceiver(tmp_path / "own"), WeightReceiver(tmp_path / "hf")
-    own.update(), hf.update()
+    folder, ranks = outcomes(world_size)
+    own, hf = received(folder / "own"), received(folder / "hf")
     first = ranks[0][0]
-    expected = {
-        "model.embed_tokens.weight": first["embedding.word_embeddings.weight"],
-        "lm_head.weight": first["output_layer.weight"],
-        "model.norm.weight": first["decoder.final_layernorm.weight"],
-    }
+    expected = expected_of([first])
     whole = {checkpointed(name): one for name, one in first.items() if ".local_" not in name}
     found = dict(hf.tensors())
     for n in range(LAYERS):
         here, there = f"decoder.layers.{n}.", f"model.layers.{n}."
-        qkv = first[f"{here}self_attention.linear_qkv.weight"].view(2, 4, 8, WIDTH)
-        expected |= {
-            f"{there}self_attn.q_proj.weight": qkv[:, :2].reshape(WIDTH, WIDTH),
-            f"{there}self_attn.k_proj.weight": qkv[:, 2].reshape(16, WIDTH),
-            f"{there}self_attn.v_proj.weight": qkv[:, 3].reshape(16, WIDTH),
-            f"{there}self_attn.o_proj.weight": first[f"{here}self_attention.linear_proj.weight"],
-            f"{there}input_layernorm.weight": first[f"{here}input_layernorm.weight"],
-            f"{there}post_attention_layernorm.weight": first[f"{here}pre_mlp_layernorm.weight"],
-            f"{there}block_sparse_moe.gate.weight": first[f"{here}mlp.router.weight"],
-        }
+        expected[f"{there}block_sparse_moe.gate.weight"] = first[f"{here}mlp.router.weight"]
         for which in ("linear_fc1", "linear_fc2"):
             matrices = [
                 ranks[expert // 2][0][
@@ -150,16 +133,15 @@ def test_experts_have_the_names_of_checkpoints(tmp_path: Path, world_size: int) 
         )
 
 
-def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
+def test_transformers_computes_the_same_with_them(outcomes: Any, tmp_path: Path) -> None:
     """Its Mixtral loads the published tensors as a checkpoint, and gives the same logits."""
     transformers = pytest.importorskip("transformers")
     save_file = pytest.importorskip("safetensors.torch").save_file
-    ranks = run_ranks(2, published, tmp_path, timeout=600.0)
-    receiver = WeightReceiver(tmp_path / "hf")
-    receiver.update()
+    source, ranks = outcomes(2)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    tensors = {name: value.float().contiguous() for name, value in receiver.tensors()}
+    published = received(source / "hf").tensors()
+    tensors = {name: value.float().contiguous() for name, value in published}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     transformers.MixtralConfig(
         vocab_size=64, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
@@ -169,22 +151,21 @@ def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
     model, told = transformers.MixtralForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
-    found = model(torch.arange(16).view(1, -1) * 3).logits
+    found = model(TEXT).logits
     expected = ranks[0][2]
     assert float(expected.std()) > 0.01
     torch.testing.assert_close(found, expected, rtol=0.03, atol=3e-3)
 
 
-def test_a_training_publishes_its_experts(tmp_path: Path) -> None:
+def test_a_training_publishes_its_experts(module_ranks: RunRanks, tmp_path: Path) -> None:
     """A job whose block publishes trains as without it."""
     jobs = [mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3)]
     block = {"publish": {"to": str(tmp_path / "weights"), "wait": True}}
     jobs.append(mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3, block=block))
-    for native, own in run_ranks(2, mcore_trainer.run, jobs, timeout=600.0):
+    for native, own in module_ranks(2, mcore_trainer.run, jobs):
         assert not isinstance(native, str) and not isinstance(own, str), (native, own)
         assert own.losses == native.losses and own.parameters == native.parameters
-    receiver = WeightReceiver(tmp_path / "weights")
-    applied = receiver.update()
-    assert applied is not None and applied.version == 2
+    receiver = received(tmp_path / "weights")
+    assert receiver.version == 2
     shapes = {name: tuple(value.shape) for name, value in receiver.tensors()}
     assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (4, 128, 32)

@@ -13,7 +13,7 @@ from hybridcomp.publishing.destinations import Folder
 from tests.publishing.made import Weights
 from tests.ranks import run_ranks
 
-NUMEL, BUCKET = 24_000_000, 1 << 21
+NUMEL, BUCKET = 16_000_000, 1 << 20
 #: glibc's number of this setting in <malloc.h>
 M_MMAP_THRESHOLD = -3
 #: allowance beside the copy and the buckets: files, indices, allocators

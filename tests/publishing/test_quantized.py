@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybridcomp
-from hybridcomp.errors import ConfigError
 from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
 from hybridcomp.publishing.quantized import FORMS, packed, quantized, unpacked
 from hybridcomp.publishing.weight_ranges import stretch_of_block
+from tests.publishing.made import error_of, received
 from tests.ranks import RunRanks
+from tests.selection import by_day
 
 #: small matrices as in Llama, Qwen and Mixtral: whole blocks, and blocks cut at both ends
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -116,8 +116,13 @@ def published(folder: Path, form: str, how: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["ranges", "columns", "replicas"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "how"),
+    by_day(
+        [(form, how) for form in FORMS for how in ("ranges", "columns", "replicas")],
+        [("fp8", "columns"), ("fp8", "replicas"), ("mxfp8", "ranges")],
+    ),
+)
 def test_values_and_scales_are_those_of_the_engine(
     on_ranks: RunRanks, tmp_path: Path, form: str, how: str
 ) -> None:
@@ -165,20 +170,15 @@ def test_patterns_are_in_the_order_of_values() -> None:
     assert torch.equal(unpacked(packed(scales, "fp32"), "fp32"), scales)
 
 
-def refused(folder: Path) -> list[Any]:
+def refused() -> list[str]:
     """Return errors for weights without a matrix, and for an unknown format."""
-    told = []
     some = {"model.norm.weight": torch.zeros(4, dtype=torch.bfloat16)}
-    for form in ("fp8", "int3"):
-        try:
-            quantized(held(some, "replicas"), form, None)
-        except ConfigError as error:
-            told.append(str(error))
-    return told
+    weights = held(some, "replicas")
+    return [error_of(partial(quantized, weights, form, None)) for form in ("fp8", "int3")]
 
 
-def test_what_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
-    for none, unknown in on_ranks(2, refused, tmp_path):
+def test_what_is_refused(on_ranks: RunRanks) -> None:
+    for none, unknown in on_ranks(2, refused):
         assert "no matrix of this model is one that engines quantize" in none
         assert "expected one of fp8, mxfp8" in unknown
 
@@ -191,9 +191,7 @@ def by_key(folder: Path) -> list[str]:
     publisher.publish()
     publisher.close()
     dist.barrier()
-    receiver = WeightReceiver(folder)
-    receiver.update()
-    return [f"{name} {value.dtype}" for name, value in receiver.tensors()]
+    return [f"{name} {value.dtype}" for name, value in received(folder).tensors()]
 
 
 def test_an_engine_is_published_in_eight_bits(on_ranks: RunRanks, tmp_path: Path) -> None:

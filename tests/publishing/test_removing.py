@@ -15,12 +15,21 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.errors import PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.destinations import PARTS, Folder, manifests_in
 from hybridcomp.publishing.removing import remove_old
 from hybridcomp.publishing.streams import Stream
-from tests.publishing.made import Weights, same
+from tests.publishing.made import (
+    Weights,
+    error_of,
+    flip,
+    manifest_of,
+    part_of,
+    publish_chain,
+    received,
+    same,
+)
 from tests.ranks import RunRanks, run_ranks
 
 OLD = Path(__file__).parent / "format_1"
@@ -54,9 +63,7 @@ def kept(folder: Path) -> list[object]:
         dist.barrier()
     applied = slow.update()  # its next version is gone
     assert applied is not None and applied.full and same(slow, weights.values)
-    fresh = WeightReceiver(folder)
-    fresh.update()
-    assert same(fresh, weights.values)
+    assert same(received(folder), weights.values)
     publisher.close()
     again = weights.publisher(Folder(folder), anchor_every=3, keep=1)  # resumes, removes nothing
     assert again.version == 8
@@ -75,20 +82,11 @@ def test_full_versions_remain_with_what_follows_them(on_ranks: RunRanks, tmp_pat
     assert first[-1] == second[-1] == ([4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9])
 
 
-def chain(folder: Path) -> None:
-    """Publish five versions, of which 1 and 4 are full."""
-    weights = Weights()
-    publisher = weights.publisher(Folder(folder), anchor_every=3)
-    for number in range(5):
-        weights.step(number)
-        publisher.publish()
-
-
 def test_a_version_that_is_removed_while_it_is_read(
     on_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its manifest is read, and between manifest and parts."""
-    on_ranks(1, chain, tmp_path / "made")
+    on_ranks(1, publish_chain, tmp_path / "made", 5, 3)
     for place in ("_next", "_open"):
         folder = tmp_path / place
         shutil.copytree(tmp_path / "made", folder)
@@ -111,11 +109,11 @@ def removing(folder: Path, then: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_a_manifest_that_only_seems_to_be_there(on_ranks: RunRanks, tmp_path: Path) -> None:
-    on_ranks(1, chain, tmp_path)
-    (tmp_path / "v0000000005.json").unlink()
-    (tmp_path / "v0000000005.json").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(PublishError, match="v0000000005.json is not there; copy the folder again"):
-        WeightReceiver(tmp_path).update()
+    on_ranks(1, publish_chain, tmp_path, 1)
+    manifest_of(tmp_path, 1).unlink()
+    manifest_of(tmp_path, 1).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(PublishError, match="v0000000001.json is not there; copy the folder again"):
+        received(tmp_path)
 
 
 def odd(folder: Path) -> list[str]:
@@ -129,13 +127,10 @@ def odd(folder: Path) -> list[str]:
     second = publisher.publish()
     (folder / "v0000000001.json").rmdir()
     assert second.version == 2 and WeightReceiver(folder).update() is not None
-    told = []
-    for keep, to in ((0, Folder(folder)), (2, Stream(io.BytesIO(), (0,)))):
-        try:
-            weights.publisher(to, keep=keep)
-        except ConfigError as error:
-            told.append(str(error))
-    return told
+    return [
+        error_of(lambda: weights.publisher(Folder(folder), keep=0)),
+        error_of(lambda: weights.publisher(Stream(io.BytesIO(), (0,)), keep=2)),
+    ]
 
 
 def test_what_keep_cannot_do_is_told(on_ranks: RunRanks, tmp_path: Path) -> None:
@@ -165,10 +160,7 @@ def test_versions_of_format_1_are_read_and_followed(on_ranks: RunRanks, tmp_path
     shutil.copytree(OLD, tmp_path / "old")
     assert on_ranks(1, read_old, tmp_path / "old") == [[4, True, 4, True]]
     shutil.copytree(OLD, tmp_path / "damaged")
-    (part,) = (tmp_path / "damaged" / PARTS).glob("v0000000002*")
-    data = bytearray(part.read_bytes())
-    data[100] ^= 1
-    part.write_bytes(data)
+    flip(part_of(tmp_path / "damaged", 2), 100)
     receiver = WeightReceiver(tmp_path / "damaged")
     with pytest.raises(PublishError, match="version 2: .*checksum.*copy it again"):
         receiver.update()
@@ -200,8 +192,7 @@ def after_others(folder: Path) -> tuple[list[str], list[str], str]:
     weights.step(1)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         publisher.publish()
-    receiver = WeightReceiver(folder)
-    receiver.update()
+    receiver = received(folder)
     assert receiver.version == 2 and same(receiver, weights.values)
     return before, files(folder), said.getvalue()
 
@@ -241,9 +232,8 @@ def two_runs(folder: Path) -> str:
         to._unfinished.unlink()
         return found
 
-    with mock.patch.object(Folder, "begin", cut), pytest.raises(PublishError) as caught:
-        slow.publish()
-    return str(caught.value)
+    with mock.patch.object(Folder, "begin", cut):
+        return error_of(slow.publish)
 
 
 def test_a_run_whose_part_was_removed_is_told_why(on_ranks: RunRanks, tmp_path: Path) -> None:

@@ -22,12 +22,11 @@ from hybridcomp.publishing.streams import (
     DATA,
     FRAME,
     VERSION,
-    Stream,
     frame_head,
     frame_in,
     tensor_of,
 )
-from tests.publishing.made import Weights, same
+from tests.publishing.made import Weights, drain, received, same
 from tests.ranks import RunRanks
 
 #: bytes of the chunks, and whether each stays in memory
@@ -67,16 +66,6 @@ def test_a_frame_in_memory_is_not_copied() -> None:
     assert tensor_of(b"ab").tolist() == [97, 98]
 
 
-def streamed() -> bytes:
-    """Return three versions of two ranks."""
-    weights, stream = Weights(), io.BytesIO()
-    publisher = weights.publisher(Stream(stream, (0, 1)))
-    for number in range(3):
-        weights.step(number)
-        publisher.publish()
-    return stream.getvalue()
-
-
 class Slow:
     """A stream with ``read`` only, which returns few bytes at once."""
 
@@ -87,41 +76,29 @@ class Slow:
         return self._data.read(min(nbytes, 77))
 
 
+@pytest.fixture
+def data(versions: list[bytes]) -> bytes:
+    return b"".join(versions)
+
+
 def test_versions_of_which_little_fits_into_memory(
-    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+    data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = on_ranks(2, streamed)[0]
-    whole = WeightReceiver(io.BytesIO(data))
-    while whole.update() is not None:
-        pass
+    whole = drain(WeightReceiver(io.BytesIO(data)))
     monkeypatch.setattr(stream_sources, "IN_MEMORY", 1500)
     monkeypatch.setattr(stream_sources, "CHUNK", 333)
-    slow = WeightReceiver(Slow(data))
-    while slow.update() is not None:
-        pass
-    assert slow.version == 3 and same(slow, dict(whole.tensors()))
+    monkeypatch.setattr(stream_sources, "FRAME_COSTS", 24)
+    slow = drain(WeightReceiver(Slow(data)))
+    assert slow.version == 4 and same(slow, dict(whole.tensors()))
 
 
-def asked_for() -> tuple[bytes, list[int]]:
-    """Return versions of one rank, all but the second full, and the end of each."""
-    weights, stream, ends = Weights(), io.BytesIO(), [0]
-    publisher = weights.publisher(Stream(stream, (0,)))
-    for number in range(4):
-        weights.step(number)
-        if number != 1:
-            publisher.ask_full()
-        publisher.publish()
-        ends.append(stream.tell())
-    return stream.getvalue(), ends
-
-
-def heads(data: bytes) -> list[tuple[int, bytes]]:
-    """Return each frame's start and kind."""
+def heads(data: bytes) -> list[tuple[bytes, int]]:
+    """Return each frame's kind and start."""
     found, place = [], 0
     while place < len(data):
         frame = frame_in(data[place:])
         assert frame is not None
-        found.append((place, frame.kind))
+        found.append((frame.kind, place))
         place += FRAME.size + frame.nbytes
     return found
 
@@ -129,51 +106,42 @@ def heads(data: bytes) -> list[tuple[int, bytes]]:
 @pytest.mark.parametrize("byte", [0, 3, 4, 9, 14, 21])
 @pytest.mark.parametrize("kind", [DATA, VERSION])
 def test_after_a_damaged_head_the_stream_goes_on(
-    on_ranks: RunRanks, kind: bytes, byte: int
+    versions: list[bytes], kind: bytes, byte: int
 ) -> None:
     """The frame's version, or its successor, fails; a full one follows."""
-    ((data, ends),) = on_ranks(1, asked_for)
-    broken = bytearray(data)
-    place = next(at for at, found in heads(data) if at >= ends[1] and found == kind)
-    broken[place + byte] ^= 0x41
-    receiver = WeightReceiver(io.BytesIO(bytes(broken)))
-    receiver.update()
+    first, second, *later = versions
+    broken = bytearray(second)
+    broken[dict(reversed(heads(second)))[kind] + byte] ^= 0x41
+    receiver = received(io.BytesIO(b"".join([first, broken, *later])))
     version = 2 if kind == DATA else 3
     with pytest.raises(PublishError, match=f"version {version}: the head of a frame") as caught:
         receiver.update()
     assert "bytes of the stream were skipped" in str(caught.value)
     assert receiver.version == 1
-    while receiver.update() is not None:
-        pass
-    whole = WeightReceiver(io.BytesIO(data))
-    while whole.update() is not None:
-        pass
-    assert receiver.version == 4 and same(receiver, dict(whole.tensors()))
+    whole = drain(WeightReceiver(io.BytesIO(b"".join(versions))))
+    assert drain(receiver).version == 4 and same(receiver, dict(whole.tensors()))
 
 
-def test_bytes_that_are_missing_cost_their_version_alone(on_ranks: RunRanks) -> None:
-    ((data, ends),) = on_ranks(1, asked_for)
-    middle = (ends[1] + ends[2]) // 2
-    receiver = WeightReceiver(io.BytesIO(data[:middle] + data[middle + 100 :]))
-    receiver.update()
+def test_bytes_that_are_missing_cost_their_version_alone(versions: list[bytes]) -> None:
+    first, second, *later = versions
+    middle = len(second) // 2
+    lossy = second[:middle] + second[middle + 100 :]
+    receiver = received(io.BytesIO(b"".join([first, lossy, *later])))
     with pytest.raises(PublishError, match="version [23]"):
         receiver.update()
-    while receiver.update() is not None:
-        pass
-    assert receiver.version == 4
+    assert drain(receiver).version == 4
 
 
 def test_no_head_within_bounds_or_before_the_first_is_an_error(
-    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "MOST_SKIPPED", 1000)
     head = frame_head(DATA, 0, 4) + bytes(4)
-    for begin, error in ((b"", "expected a frame"), (head, "expected a frame")):
-        receiver = WeightReceiver(io.BytesIO(begin + b"x" * 5000))
-        with pytest.raises(PublishError, match=f"{error}.*only a publisher writes to"):
-            receiver.update()
+    for begin in (b"", head):
+        with pytest.raises(PublishError, match="expected a frame.*only a publisher writes to"):
+            received(io.BytesIO(begin + b"x" * 5000))
     with pytest.raises(PublishError, match="the stream ends inside a version"):
-        WeightReceiver(io.BytesIO(head + b"x" * 500)).update()
+        received(io.BytesIO(head + b"x" * 500))
 
 
 def test_frames_of_another_release_are_told_on_both_sides() -> None:
@@ -181,7 +149,7 @@ def test_frames_of_another_release_are_told_on_both_sides() -> None:
     first = b"hcfD" + bytes(FRAME.size)
     for data, found in ((later, 3), (first, 1)):
         with pytest.raises(PublishError, match=f"found {found}: install the same release"):
-            WeightReceiver(io.BytesIO(data)).update()
+            received(io.BytesIO(data))
         here, there = socket.socketpair()
         with here, there:
             there.sendall(data[:16])  # the length of a format 1 request
@@ -189,23 +157,18 @@ def test_frames_of_another_release_are_told_on_both_sides() -> None:
                 TwoWay(here).wants_full()
 
 
-def test_streams_that_end_early_or_hold_something_else(on_ranks: RunRanks) -> None:
-    data = on_ranks(2, streamed)[0]
+def test_streams_that_end_early_or_hold_something_else(data: bytes) -> None:
     whole = WeightReceiver(io.BytesIO(data))
     seen = [applied.version for applied in iter(whole.update, None)]
-    assert seen == [1, 2, 3]
+    assert seen == [1, 2, 3, 4]
     for end in (10, 40, len(data) // 2, len(data) - 1):
         receiver = WeightReceiver(io.BytesIO(data[:end]))
         with pytest.raises(PublishError, match="the stream ends inside a version"):
-            for _ in range(4):
-                receiver.update()
+            drain(receiver)
     with pytest.raises(PublishError, match="expected a frame of published weights"):
-        WeightReceiver(io.BytesIO(b"GET / HTTP/1.1\r\n\r\n")).update()
-    again = WeightReceiver(io.BytesIO(data + data))
-    for _ in range(3):
-        again.update()
-    with pytest.raises(PublishError, match="version 1: this receiver holds version 3.*replay"):
-        again.update()
+        received(io.BytesIO(b"GET / HTTP/1.1\r\n\r\n"))
+    with pytest.raises(PublishError, match="version 1: this receiver holds version 4.*replay"):
+        drain(WeightReceiver(io.BytesIO(data + data)))
 
 
 def stands_still() -> list[Any]:

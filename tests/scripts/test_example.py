@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 import sys
 import warnings
 from pathlib import Path
@@ -82,23 +81,6 @@ def test_same_files_give_the_same_dataset(texts: Path, tmp_path: Path) -> None:
             assert one.read_bytes() == two.read_bytes() != b""
 
 
-def test_layout_is_megatrons(tmp_path: Path) -> None:
-    """Parses the bytes as MMapIndexedDataset and megatron-core's IndexedDataset do."""
-    documents = [np.array([1, 2, 256]), np.array([7]), np.array([256, 255])]
-    with IndexedWriter(tmp_path / "data.v1") as writer:
-        for document in documents:
-            writer.add(document)
-    content = (tmp_path / "data.v1.idx").read_bytes()
-    assert content[:9] == b"MMIDIDX\x00\x00"
-    assert struct.unpack_from("<QBQQ", content, 9) == (1, 8, 3, 4)
-    assert struct.unpack_from("<3i", content, 34) == (3, 1, 2)
-    assert struct.unpack_from("<3q", content, 46) == (0, 6, 8)
-    assert struct.unpack_from("<4q", content, 70) == (0, 1, 2, 3)
-    assert len(content) == 102
-    flat = np.concatenate(documents).astype("<u2").tobytes()
-    assert (tmp_path / "data.v1.bin").read_bytes() == flat
-
-
 def test_megatron_core_reads_it(dataset: IndexedTokens) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core warns of optional packages
@@ -107,12 +89,6 @@ def test_megatron_core_reads_it(dataset: IndexedTokens) -> None:
     assert len(theirs) == len(dataset)
     for own, other in zip(dataset, theirs, strict=True):
         assert np.array_equal(own, other)
-
-
-def test_empty_dataset_comes_back(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "empty"):
-        pass
-    assert len(IndexedTokens(tmp_path / "empty")) == 0
 
 
 def test_failed_writer_leaves_nothing(tmp_path: Path) -> None:
@@ -180,12 +156,6 @@ def test_max_bytes_says_what_it_leaves_out(
     assert "--max-bytes is reached: 3 files are left out" in capsys.readouterr().out
     parts = [IndexedTokens(tmp_path / f"out_{part}") for part in ("train", "valid")]
     assert sum(len(data.tokens) for data in parts) == 9  # eight bytes and the end
-
-
-@pytest.mark.parametrize("option", [["--max-bytes", "1"], ["--valid-fraction", "1.5"]])
-def test_impossible_options_are_refused(option: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        prepare_data.parse(option)
 
 
 def test_standard_library_without_tests() -> None:

@@ -106,8 +106,12 @@ def test_pipeline_begins_with_the_same_loss(folder: Path, tied: list[str]) -> No
     assert records(folder, name)[-1]["valid_loss"] < losses(folder, name)[0]
 
 
+@pytest.mark.nightly
 def test_three_dimensions_at_once(folder: Path) -> None:
-    """Two tensor ranks by two stages; each direction's codec is in the ledger."""
+    """Two tensor ranks by two stages; each direction's codec is in the ledger.
+
+    By day ``tests/training/test_3d.py`` trains in three dimensions.
+    """
     pytest.importorskip("megatron.core")
     few = {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}
     block = {"tp": few, "pp": few, "min_bytes": 0, "ledger": {"jsonl": "3d/ledger.jsonl"}}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.sync.jobs import store
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Return a free loopback port for a store of this process."""
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
-    )
-    yield store.port
-    del store
+    """Return the loopback port of a store of this process."""
+    with store() as found:
+        yield found

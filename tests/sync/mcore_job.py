@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import hybridcomp
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
-from hybridcomp.sync import IslandMeetings, JobMeetings
 from tests.sync import simulated
 from tests.training.mcore_trainer import (
     Job,
@@ -54,15 +53,9 @@ class MegatronIslandJob:
         return found
 
     @property
-    def meetings(self) -> IslandMeetings:
+    def meetings(self) -> Any:
+        """Return the meetings of islands, in one job or between jobs."""
         (found,) = self.session.followers.stateful
-        assert isinstance(found, IslandMeetings)
-        return found
-
-    @property
-    def job_meetings(self) -> JobMeetings:
-        (found,) = self.session.followers.stateful
-        assert isinstance(found, JobMeetings)
         return found
 
     def weights(self) -> Tensor:
@@ -149,10 +142,3 @@ def restarted(job: Job, folder: str, at: int) -> tuple[Tensor, Tensor]:
         hybridcomp.load_state(folder)
         again.step = at
         return expected, again.train(job.steps - at).weights()
-
-
-def gathered(values: Tensor) -> list[Tensor]:
-    """Return the vectors of all ranks of the job."""
-    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, values)
-    return found

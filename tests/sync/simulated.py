@@ -42,7 +42,7 @@ Weights = list[Tensor]
 def diloco(
     islands: int, steps: int, every: int, lr: float, momentum: float, nesterov: bool
 ) -> Weights:
-    """Algorithm 1 of DiLoCo with torch's own SGD as outer optimizer; local SGD at 1 and 0."""
+    """Run algorithm 1 of DiLoCo with torch's SGD outside; local SGD at lr 1, momentum 0."""
     whole = torch.nn.Parameter(first())
     outer = torch.optim.SGD([whole], lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
     losses = [Quadratic.of(island) for island in range(islands)]
@@ -59,7 +59,7 @@ def diloco(
 def streaming(
     islands: int, steps: int, every: int, fragments: int, delay: int, mix: float, lr: float
 ) -> Weights:
-    """Algorithm 2 of Streaming DiLoCo: fragments in turn, a mean ``delay`` steps late, mixed in."""
+    """Run algorithm 2 of Streaming DiLoCo: fragments in turn, means ``delay`` steps late."""
     losses = [Quadratic.of(island) for island in range(islands)]
     local = [first() for _ in losses]
     whole, momentum = first(), torch.zeros(NUMEL, dtype=torch.float64)
@@ -82,7 +82,7 @@ def streaming(
 def sparseloco(
     islands: int, steps: int, every: int, decay: float, compress: Callable[[Tensor], Tensor]
 ) -> Weights:
-    """Algorithm 1 of SparseLoCo: the error memory decays and replaces momentum."""
+    """Run algorithm 1 of SparseLoCo: the error memory decays and replaces momentum."""
     losses = [Quadratic.of(island) for island in range(islands)]
     local, whole = [first() for _ in losses], first()
     error = [torch.zeros_like(whole) for _ in losses]
@@ -98,7 +98,7 @@ def sparseloco(
 
 
 def wsp(islands: int, steps: int, every: int, staleness: int) -> Weights:
-    """HetPipe's WSP with every island as far ahead as allowed.
+    """Run HetPipe's WSP with every island as far ahead as allowed.
 
     An island's weights are the initial ones, minus the means of all waves up to ``staleness`` ago,
     minus its own changes since.

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import hybridcomp
 from hybridcomp import log
@@ -24,7 +23,7 @@ from hybridcomp.sync.leave import depart
 from hybridcomp.sync.rendezvous import BYE, HERE, Rendezvous
 from hybridcomp.sync.store_line import StoreLine
 from tests.ranks import run_ranks
-from tests.sync.jobs import beside, block, rendezvous
+from tests.sync.jobs import beside, block, rendezvous, store
 from tests.sync.torch_job import Job
 
 
@@ -44,19 +43,19 @@ class HeldUp(Rendezvous):
 @contextmanager
 def met(ranks: int = 1) -> Iterator[tuple[HeldUp, Callable[[], BackgroundTransfer]]]:
     """Yield a store with a connection, and a factory of an island's transfers."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meet = HeldUp(StoreLine("127.0.0.1", store.port, 30.0, 10.0), 0, 1, 10.0, 10.0, 2)
-    meet.opened = threading.Event()
     transfers: list[BackgroundTransfer] = []
 
     def make() -> BackgroundTransfer:
         transfers.append(BackgroundTransfer(meet, ranks))
         return transfers[-1]
 
-    yield meet, make
-    meet.opened.set()
-    for transfer in transfers:
-        transfer.close(10.0)
+    with store() as port:
+        meet = HeldUp(StoreLine("127.0.0.1", port, 30.0, 10.0), 0, 1, 10.0, 10.0, 2)
+        meet.opened = threading.Event()
+        yield meet, make
+        meet.opened.set()
+        for transfer in transfers:
+            transfer.close(10.0)
     assert not [one for one in threading.enumerate() if one.name.startswith("hybridcomp islands")]
 
 
@@ -102,14 +101,12 @@ def test_a_failure_is_raised_by_every_later_call_that_waits(problem: Exception) 
         transfer.send("a", 1, memoryview(b"x"))
         meet.opened.set()
         words = "^gone$" if isinstance(problem, PeerError) else "has failed: RuntimeError.'a bug'"
-        with pytest.raises(PeerError, match=words):
-            transfer.wait_sent(1)
-        with pytest.raises(PeerError, match=words):
-            transfer.check()
-        with pytest.raises(PeerError, match=words):
-            transfer.take(1, "b")
-        with pytest.raises(PeerError, match=words):
-            transfer.flush()
+        for call in (
+            lambda: transfer.wait_sent(1), transfer.check, lambda: transfer.take(1, "b"),
+            transfer.flush,
+        ):  # fmt: skip
+            with pytest.raises(PeerError, match=words):
+                call()
         transfer.send("a", 2, memoryview(b"x"))  # other ranks may have sent theirs
         assert transfer.close(10.0) == 2
 
@@ -166,9 +163,7 @@ class Slow(Rendezvous):
 
 def ends_while_it_sends(address: str) -> None:
     """Train, and end as a script does, while the second rank's late message is in flight."""
-    told = block(address, preset="wsp")
-    told["sync"]["islands"]["name"] = "ends"
-    job = Job(told).build().train(3)
+    job = Job(block(address, name="ends", preset="wsp")).build().train(3)
     KEPT.append(job)
     if dist.get_rank():
         meet: Any = job.job_meetings.membership.meet
@@ -180,9 +175,7 @@ def ends_while_it_sends(address: str) -> None:
 
 def goes_on(address: str) -> list[tuple[list[str], list[str]]]:
     """Train an island; return the members and the silent islands of each meeting."""
-    told = block(address, preset="wsp")
-    told["sync"]["islands"]["name"] = "goes-on"
-    job, found = Job(told, first=2).build(), []
+    job, found = Job(block(address, name="goes-on", preset="wsp"), first=2).build(), []
     for _ in range(4):
         last = job.train(2).job_meetings.membership.last
         found.append((sorted(last.present), last.silent))

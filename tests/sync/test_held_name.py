@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import hybridcomp
 from hybridcomp.errors import AgreementError
@@ -26,23 +25,22 @@ Make = Callable[[str], HeldName]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Return holders of a name at a store, as of a process on a machine."""
     monkeypatch.setattr(held_name, "BEAT_S", 0.05)
-    monkeypatch.setattr(held_name, "WATCH_S", 1.0)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(held_name, "WATCH_S", 0.5)
     made: list[HeldName] = []
 
     def held_on(machine: str) -> HeldName:
         monkeypatch.setattr(held_name, "_machine", lambda: machine)
-        made.append(HeldName(StoreLine("127.0.0.1", store.port, 30.0, 10.0), "a"))
+        made.append(HeldName(StoreLine("127.0.0.1", port, 30.0, 10.0), "a"))
         return made[-1]
 
     yield held_on
     for one in made:
         one.release()
     assert not [one for one in threading.enumerate() if one.name == "hybridcomp island lives"]
-    line = StoreLine("127.0.0.1", store.port)
+    line = StoreLine("127.0.0.1", port)
     assert not line.has("holders/a") and not line.has(f"beats/{made[0]._own['id']}")
 
 
@@ -115,8 +113,7 @@ def test_one_that_shows_no_life_has_ended_elsewhere_and_lives_here(
 
 def same_name(address: str) -> tuple[str, int]:
     """Train an island, and a second one of the same name; return its error."""
-    told = block(address, 8.0, 1)
-    told["sync"]["islands"]["name"] = "a"
+    told = block(address, 8.0, 1, name="a")
     first = Job(told).build().train(2)
     with pytest.raises(AgreementError) as caught:
         Job(told).build().train(1)

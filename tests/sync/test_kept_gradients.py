@@ -7,23 +7,20 @@ import functools
 import io
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.publishing.made import NIGHTLY
 from tests.ranks import run_ranks
 from tests.selection import by_day
+from tests.sync.jobs import inside
 from tests.sync.torch_job import Job
 from tests.training.trainer import Job as DeepSpeedJob
 from tests.training.trainer import batch, make_engine
 
-BLOCK: dict[str, Any] = {
-    "sync": {"preset": "local-sgd", "islands": 1, "every": 2},
-    "min_bytes": 0,
-    "ledger": {"every": 1_000_000},
-}
+BLOCK = inside(1, preset="local-sgd", every=2)
 TOLD = "keeps gradients over the meeting after step 2 and adds those of other weights"
 
 
@@ -49,15 +46,15 @@ def accumulates(engine: str) -> None:
     for to_none in (True, False):
         job = Job(BLOCK, engine).build()
         with told_of():
-            for _ in range(5):
+            for _ in range(3):
                 passed(job)
                 passed(job)
                 job.optimizer.step()
                 job.optimizer.zero_grad(set_to_none=to_none)
-            for _ in range(5):  # gradients are cleared just before the step
+            for _ in range(3):  # gradients are cleared just before the step
                 passed(job, functools.partial(job.optimizer.zero_grad, to_none))
                 job.optimizer.step()
-        assert job.meetings.clock == 10
+        assert job.meetings.clock == 6
         job.attached.detach()  # type: ignore[union-attr]
 
 
@@ -66,7 +63,7 @@ def keeps(engine: str) -> None:
     for left, told in ((1, (0, 1)), (0, (0,))):
         job = Job(BLOCK, engine).build()
         with told_of(*told):
-            for _ in range(6):
+            for _ in range(4):
                 passed(job)
                 job.optimizer.step()
                 for parameter in list(job.model.parameters())[left:] if dist.get_rank() else ():
@@ -98,7 +95,7 @@ def test_under_ddp_and_fsdp2() -> None:
 
 
 def of_deepspeed(stage: int) -> None:
-    """Under DeepSpeed, which clears gradients in the steps after which islands meet."""
+    """Train under DeepSpeed, which clears gradients in the steps after which islands meet."""
     job = DeepSpeedJob(stage, block=BLOCK, ds_json={"gradient_accumulation_steps": 3})
     engine = make_engine(job)
     kept = []
@@ -117,14 +114,14 @@ def test_under_deepspeed(stage: int) -> None:
     run_ranks(2, of_deepspeed, stage)
 
 
-def of_megatron() -> None:
+def of_megatron(kinds: tuple[bool, ...]) -> None:
     from tests.sync.mcore_job import MegatronIslandJob
     from tests.sync.test_mcore import groups_of
     from tests.training.mcore_trainer import Job as MegatronJob
     from tests.training.mcore_trainer import prepare
 
     prepare()
-    for sharded in (False, True):
+    for sharded in kinds:
         job = MegatronJob(layers=1, distributed_optimizer=sharded, block=BLOCK)
         with groups_of(job):
             ours = MegatronIslandJob(job)
@@ -144,4 +141,4 @@ def of_megatron() -> None:
     reason="megatron-core is not installed",
 )
 def test_under_megatron() -> None:
-    run_ranks(2, of_megatron, timeout=600.0)
+    run_ranks(2, of_megatron, (False, True) if NIGHTLY else (True,), timeout=600.0)

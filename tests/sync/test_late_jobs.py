@@ -1,4 +1,4 @@
-"""Islands as jobs with alternating fragments and late means: join, end, resume, leave."""
+"""Islands as jobs, also with alternating fragments and late means: join, end, resume, leave."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from torch import Tensor
 
 import hybridcomp
 from hybridcomp.config import CompressionConfig
+from tests.publishing.made import NIGHTLY
 from tests.ranks import run_ranks
 from tests.selection import by_day
-from tests.sync.jobs import beside, block, rendezvous, start
+from tests.sync.jobs import FED_BACK, beside, block, inside, rendezvous, start
 from tests.sync.test_jobs import alike, lives
 from tests.sync.torch_job import Job
 
 CODED: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
 RULES: dict[str, dict[str, Any]] = {
+    "at once": FED_BACK,
     "in turn": {"preset": "diloco", **CODED, "every": 4, "fragments": 4},
     "streaming": {"preset": "streaming", "every": 8, "delay": 5},  # two meetings in flight
     "wsp": {"preset": "wsp", "every": 2},
     "far ahead": {"preset": "wsp", **CODED, "every": 3, "fragments": 2, "staleness": 2},
 }
 STEPS = 19
+#: of trainings that are compared with islands in one job
+PART_STEPS = 19 if NIGHTLY else 11
 
 
 def parts(rule: str, engine: str) -> Tensor:
-    """Train two islands of two ranks as parts of a job, with two passes per step."""
-    sync = {"islands": 2, **RULES[rule]}
-    job = Job({"sync": sync, "min_bytes": 0, "ledger": {"every": 1_000_000}}, engine).build()
-    return job.train(STEPS, micro_batches=2).weights()
+    """Train two islands of two ranks as parts of a job."""
+    job = Job(inside(**{"every": 2, **RULES[rule]}), engine).build()
+    return job.train(PART_STEPS).weights()
 
 
 def one_of_two(address: str, first: int, rule: str, engine: str) -> Tensor:
     job = Job(block(address, **RULES[rule]), engine, first=first).build()
-    weights = job.train(STEPS, micro_batches=2).weights()
+    weights = job.train(PART_STEPS).weights()
     hybridcomp.detach(job.model)
     return weights
 
@@ -59,7 +62,7 @@ def test_jobs_train_as_parts_of_one_job(rule: str, engine: str) -> None:
 
 @pytest.mark.parametrize("rule", by_day([*RULES], ["far ahead"]))
 def test_one_ends_and_comes_back_and_one_sends_nan(rule: str) -> None:
-    """Messages are in flight when one ends, and one joins between fragments."""
+    """With late means, messages are in flight when one ends, and one joins between fragments."""
     with rendezvous() as address, ThreadPoolExecutor(4) as pool:
         one = start(pool, 1, lives, address, 0, "i2#2", "", 0, RULES[rule])
         two = start(pool, 1, lives, address, 1, "i2#2", "nan", 1, RULES[rule])
@@ -133,9 +136,9 @@ def ahead(address: str, folder: Path, slow: bool) -> tuple[int, float]:
     rule = {**RULES["wsp"], "staleness": 2, "fragments": 2, "every": 4}
     job, most = Job(block(address, **rule)).build(), 0
     begun = [folder / "slow", folder / "fast"]
-    for step in range(40):
+    for step in range(24):
         if slow and (step + 1) % 4 in (0, 2):
-            while count(begun[1]) < min(20, count(begun[0]) + 2):
+            while count(begun[1]) < min(12, count(begun[0]) + 2):
                 time.sleep(0.01)
             time.sleep(0.05)  # enough time to go too far
             with begun[0].open("a") as file:  # before it sends
@@ -161,31 +164,6 @@ def test_no_island_goes_further_ahead_than_it_may(tmp_path: Path) -> None:
     with rendezvous() as address:
         ((fast, shown),), _ = beside(*((1, ahead, (address, tmp_path, s)) for s in (False, True)))
     assert 1 < fast <= 2 * 2 and shown <= 2  # two meetings of each of two fragments
-
-
-def leaves(address: str, first: int, steps: int) -> list[str]:
-    """Train so many steps, and leave; return the members of the last meeting."""
-    job = Job(block(address, at_start=2, **RULES["wsp"]), first=first).build().train(steps)
-    last = job.job_meetings.membership.last
-    assert len(job.job_meetings.under_way) == 1
-    hybridcomp.detach(job.model)
-    return last.present
-
-
-def alone(address: str) -> int:
-    job = Job(block(address, at_start=1, **RULES["wsp"])).build().train(4)
-    number = job.job_meetings.membership.last.number
-    hybridcomp.detach(job.model)
-    return number
-
-
-def test_what_one_sent_that_leaves_counts_and_nobody_waits_for_it() -> None:
-    with rendezvous() as address:
-        # meeting 2 begins at step 4, is taken at step 6, and the first island leaves after step 5
-        (gone,), (stays,) = beside((1, leaves, (address, 0, 5)), (1, leaves, (address, 2, 7)))
-        assert len(gone) == len(stays) == 2
-        # meeting 3 is in flight when the other leaves too; then a new run begins
-        assert run_ranks(1, alone, address) == [4]
 
 
 def test_how_many_meetings_are_under_way_when_one_begins() -> None:

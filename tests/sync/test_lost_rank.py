@@ -37,9 +37,7 @@ def end(*_: object) -> None:
 
 def loses(address: str, folder: Path, when: str) -> None:
     """Train an island of two ranks, the second of which ends; the first writes its messages."""
-    told = block(address, TIMEOUT_S)
-    told["sync"]["islands"]["name"] = "loses"
-    job: Any = Job(told).build().train(4)
+    job: Any = Job(block(address, TIMEOUT_S, name="loses")).build().train(4)
     membership = job.job_meetings.membership
     if dist.get_rank() == 1:
         if when == "between two meetings":
@@ -61,9 +59,7 @@ def loses(address: str, folder: Path, when: str) -> None:
 
 def goes_on(address: str) -> tuple[list[tuple[list[str], list[str]]], str]:
     """Train an island; return members and silent islands of each meeting, and its messages."""
-    told = block(address, TIMEOUT_S)
-    told["sync"]["islands"]["name"] = "goes-on"
-    job, found = Job(told, first=2).build(), []
+    job, found = Job(block(address, TIMEOUT_S, name="goes-on"), first=2).build(), []
     with contextlib.redirect_stdout(io.StringIO()) as said:
         for _ in range(6):
             last = job.train(2).job_meetings.membership.last

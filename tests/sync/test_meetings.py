@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,21 +49,21 @@ def recurrences() -> None:
     found = {
         "local": trained(preset="local-sgd"),
         "diloco": trained(preset="diloco"),
+        "heavy ball": trained(outer={"lr": 0.5, "momentum": 0.9, "nesterov": False}),
         "streaming": trained(preset="streaming", codec="none", fragments=3, delay=2, mix=0.25),
+        "late": trained(preset="streaming", codec="none", fragments=4, delay=3, mix=0.5),
         **{f"wsp {late}": trained(preset="wsp", staleness=late) for late in (1, 2, 3)},
     }
     expected = {
         "local": simulated.diloco(ISLANDS, STEPS, EVERY, 1.0, 0.0, False),
         "diloco": simulated.diloco(ISLANDS, STEPS, EVERY, 0.7, 0.9, True),
+        "heavy ball": simulated.diloco(ISLANDS, STEPS, EVERY, 0.5, 0.9, False),
         "streaming": simulated.streaming(ISLANDS, STEPS, EVERY, 3, 2, 0.25, 0.4),
+        "late": simulated.streaming(ISLANDS, STEPS, EVERY, 4, 3, 0.5, 0.4),
         **{f"wsp {late}": simulated.wsp(ISLANDS, STEPS, EVERY, late) for late in (1, 2, 3)},
     }
     for name, weights in found.items():
         torch.testing.assert_close(weights, expected[name][me], rtol=0, atol=1e-10, msg=name)
-
-
-def test_meetings_are_the_published_recurrences() -> None:
-    run_ranks(ISLANDS, recurrences)
 
 
 def spoiled(value: float) -> None:
@@ -91,6 +90,11 @@ def spoiled(value: float) -> None:
     assert bool(weights.isfinite().all()) and not waited
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
-def test_a_late_mean_is_taken_without_a_wait_for_the_island(value: float) -> None:
-    run_ranks(ISLANDS, spoiled, value)
+def recurrences_and_spoiled() -> None:
+    recurrences()
+    for value in (math.nan, math.inf, 1e200):
+        spoiled(value)
+
+
+def test_meetings_are_the_published_recurrences_and_late_means_wait_for_no_island() -> None:
+    run_ranks(ISLANDS, recurrences_and_spoiled)

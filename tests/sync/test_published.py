@@ -10,23 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import hybridcomp
 from hybridcomp.errors import PublishError
 from hybridcomp.session.engine_session import session_of
+from tests.publishing.made import error_of, received
 from tests.ranks import run_ranks
-from tests.sync.jobs import beside, rendezvous
+from tests.selection import by_day
+from tests.sync.jobs import beside, gathered, rendezvous
 from tests.sync.jobs import block as islands_at
 from tests.sync.torch_job import Job
 from tests.training.trainer import Job as DeepSpeedJob
 from tests.training.trainer import make_engine, parameters, train_step
-
-
-def gathered(weights: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, weights)
-    return found
 
 
 def published(folder: Path, engine: str) -> None:
@@ -52,13 +47,9 @@ def published(folder: Path, engine: str) -> None:
         assert torch.equal(torch.cat([whole[name].flatten() for name in names]), expected)
 
 
-def both(folder: Path) -> None:
-    published(folder / "ddp", "ddp")
-    published(folder / "fsdp2", "fsdp2")
-
-
-def test_the_first_island_publishes(tmp_path: Path) -> None:
-    run_ranks(4, both, tmp_path)
+@pytest.mark.parametrize("engine", by_day(["ddp", "fsdp2"], ["fsdp2"]))
+def test_the_first_island_publishes(tmp_path: Path, engine: str) -> None:
+    run_ranks(4, published, tmp_path, engine)
 
 
 def by_script(folder: Path) -> None:
@@ -68,8 +59,7 @@ def by_script(folder: Path) -> None:
     job.train(1)
     each = hybridcomp.publish(job.model, folder / str(rank), dtype="bf16")
     each.publish()
-    receiver = hybridcomp.WeightReceiver(folder / str(rank))
-    receiver.update()
+    receiver = received(folder / str(rank))
     weights = dict(job.model.named_parameters())
     assert (found := dict(receiver.tensors()))
     for name, tensor in found.items():
@@ -102,18 +92,12 @@ def test_islands_that_a_script_publishes_need_a_folder_each(tmp_path: Path) -> N
 
 def of_a_job(address: str, folder: Path, name: str) -> str:
     """Publish from an island that is a job; return its messages."""
-    told = islands_at(address, preset="local-sgd")
-    told["sync"]["islands"]["name"] = name
-    job = Job(told).build().train(2)
+    job = Job(islands_at(address, name=name, preset="local-sgd")).build().train(2)
     with contextlib.closing(hybridcomp.publish(job.model, folder, dtype="bf16")) as publisher:
-        try:
-            publisher.publish()
-            return ""
-        except PublishError as error:
-            return str(error)
-        finally:
-            job.train(2)
-            hybridcomp.detach(job.model)
+        told = error_of(publisher.publish)
+        job.train(2)
+        hybridcomp.detach(job.model)
+        return told
 
 
 def test_islands_that_are_jobs_need_a_folder_each(tmp_path: Path) -> None:
@@ -143,8 +127,7 @@ def of_deepspeed(folder: Path) -> None:
     session.close()  # until everything is written
     engine.destroy()
     dist.barrier()
-    receiver = hybridcomp.WeightReceiver(folder)
-    receiver.update()
+    receiver = received(folder)
     whole = torch.cat([dict(receiver.tensors())[name].flatten() for name in expected])
     assert torch.equal(whole, first)
 
@@ -172,9 +155,7 @@ def of_megatron(folder: Path) -> None:
         assert not torch.equal(first, last)
         ours.session.close()
     dist.barrier()
-    receiver = hybridcomp.WeightReceiver(folder)
-    receiver.update()
-    whole = torch.cat([one.float().flatten() for _, one in receiver.tensors()])
+    whole = torch.cat([one.float().flatten() for _, one in received(folder).tensors()])
     assert torch.equal(whole.sort().values, first.sort().values)
 
 

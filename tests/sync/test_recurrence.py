@@ -17,10 +17,10 @@ from hybridcomp.errors import CodecError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.sync import Fragment, Masters, OuterRule, island_payloads
 from hybridcomp.sync.given_state import arrived, state_for_others, take_state
-from hybridcomp.sync.master_weights import bounds, cut
+from hybridcomp.sync.master_weights import cut
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from tests.sync import simulated
-from tests.sync.simulated import NUMEL, Quadratic, first
+from tests.sync.simulated import Quadratic, first
 
 ISLANDS, STEPS, EVERY = 3, 20, 4
 
@@ -30,100 +30,19 @@ def keep_largest(values: Tensor) -> Tensor:
     return torch.zeros_like(values).index_copy_(0, kept, values[kept] * 0.75)
 
 
-class Job:
-    """Islands driven by one process, on the schedule of ``IslandMeetings``."""
-
-    def __init__(self, rule: OuterRule, fragments: int = 1, late: int = 0) -> None:
-        self.losses = [Quadratic.of(island) for island in range(ISLANDS)]
-        self.weights = [first() for _ in self.losses]
-        self.late, self.clock = late, 0
-        self.cuts = [bounds(NUMEL, fragments, index) for index in range(fragments)]
-        self.parts = [[self.fragment(rule, *cut) for cut in self.cuts] for _ in self.losses]
-        self.under_way: list[tuple[int, int, list[Tensor]]] = []
-        self.most = 0
-
-    def fragment(self, rule: OuterRule, low: int, high: int) -> Fragment:
-        start = first()[low:high].clone()
-        return Fragment(rule, start, base=start.clone() if rule.keeps_progress else None)
-
-    def step(self, compress: object = None) -> None:
-        pairs = zip(self.losses, self.weights, strict=True)
-        self.weights = [loss.step(weights) for loss, weights in pairs]
-        self.clock += 1
-        while self.under_way and self.under_way[0][0] <= self.clock:
-            self.take(self.under_way.pop(0))
-        for index, (low, high) in enumerate(self.cuts):
-            if self.clock % EVERY == EVERY * index // len(self.cuts):
-                rows = [
-                    parts[index].send(weights[low:high])
-                    for parts, weights in zip(self.parts, self.weights, strict=True)
-                ]
-                sent = [compress(row) for row in rows] if callable(compress) else rows
-                self.under_way.append((self.clock + self.late, index, sent))
-                self.most = max(self.most, len(self.parts[0][index].under_way))
-                if not self.late:
-                    self.take(self.under_way.pop())
-
-    def take(self, meeting: tuple[int, int, list[Tensor]]) -> None:
-        _, index, rows = meeting
-        low, high = self.cuts[index]
-        for island, parts in enumerate(self.parts):
-            now = self.weights[island][low:high].clone()
-            self.weights[island][low:high] = parts[index].arrive(rows, island, now)
-
-
-def same(job: Job, expected: list[Tensor]) -> None:
-    for found, wanted in zip(job.weights, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("lr", "momentum", "nesterov"), [(1.0, 0.0, False), (0.7, 0.9, True), (0.5, 0.9, False)]
-)
-def test_local_sgd_and_diloco(lr: float, momentum: float, nesterov: bool) -> None:
-    job = Job(OuterRule(lr, momentum, nesterov))
-    for _ in range(STEPS):
-        job.step()
-    same(job, simulated.diloco(ISLANDS, STEPS, EVERY, lr, momentum, nesterov))
-
-
-@pytest.mark.parametrize(("fragments", "delay", "mix"), [(1, 0, 0.0), (3, 2, 0.5), (4, 3, 0.25)])
-def test_streaming(fragments: int, delay: int, mix: float) -> None:
-    job = Job(OuterRule(0.4, 0.9, True, mix=mix), fragments, delay)
-    for _ in range(STEPS):
-        job.step()
-    same(job, simulated.streaming(ISLANDS, STEPS, EVERY, fragments, delay, mix, 0.4))
-
-
 def test_sparseloco() -> None:
-    job = Job(OuterRule(1.0, 0.0, False, error_feedback=True, decay=0.95))
-    for _ in range(STEPS):
-        job.step(keep_largest)
-    same(job, simulated.sparseloco(ISLANDS, STEPS, EVERY, 0.95, keep_largest))
-
-
-@pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_wsp_keeps_its_bound(staleness: int) -> None:
-    job = Job(OuterRule(1.0, 0.0, False, keeps_progress=True), late=staleness * EVERY)
-    for _ in range(STEPS):
-        job.step()
-    same(job, simulated.wsp(ISLANDS, STEPS, EVERY, staleness))
-    assert job.most == staleness
-
-
-def test_what_is_left_out_is_sent_later() -> None:
-    """With error feedback everything sent plus the residual equals the total weight change."""
-    fragment = Fragment(OuterRule(1.0, 0.0, False, error_feedback=True), torch.zeros(8))
-    moved, sent = torch.zeros(8), torch.zeros(8)
-    for step in range(5):
-        now = fragment.start - torch.arange(8.0) - step
-        moved += fragment.start - now
-        message = fragment.send(now)
-        coarse = (message / 4).round() * 4
-        sent += coarse
-        fragment.arrive([coarse], 0, now)
-    assert fragment.residual is not None
-    torch.testing.assert_close(sent + fragment.residual, moved)
+    """``test_meetings`` holds the other recurrences, whose messages are exact."""
+    rule = OuterRule(1.0, 0.0, False, error_feedback=True, decay=0.95)
+    losses = [Quadratic.of(island) for island in range(ISLANDS)]
+    islands, weights = [Fragment(rule, first()) for _ in losses], [first() for _ in losses]
+    for step in range(1, STEPS + 1):
+        weights = [loss.step(now) for loss, now in zip(losses, weights, strict=True)]
+        if step % EVERY == 0:
+            pairs = list(zip(islands, weights, strict=True))
+            sent = [keep_largest(island.send(now)) for island, now in pairs]
+            weights = [one.arrive(sent, index, now) for index, (one, now) in enumerate(pairs)]
+    expected = simulated.sparseloco(ISLANDS, STEPS, EVERY, 0.95, keep_largest)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("keeps_progress", [False, True])
@@ -179,12 +98,7 @@ def test_every_tensor_is_averaged_once(
     expected = [torch.stack(copies).mean(dim=0) / 2 for copies in zip(*rows, strict=True)]
     found = [named_once(Tied(row, order))[0] for row in rows]
     masters = [
-        Masters(
-            [(name, p.numel()) for name, p in one.items()],
-            partial(data_of, one),
-            lambda: None,
-            True,
-        )
+        Masters([(n, p.numel()) for n, p in one.items()], partial(data_of, one), lambda: None, True)
         for one in found
     ]
     for rank in range(ranks):

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,22 +85,9 @@ class Counter:
 
 def together(*work: Any) -> None:
     """Run functions in threads; raise the first error."""
-    problems: list[BaseException] = []
-
-    def guarded(one: Any) -> None:
-        try:
-            one()
-        except BaseException as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "hangs"
-    if problems:
-        raise problems[0]
+    with ThreadPoolExecutor(len(work)) as pool:
+        for running in [pool.submit(one) for one in work]:
+            running.result(60)
 
 
 def test_islands_meet_one_comes_later_one_leaves(port: int) -> None:

@@ -5,44 +5,23 @@ namespace hybridcomp {
 namespace changes {
 namespace {
 
-const u16* halves(uintptr_t address) { return reinterpret_cast<const u16*>(address); }
-u32* words(uintptr_t address) { return reinterpret_cast<u32*>(address); }
+typedef std::array<u8, DIGEST> Digest;
 
-py::bytes bind_digest(uintptr_t in, size_t nbytes, int threads) {
-    u8 found[DIGEST];
-    {
-        py::gil_scoped_release release;
-        digest(bytes(in), nbytes, found, threads);
-    }
-    return py::bytes((const char*)found, DIGEST);
+Digest bind_digest(const u8* in, size_t nbytes, int threads) {
+    Digest found;
+    digest(in, nbytes, found.data(), threads);
+    return found;
 }
 
-py::tuple bind_compare(uintptr_t in, uintptr_t old, size_t numel, uintptr_t mask, int threads) {
-    u8 found[DIGEST];
-    size_t differ;
-    {
-        py::gil_scoped_release release;
-        differ = compare(halves(in), halves(old), numel, words(mask), found, threads);
-    }
-    return py::make_tuple(differ, py::bytes((const char*)found, DIGEST));
+std::tuple<size_t, Digest> bind_compare(const u16* in, const u16* old, size_t numel, u32* mask, int threads) {
+    Digest found;
+    size_t differ = compare(in, old, numel, mask, found.data(), threads);
+    return {differ, found};
 }
+
+const Binding binding("changes", {function<bind_digest>("digest"), function<bind_compare>("compare"),
+                                  function<pick>("pick"), function<put>("put"), function<places>("places")});
 
 }  // namespace
-
-const Binding binding("changes", [](py::module_& module) {
-    py::call_guard<py::gil_scoped_release> released;
-    module.def("digest", &bind_digest);
-    module.def("compare", &bind_compare);
-    module.def("pick", [](uintptr_t in, uintptr_t mask, size_t numel, uintptr_t out) {
-        return pick(halves(in), words(mask), numel, (u16*)values(out));
-    }, released);
-    module.def("put", [](uintptr_t picked, uintptr_t mask, size_t numel, uintptr_t out) {
-        put(halves(picked), words(mask), numel, (u16*)values(out));
-    }, released);
-    module.def("places", [](uintptr_t mask, size_t numel, uintptr_t out) {
-        places(words(mask), numel, (int64_t*)values(out));
-    }, released);
-});
-
 }  // namespace changes
 }  // namespace hybridcomp

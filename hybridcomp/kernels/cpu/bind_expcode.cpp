@@ -10,27 +10,19 @@ void check(int dtype, size_t numel) {
     check_dtype(dtype);
 }
 
-size_t bind_encode(int dtype, uintptr_t in, size_t numel, uintptr_t out, size_t nbytes,
-                   int threads) {
+size_t bind_encode(int dtype, const void* in, size_t numel, u8* out, size_t nbytes, int threads) {
     check(dtype, numel);
     require(nbytes >= wire_nbytes(numel, dtype), "out is too short");
-    py::gil_scoped_release release;
-    return encode(dtype, values(in), numel, bytes(out), threads);
+    return encode(dtype, in, numel, out, threads);
 }
 
-void bind_decode(int dtype, uintptr_t payload, size_t nbytes, uintptr_t out, size_t numel, bool add,
-                 int threads) {
+void bind_decode(int dtype, const u8* in, size_t nbytes, void* out, size_t numel, bool add, int threads) {
     check(dtype, numel);
-    py::gil_scoped_release release;
-    decode(dtype, bytes(payload), nbytes, values(out), numel, add, threads);
+    decode(dtype, in, nbytes, out, numel, add, threads);
 }
+
+const Binding binding("expcode", {function<bind_encode>("encode"), function<bind_decode>("decode")});
 
 }  // namespace
-
-const Binding binding("expcode", [](py::module_& module) {
-    module.def("encode", &bind_encode);
-    module.def("decode", &bind_decode);
-});
-
 }  // namespace expcode
 }  // namespace hybridcomp

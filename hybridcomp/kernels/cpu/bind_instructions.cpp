@@ -8,21 +8,17 @@ constexpr const char* NAMES[] = {"plain", "avx2", "avx512"};
 
 const char* used() { return NAMES[(int)instructions()]; }
 
-// Returns the name of what is used from now on: less than `name` where the machine lacks that.
-const char* limit(const std::string& name) {
+// Limit the instructions to `name`; return the name of those used from now on, the best of this machine below.
+const char* limit(const char* name) {
     for (int number = 0; number < 3; ++number) {
-        if (name != NAMES[number]) continue;
+        if (strcmp(name, NAMES[number])) continue;
         allowed_instructions() = (Instructions)number;
         return used();
     }
-    throw std::invalid_argument("instructions must be plain, avx2 or avx512, found " + name);
+    throw std::invalid_argument(std::string("instructions must be plain, avx2 or avx512, found ") + name);
 }
 
+const Binding binding("instructions", {function<limit>("limit"), function<used>("used")});
+
 }  // namespace
-
-const Binding binding("instructions", [](py::module_& module) {
-    module.def("limit", &limit);
-    module.def("used", &used);
-});
-
 }  // namespace hybridcomp

@@ -1,5 +1,7 @@
-// Lengths of the parts of an exchange, by rank: what a message whose lengths were never met before needs
-// of them, in one pass each. Arrays are of int64, contiguous; the caller keeps them as long as a call.
+// Lengths and layout of an exchange's parts, by rank, for messages with new lengths; each function takes one pass.
+// Arrays are contiguous int64.
+#include <memory>
+
 #include "bind.h"
 #include "cpu_blockint.h"
 
@@ -14,9 +16,9 @@ struct Row {
 
 class Words {
   public:
-    Words(py::handle array, bool writes = false) {
+    Words(PyObject* array, bool writes = false) {
         int flags = PyBUF_C_CONTIGUOUS | (writes ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(array.ptr(), &view_, flags)) throw py::error_already_set();
+        if (PyObject_GetBuffer(array, &view_, flags)) throw Raised();
         if (view_.itemsize == sizeof(int64_t)) return;
         PyBuffer_Release(&view_);
         throw std::invalid_argument("lengths must be int64");
@@ -33,17 +35,17 @@ class Words {
 };
 
 // Write `row` times each of `list` to `out`: (sum, smallest, largest) of what was written.
-py::tuple read(py::handle list, int64_t row, py::handle out) {
-    py::object items = py::reinterpret_steal<py::object>(PySequence_Fast(list.ptr(), "expected lengths"));
-    if (!items) throw py::error_already_set();
+std::tuple<int64_t, int64_t, int64_t> read(PyObject* list, int64_t row, PyObject* out) {
+    std::unique_ptr<PyObject, void (*)(PyObject*)> items(PySequence_Fast(list, "expected lengths"), Py_DecRef);
+    if (!items) throw Raised();
     Words words(out, true);
-    size_t count = (size_t)PySequence_Fast_GET_SIZE(items.ptr());
+    size_t count = (size_t)PySequence_Fast_GET_SIZE(items.get());
     require(count == words.size() && count, "out is of another length");
-    PyObject** item = PySequence_Fast_ITEMS(items.ptr());
+    PyObject** item = PySequence_Fast_ITEMS(items.get());
     int64_t total = 0, least = INT64_MAX, most = INT64_MIN;
     for (size_t i = 0; i < count; ++i) {
         int64_t found = PyLong_AsLongLong(item[i]);
-        if (found == -1 && PyErr_Occurred()) throw py::error_already_set();
+        if (found == -1 && PyErr_Occurred()) throw Raised();
         if (__builtin_mul_overflow(found, row, &found) || __builtin_add_overflow(total, found, &total)) {
             throw std::overflow_error("lengths do not fit into 64 bits");
         }
@@ -51,11 +53,11 @@ py::tuple read(py::handle list, int64_t row, py::handle out) {
         if (found < least) least = found;
         if (found > most) most = found;
     }
-    return py::make_tuple(total, least, most);
+    return {total, least, most};
 }
 
-// Write the payloads' bytes of as many values as each of `numels` says to `out`, with blockint.
-void blockint_nbytes(py::handle numels, int setting, py::handle out) {
+// Write to `out` the bytes of blockint's payload for each number of values in `numels`.
+void blockint_nbytes(PyObject* numels, int setting, PyObject* out) {
     require(blockint::possible(setting), "setting is out of range");
     Words from(numels), to(out, true);
     require(from.size() == to.size(), "out is of another length");
@@ -64,10 +66,11 @@ void blockint_nbytes(py::handle numels, int setting, py::handle out) {
     }
 }
 
-// Lay out parts that follow each other, as their payloads do, but for part `skip`, which has none: its
-// bytes become zero. A tile has 2^shift values. Writes a row for each part that has values:
-// (rows, their tiles, bytes of all payloads, first element of the part that was skipped).
-py::tuple lay_out(py::handle numels, py::handle nbytes, size_t skip, int shift, py::handle rows) {
+// Lay out consecutive parts and their payloads; part `skip` has no payload, its entry of `nbytes` becomes zero.
+// A tile has 2^shift values. Writes a row for each part with values; returns the number of rows, their tiles,
+// the bytes of all payloads, and the first element of part `skip`.
+std::tuple<int64_t, int64_t, int64_t, int64_t> lay_out(PyObject* numels, PyObject* nbytes, size_t skip, int shift,
+                                                       PyObject* rows) {
     Words lengths(numels), sizes(nbytes, true), room(rows, true);
     require(lengths.size() == sizes.size() && 5 * lengths.size() == room.size(), "arrays do not match");
     require(skip < lengths.size() && shift >= 0 && shift < 32, "no such part");
@@ -85,16 +88,12 @@ py::tuple lay_out(py::handle numels, py::handle nbytes, size_t skip, int shift, 
         values += numel;
         payload += sizes.data()[i];
     }
-    return py::make_tuple(row - (Row*)room.data(), tiles, payload, skipped);
+    return {row - (Row*)room.data(), tiles, payload, skipped};
 }
 
+const Binding binding("lengths", {function<read>("read"), function<blockint_nbytes>("blockint_nbytes"),
+                                  function<lay_out>("lay_out")});
+
 }  // namespace
-
-const Binding binding("lengths", [](py::module_& module) {
-    module.def("read", &read);
-    module.def("blockint_nbytes", &blockint_nbytes);
-    module.def("lay_out", &lay_out);
-});
-
 }  // namespace lengths
 }  // namespace hybridcomp

@@ -5,24 +5,18 @@ namespace hybridcomp {
 namespace residual {
 namespace {
 
-void bind_load(int bits, uintptr_t levels, uintptr_t steps, size_t numel, uintptr_t out, int threads) {
+void bind_load(int bits, u8* levels, u16* steps, size_t numel, float* out, int threads) {
     require(possible(bits), "bits are out of range");
-    py::gil_scoped_release release;
-    load(bits, {bytes(levels), (u16*)steps}, numel, (float*)out, threads);
+    load(bits, {levels, steps}, numel, out, threads);
 }
 
-void bind_store(int bits, uintptr_t in, size_t numel, uintptr_t levels, uintptr_t steps, int threads) {
+void bind_store(int bits, const float* in, size_t numel, u8* levels, u16* steps, int threads) {
     require(possible(bits), "bits are out of range");
-    py::gil_scoped_release release;
-    store(bits, (const float*)in, numel, {bytes(levels), (u16*)steps}, threads);
+    store(bits, in, numel, {levels, steps}, threads);
 }
+
+const Binding binding("residual", {function<bind_load>("load"), function<bind_store>("store")});
 
 }  // namespace
-
-const Binding binding("residual", [](py::module_& module) {
-    module.def("load", &bind_load);
-    module.def("store", &bind_store);
-});
-
 }  // namespace residual
 }  // namespace hybridcomp

@@ -14,26 +14,20 @@ Settings checked(int bits, int rice, uint32_t most, uint32_t last, int dtype, si
     return Settings{bits, rice, most, last};
 }
 
-size_t bind_encode(int bits, int rice, uint32_t most, uint32_t last, int dtype, uintptr_t in,
-                   size_t numel, uintptr_t out, size_t nbytes, int threads) {
+size_t bind_encode(int bits, int rice, uint32_t most, uint32_t last, int dtype, const void* in, size_t numel,
+                   u8* out, size_t nbytes, int threads) {
     Settings settings = checked(bits, rice, most, last, dtype, numel, false);
-    py::gil_scoped_release release;
-    return encode(settings, dtype, values(in), numel, bytes(out), nbytes, threads);
+    return encode(settings, dtype, in, numel, out, nbytes, threads);
 }
 
-void bind_decode(int bits, int rice, uint32_t most, uint32_t last, int dtype, uintptr_t payload,
-                 size_t nbytes, uintptr_t out, size_t numel, bool add, int threads) {
+void bind_decode(int bits, int rice, uint32_t most, uint32_t last, int dtype, const u8* in, size_t nbytes, void* out,
+                 size_t numel, bool add, int threads) {
     Settings settings = checked(bits, rice, most, last, dtype, numel, add);
-    py::gil_scoped_release release;
-    decode(settings, dtype, bytes(payload), nbytes, values(out), numel, add, threads);
+    decode(settings, dtype, in, nbytes, out, numel, add, threads);
 }
+
+const Binding binding("topk", {function<bind_encode>("encode"), function<bind_decode>("decode")});
 
 }  // namespace
-
-const Binding binding("topk", [](py::module_& module) {
-    module.def("encode", &bind_encode);
-    module.def("decode", &bind_decode);
-});
-
 }  // namespace topk
 }  // namespace hybridcomp

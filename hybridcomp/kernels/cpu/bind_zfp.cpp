@@ -3,6 +3,6 @@
 
 namespace hybridcomp {
 namespace zfp {
-const Binding binding("zfp", bind_fixed<wire_nbytes, encode, decode, in_range<10, 128>>);
+const Binding binding("zfp", bind_fixed<wire_nbytes, encode, decode, in_range<10, 128>>());
 }
 }  // namespace hybridcomp

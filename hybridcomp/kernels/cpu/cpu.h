@@ -8,10 +8,10 @@
 
 #include "lanes.h"
 
-// One function, compiled for AVX-512, AVX2 and baseline, chosen when the library is loaded. Needs
-// GNU ifunc; elsewhere the plain function is what the compiler makes of the baseline.
+// Compiles a function for AVX-512, AVX2 and the baseline; the loader picks a version. Needs GNU ifunc;
+// without it only the baseline is compiled.
 #if defined(HC_CLONES)
-// whoever builds for one machine (sanitizers do) has said what it is
+// a build for one machine (by the sanitizers) defines it
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define HC_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -42,6 +42,7 @@ struct Float16 {
     HC_INLINE void store8(F8 values, u16* out) { store_lanes(lanes_to_fp16(values), out); }
 };
 
+inline size_t item_nbytes(int dtype) { return dtype == (int)Dtype::fp32 ? 4 : 2; }
 inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 inline size_t align16(size_t nbytes) { return (nbytes + 15) & ~size_t(15); }
 
@@ -49,8 +50,8 @@ inline void require(bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
 }
 
-// Calls body(begin, end) on contiguous shares of `count` units; `unit` values each. One thread for
-// less than 64 Ki values: waking another costs more than it saves.
+// Calls body(begin, end) on contiguous shares of `count` units of `unit` values. Below 64 Ki values
+// one thread does all, since waking another costs more than it saves.
 template <class Body>
 void parallel_ranges(size_t count, size_t unit, int threads, const Body& body) {
     size_t useful = count * unit / 65536;

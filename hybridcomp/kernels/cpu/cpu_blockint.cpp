@@ -293,14 +293,13 @@ void encode_kept(int setting, int dtype, const void* values, size_t numel, u8* o
     Encode* encode = ENCODE[row_of(setting)][(int)Dtype::fp32];
     Decode* decode = DECODE[row_of(setting)][(int)Dtype::fp32];
     Layout layout(numel, bits_of(setting));
-    size_t size = dtype == (int)Dtype::fp32 ? 4 : 2;
     parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
         for (size_t tile = begin; tile < end; ++tile) {
             size_t first = tile * TILE;
             size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
             residual::Place here = residual::place_of(bits, kept, first);
             alignas(32) float sums[TILE], sent[TILE];
-            residual::add(bits, here, dtype, (const u8*)values + first * size, count, sums);
+            residual::add(bits, here, dtype, (const u8*)values + first * item_nbytes(dtype), count, sums);
             encode(sums, numel, setting, out, tile, tile + 1, tile);
             decode(out, numel, setting, sent, tile, tile + 1, tile);
             for (size_t i = count; i < ceil_div(count, BLOCK) * BLOCK; ++i) sent[i] = 0.0f;

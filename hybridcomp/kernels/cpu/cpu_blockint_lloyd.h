@@ -6,8 +6,8 @@
 namespace hybridcomp {
 namespace blockint {
 
-// Encode the first `blocks` blocks of a tile of 1024 values, those behind them zeros. False where the machine lacks
-// the instructions, or the tile holds a NaN or Inf: nothing was written.
+// Encodes the first `blocks` blocks of a tile of 1024 values; the other blocks must be zero. Returns false and writes
+// nothing if the machine lacks the instructions, or the tile has a NaN or Inf.
 bool lloyd_in_lanes(const float* values, int blocks, u8* levels, u8* scales, u8* base);
 
 }  // namespace blockint

@@ -1,5 +1,5 @@
-// Blocks of blockint with Lloyd levels: 64 values are a register of bytes of AVX-512, whose VBMI looks up a byte
-// of 128.
+// Blocks of blockint with Lloyd levels in AVX-512: a register holds 64 values as bytes, and VBMI looks each up in
+// a table of 128.
 #pragma once
 
 #include "cpu_blockint_lloyd_shared.h"
@@ -47,7 +47,7 @@ HC_VBMI inline bool scales_512(const float* values, Tile& tile, u8* base) {
     return true;
 }
 
-// fine_256 of two blocks: of every lane of 128 bits bytes 0 to 7 are of the first one, byte 4 b + i value
+// fine_256 of two blocks. In 128-bit lane L bytes 0 to 7 belong to the first block: byte 4 b + i is value
 // 4 L + 16 b + i.
 HC_VBMI inline __m512i fine_512(const float* values, const float* inverse) {
     __m512i words[4];
@@ -68,7 +68,7 @@ HC_VBMI inline void sum_gains_512(const float* values, int blocks, __m512i* fine
             int block = first + 2 * b;
             __m512i pair = fine_512(values + block * BLOCK, tile.inverse + block);
             fine[block / 2] = pair;
-            // of an index only the lower six bits count
+            // the lookup uses only the lower six bits of an index
             __m512i bin = _mm512_srli_epi16(_mm512_abs_epi8(pair), 2);
             __m512i gains = _mm512_sad_epu8(_mm512_permutexvar_epi8(bin, table), _mm512_setzero_si512());
             eight = _mm512_or_si512(eight, _mm512_slli_epi64(gains, 16 * b));
@@ -80,7 +80,7 @@ HC_VBMI inline void sum_gains_512(const float* values, int blocks, __m512i* fine
     }
 }
 
-// For each byte of two blocks' payload the two levels in it, as places in a register of `fine`.
+// For each payload byte of two blocks: the positions in a register of `fine` of its two levels.
 struct Places {
     alignas(64) u8 of[64];
     Places() {

@@ -1,4 +1,4 @@
-// What the loops of Lloyd levels share: tables, scales and what their passes over a tile hand on.
+// Tables, scales and the state between passes over a tile, for all loops of Lloyd levels.
 #pragma once
 
 #include "blockint.h"
@@ -13,8 +13,8 @@ constexpr int BINS = 16;       // of eight magnitudes each, 127 included: at mos
 constexpr int ROWS = 32;       // for each mantissa of T, one for T itself and one for the next below it
 constexpr int BIAS = 128;      // of gains, as bytes without a sign
 
-// For every row and bin the level of the first magnitude, and the last magnitude that has it; gains of bins
-// of four magnitudes, the even ones and the odd ones. For AVX-512 levels + 8 of all magnitudes, and gains in order.
+// `level`, `last`: for every row and bin the first magnitude's level, and the last magnitude with that level.
+// `gains`: of bins of four magnitudes, even and odd bins apart. For AVX-512: levels + 8 of all magnitudes, all gains.
 struct Tables {
     alignas(64) u8 level[ROWS][BINS], last[ROWS][BINS], gains[2][BINS], whole[ROWS][128], in_order[64];
     Tables() {
@@ -36,8 +36,8 @@ struct Tables {
 };
 const Tables TABLES;
 
-// What the passes over a tile hand on: largest magnitudes, then codes of T, inverse steps, fine values, four sums of
-// gains + BIAS in a word, rows of `TABLES`.
+// State between the passes over a tile: largest magnitudes (later codes of T), inverse steps, fine values, four sums
+// of gains + BIAS in a word, rows of `TABLES`.
 struct Tile {
     alignas(64) u32 codes[TILE_BLOCKS];
     alignas(64) float inverse[TILE_BLOCKS];
@@ -56,7 +56,7 @@ HC_INLINE u32 first_scales(u32 largest, Tile& tile) {
     return base;
 }
 
-// Sums of gains -> codes that are sent and rows of `TABLES`.
+// Chooses from the sums of gains the codes to send and the rows of `TABLES`.
 HC_256 inline void choose_scales(int blocks, Tile& tile, u8* scales) {
     alignas(32) u32 sent[TILE_BLOCKS];
     for (int b = 0; b < blocks; b += 8) {

@@ -57,8 +57,6 @@ Cast* const CASTS[3][3] = {
 };
 Cast* const ADDS[3] = {add_Fp32, add_BFloat16, add_Float16};
 
-size_t item_nbytes(int dtype) { return dtype == 0 ? 4 : 2; }
-
 // A payload may begin at any byte, the values of one that are read and written in place may not.
 bool is_misaligned(const void* at, int dtype) { return (size_t)at % item_nbytes(dtype) != 0; }
 

@@ -1,4 +1,4 @@
-// Checksums of weights, and what differs between two versions of them. Addresses need no alignment.
+// Checksums of weights, and differences between two versions of them. Addresses need no alignment.
 #pragma once
 
 #include "cpu.h"
@@ -11,15 +11,15 @@ constexpr size_t LEAST = 256;              // what is hashed has zeros behind it
 constexpr size_t DIGEST = 16;
 constexpr size_t WORD = 32;  // values of a word of a mask
 
-// The checksum of `nbytes` bytes: XXH3-128, as its canonical 16 bytes, of the XXH3-128s of each block and
-// of `nbytes` as u64.
+// Computes the checksum of `nbytes` bytes: the canonical 16 bytes of the XXH3-128 of all blocks' XXH3-128s,
+// followed by `nbytes` as u64.
 void digest(const u8* in, size_t nbytes, u8* out, int threads);
-// Returns how many of the values differ, and the checksum of `values`, in one pass. `mask`, where it is not
-// null, gets a bit for each value, from the lowest bit of u32 words up, zeros at its end.
+// Returns the number of values that differ, and computes the checksum of `values`, in one pass. Sets in `mask`,
+// unless it is null, a bit for each value, from the lowest bit of each u32 up; the last word ends in zeros.
 size_t compare(const u16* values, const u16* old, size_t numel, u32* mask, u8* out, int threads);
-// Copies the values whose bit is set to `out`, one behind the other; returns how many.
+// Copies the values whose bit is set to consecutive places of `out`; returns their number.
 size_t pick(const u16* values, const u32* mask, size_t numel, u16* out);
-// Copies values that `pick` has taken to where they were.
+// Copies values from `pick` back to their places.
 void put(const u16* picked, const u32* mask, size_t numel, u16* out);
 // Writes the places of the bits that are set.
 void places(const u32* mask, size_t numel, int64_t* out);

@@ -1,7 +1,5 @@
-// Decoding loops of expcode: whole tiles on lanes, the ragged last one through expcode.h. Nothing in a tile
-// is believed before it was compared with the tile's length.
-#include <atomic>
-
+// Decoding loops of expcode: whole tiles on lanes, a partial last tile through expcode.h. All fields of a tile
+// are checked against its length before they are used.
 #include "bitplanes.h"
 #include "cpu_expcode_shared.h"
 #include "level_lanes.h"
@@ -130,7 +128,7 @@ HC_INLINE u32 decode_width(const Body& body, u32 blocks, u8* values) {
     return decode_lanes<F, WIDTH, false>(body, values);
 }
 
-// False for a tile that no encoder made. `values` holds whole blocks.
+// Returns false for a tile that no encoder writes. `values` has room for whole blocks.
 template <class F>
 HC_INLINE bool decode_tile(Span span, u32 blocks, u8* values) {
     if (span.begin == span.end) {
@@ -205,17 +203,14 @@ void decode(int dtype, const u8* in, size_t nbytes, void* out, size_t numel, boo
     TileHeader header = read_header(in, nbytes, MAGIC, VERSION, numel);
     require(header.dtype == (u8)dtype, "payload was encoded from another dtype");
     require(header.tile == TILE, "payload has tiles of another length");
-    Layout layout(numel, item_size(dtype));
+    Layout layout(numel, item_nbytes(dtype));
     size_t total = (size_t)header.length * 4;
     require(nbytes >= layout.data && nbytes - layout.data >= total,
             "payload is too short for its tiles");
     Target to = {in + HEADER_BYTES, in + layout.data, total, layout.tiles, numel, out};
     Decode* loop = add ? ADD[dtype] : DECODE[dtype];
-    std::atomic<bool> good{true};
-    parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
-        if (!loop(to, begin, end)) good = false;
-    });
-    require(good, "a tile is damaged");
+    decode_tiles_in_shares(layout.tiles, TILE, threads,
+                           [&](size_t begin, size_t end) { return loop(to, begin, end); });
 }
 
 }  // namespace expcode

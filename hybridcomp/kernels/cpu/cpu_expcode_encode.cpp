@@ -1,5 +1,5 @@
-// Encoding loops of expcode. Whole tiles run on eight lanes of 32 bits, or sixteen of 16; the ragged last
-// one through the functions of expcode.h.
+// Encoding loops of expcode: whole tiles on eight lanes of 32 bits or sixteen of 16, a partial last tile through
+// the functions of expcode.h.
 #include "bitplanes.h"
 #include "cpu_expcode_shared.h"
 #include "level_lanes.h"
@@ -22,7 +22,7 @@ HC_INLINE u32 read_value(const u8* values, u32 i) {
     return bits;
 }
 
-// Zero blocks and coding. Blocks are whole.
+// Finds the zero blocks and chooses the coding. Blocks are whole.
 template <class F>
 HC_INLINE Tile prepare(const u8* values, u32 blocks) {
     Tile tile;
@@ -58,7 +58,7 @@ HC_INLINE Tile prepare(const u8* values, u32 blocks) {
     return tile;
 }
 
-// Byte lanes: codes of the exponents and 255 where they are escapes.
+// Returns the codes of exponents in byte lanes; `escaped` is 255 where a code is an escape.
 template <class F, int WIDTH, bool ZERO>
 HC_INLINE B32 code_lanes(B32 exponents, u32 base, B32& escaped) {
     escaped = (B32){};
@@ -77,7 +77,7 @@ HC_INLINE B32 code_lanes(B32 exponents, u32 base, B32& escaped) {
     }
 }
 
-// Everything but codes and low halves, into `out`; returns the levels that the codes are added to.
+// Writes all bits but codes and low halves to `out`; returns the levels to which the codes are added.
 HC_INLINE U8 split(Single, const u8* values, u8* out, B32& exponents, U8* halves) {
     U8 bits[4], middle = {}, top = {};
     for (int b = 0; b < 4; ++b) {
@@ -105,7 +105,7 @@ HC_INLINE U8 split(F, const u8* values, u8* out, B32& exponents, U8*) {
     return (U8)(((r[0] >> 8) & 7) | ((r[1] >> 8) & 7) << 8);
 }
 
-// Blocks of a whole tile. Returns the number of escapes, which go to `escapes`.
+// Encodes the blocks of a whole tile; writes its escapes to `escapes` and returns their number.
 template <class F, int WIDTH, bool ZERO>
 HC_INLINE u32 encode_lanes(const u8* values, const Tile& tile, u8* out, u8* escapes) {
     u32 count = 0;
@@ -235,11 +235,11 @@ Encode* const ENCODE[3] = {encode_Single, encode_Brain, encode_Half};
 
 }  // namespace
 
-size_t wire_nbytes(size_t numel, int dtype) { return Layout(numel, item_size(dtype)).capacity; }
+size_t wire_nbytes(size_t numel, int dtype) { return Layout(numel, item_nbytes(dtype)).capacity; }
 
 size_t encode(int dtype, const void* in, size_t numel, u8* out, int threads) {
     if (numel == 0) return 0;
-    Layout layout(numel, item_size(dtype));
+    Layout layout(numel, item_nbytes(dtype));
     Source from = {(const u8*)in, numel};
     Encode* loop = ENCODE[dtype];
     size_t total = encode_tiles_in_shares(

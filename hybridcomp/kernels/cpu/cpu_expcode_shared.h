@@ -12,9 +12,7 @@ namespace expcode {
 typedef u16 H16 __attribute__((vector_size(32)));
 typedef u8 B32 __attribute__((vector_size(32)));
 
-inline size_t item_size(int dtype) { return dtype == (int)Dtype::fp32 ? 4 : 2; }
-
-// The most that a tile of `numel` values takes: codes as wide as exponents, and a mask.
+// Returns the most bytes of a tile of `numel` values: codes as wide as exponents, and a mask.
 inline size_t largest_tile(size_t numel, size_t item) {
     size_t blocks = ceil_div(numel, BLOCK);
     return (TILE_HEADER_BYTES + ceil_div(blocks, 8) + blocks * BLOCK * item + 3) & ~size_t(3);

@@ -1,5 +1,5 @@
-// Instructions of the loops that are written for several: the best that the machine has, up to a limit that
-// tests and benchmarks set. Bytes and values are the same with all.
+// Instruction sets of loops with several versions: the best of this machine, up to a limit that tests and
+// benchmarks set. All versions give the same bytes and values.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(HC_PLAIN)
 #include <immintrin.h>
-// g++ 12 takes the undefined lanes of its own intrinsics for a mistake
+// g++ 12 warns of the undefined lanes in its own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #define HC_X86

@@ -1,6 +1,6 @@
-// CPU loops of mpc. Whole chunks are transposed on eight lanes, a ragged last one by mpc.h; the tests
-// compare both with one reference. Threads encode contiguous shares of the chunks into where their words would lie
-// if none were dropped; then the shares are moved together. So the bytes do not depend on threads.
+// CPU loops of mpc. Whole chunks are transposed on eight lanes, a partial last one by mpc.h; tests compare
+// both with one reference. Each thread encodes a contiguous share of the chunks, to the place of its words if none
+// were dropped; then the shares move together. The bytes do not depend on the number of threads.
 #include <vector>
 
 #include "cpu_mpc.h"
@@ -21,8 +21,8 @@ struct Layout {
     }
 };
 
-// mpc::transpose of 32 groups. g++ unrolls the loops of that one before it could make vectors of them,
-// and they took three quarters of the time of encode (64 of 88 ns a group).
+// mpc::transpose of 32 groups. g++ unrolls that function's loops instead of vectorizing them, which took
+// three quarters of the encoding time (64 of 88 ns a group).
 HC_INLINE void transpose_chunk(u32* words) {
     for (int g = 0; g < CHUNK; g += GROUP) {
         U8 v[4];
@@ -55,7 +55,7 @@ HC_INLINE size_t encode_chunks(const u8* in, size_t bytes, int dim, u32* bitmap,
         if (size < sizeof(words)) memset((u8*)words + size, 0, sizeof(words) - size);
         size_t count = ceil_div(size, 4);
         if (count < (size_t)CHUNK) {
-            // past the end the differences are zero, not the words: fill so that they become so
+            // past the end the differences are zero, not the words: choose the words accordingly
             for (size_t i = count; i < CHUNK; ++i) words[i] = i < (size_t)dim ? 0 : words[i - dim];
         }
         if (count == (size_t)CHUNK) encode_whole(words, dim, d);
@@ -66,7 +66,7 @@ HC_INLINE size_t encode_chunks(const u8* in, size_t bytes, int dim, u32* bitmap,
             bitmap[chunk * (CHUNK / GROUP) + g] = drop_zeros(d + g * GROUP, out + kept, number);
             kept += number;
         }
-        // v1.2 tests all 1024 words: after a ragged end one more is not zero
+        // v1.2 tests all 1024 words: after a partial group one more may be nonzero
         if (groups * GROUP < CHUNK && d[groups * GROUP] != 0) out[kept++] = d[groups * GROUP];
     }
     return kept;
@@ -103,7 +103,7 @@ struct Message {
 
 HC_INLINE void decode_chunks(const Message& message, u8* out, size_t begin, size_t end) {
     const u32* data = message.data;
-    size_t item = message.dtype == 0 ? 4 : 2, values = CHUNK * 4 / item;
+    size_t item = item_nbytes(message.dtype), values = CHUNK * 4 / item;
     for (size_t chunk = begin; chunk < end; ++chunk) {
         size_t group = chunk * (CHUNK / GROUP), first = chunk * values;
         size_t groups = message.groups - group < 32 ? message.groups - group : 32;
@@ -131,7 +131,7 @@ HC_CLONES void decode_share(const Message& message, u8* out, size_t begin, size_
     decode_chunks(message, out, begin, end);
 }
 
-// A payload may begin at any byte, the words of one that are read and written in place may not.
+// A payload may begin at any byte, but loops read and write its words in place.
 bool is_misaligned(const u8* payload) { return (size_t)payload % alignof(u32) != 0; }
 
 HC_CLONES size_t count_bits(const u32* words, size_t count) {
@@ -160,7 +160,7 @@ size_t encode(int dim, int dtype, const void* in, size_t numel, u8* out, int thr
     u32* data = words + layout.data;
     words[0] = header_word((u32)dtype, (u32)dim);
     words[1] = (u32)numel;
-    size_t bytes = numel * (dtype == 0 ? 4 : 2);
+    size_t bytes = numel * item_nbytes(dtype);
     std::vector<size_t> kept(layout.chunks, 0);  // at the first chunk of each share
     parallel_ranges(layout.chunks, CHUNK, threads, [&](size_t begin, size_t end) {
         kept[begin] = encode_share((const u8*)in, bytes, dim, words + HEADER_WORDS,

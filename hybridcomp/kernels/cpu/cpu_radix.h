@@ -16,8 +16,8 @@ size_t wire_nbytes(size_t numel, int segment, int dtype);
 // Returns the bytes used. May write anywhere in the wire_nbytes of `out`.
 size_t encode(const Settings& settings, int dtype, const void* in, size_t numel, u8* out,
               int threads);
-// Throws std::invalid_argument on a payload that no encode made with these settings. `dtype` is that
-// of `out`; the payload knows the encoded one.
+// Throws std::invalid_argument for a payload that `encode` cannot have written with these settings. `dtype`
+// is that of `out`; the payload names the encoded one.
 void decode(const Settings& settings, int dtype, const u8* in, size_t nbytes, void* out,
             size_t numel, bool add, int threads);
 

@@ -1,7 +1,5 @@
-// Decoding loops of radix: a tile at a time. Blocks of four words run on vectors, the others through the
-// functions of radix.h. Nothing in a tile is believed before it was compared with the tile's length.
-#include <atomic>
-
+// Decoding loops of radix: a tile at a time. Blocks of four words run on vectors, others through radix.h.
+// All fields of a tile are checked against its length before they are used.
 #include "bitplanes.h"
 #include "cpu_radix_shared.h"
 #include "lanes.h"
@@ -15,8 +13,8 @@ struct Head {
     u32 base, span, flags;
 };
 
-// Classes of all blocks of a tile (RAW + 1: zero) and the bit where each block's words begin, from
-// `data` on. False for a tile that no encoder made.
+// Reads the classes of a tile's blocks (RAW + 1: zero) and the bit of `data` at which each block's words begin.
+// Returns false for a tile that no encoder writes.
 HC_INLINE bool read_head(Span span, u32 blocks, u32 raw_bits, Head& head, u8* classes,
                          u32* positions, const u8*& data) {
     if (span.end - span.begin < TILE_HEADER_BYTES) return false;
@@ -194,11 +192,8 @@ void decode(const Settings& settings, int dtype, const u8* in, size_t nbytes, vo
     Target to = {in + layout.offsets, in + layout.data, total,        layout.tiles,
                  numel,               header.tile,   header.dtype, out};
     Decode* loop = add ? add_Fp32 : DECODE[dtype];
-    std::atomic<bool> good{true};
-    parallel_ranges(layout.tiles, header.tile, threads, [&](size_t begin, size_t end) {
-        if (!loop(to, begin, end)) good = false;
-    });
-    require(good, "a tile is damaged");
+    decode_tiles_in_shares(layout.tiles, header.tile, threads,
+                           [&](size_t begin, size_t end) { return loop(to, begin, end); });
 }
 
 }  // namespace radix

@@ -1,5 +1,5 @@
-// Encoding loops of radix: a segment at a time, from the L1 cache. Blocks of four words, nearly all of
-// them, run on vectors; the others through the functions of radix.h.
+// Encoding loops of radix: a segment at a time, in the L1 cache. Blocks of four words, nearly all blocks,
+// run on vectors; others through radix.h.
 #include "bitplanes.h"
 #include "cpu_radix_shared.h"
 
@@ -16,7 +16,7 @@ u32 finite_absmax(const float* values, u32 count) {
     return largest;
 }
 
-// What an encoder knows of a tile before it writes it. Classes of zero blocks are not set.
+// A tile before it is written. Classes of zero blocks are not set.
 struct Tile {
     u32 absmax[MAX_BLOCKS];
     u8 present[MAX_BLOCKS];  // 1: not zero
@@ -59,13 +59,7 @@ HC_INLINE bool encode_block(const float* values, Step step, const Class& cls, u3
 
 HC_INLINE u32 block_absmax(const float* values) {
     I8 a = load_lanes<I8>(values) & (i32)MAGNITUDE, b = load_lanes<I8>(values + 8) & (i32)MAGNITUDE;
-    I8 largest = a > b ? a : b;
-    I4 x = __builtin_shufflevector(largest, largest, 0, 1, 2, 3);
-    I4 y = __builtin_shufflevector(largest, largest, 4, 5, 6, 7);
-    x = x > y ? x : y;
-    y = __builtin_shufflevector(x, x, 2, 3, 0, 1);
-    x = x > y ? x : y;
-    return (u32)(x[0] > x[1] ? x[0] : x[1]);
+    return largest_lane(a > b ? a : b);
 }
 
 template <class T>
@@ -103,7 +97,7 @@ HC_INLINE void encode_blocks(const float* values, const typename T::Stored* sour
     }
 }
 
-// Header, mask and planes; returns where the words begin.
+// Writes header, mask and planes; returns the address after them.
 u8* write_head(const Tile& tile, u32 blocks, float step, u8* out) {
     u8 fields[MAX_BLOCKS + 8] = {};
     u32 count = 0, base = RAW, top = 0, raws = 0;
@@ -138,7 +132,7 @@ u8* write_head(const Tile& tile, u32 blocks, float step, u8* out) {
     return write_planes(fields, count, bits_of(span + mixed), out);
 }
 
-// Bits to bytes, lowest first. Touches up to eight bytes beyond what was put.
+// Writes bits to bytes, lowest first; may write eight bytes beyond the last bit.
 struct BitWriter {
     u8* out;
     u64 pending;
@@ -238,14 +232,14 @@ Encode* const ENCODE[3] = {encode_Fp32, encode_BFloat16, encode_Float16};
 }  // namespace
 
 size_t wire_nbytes(size_t numel, int segment, int dtype) {
-    return Layout(numel, (size_t)segment, item_size(dtype)).capacity;
+    return Layout(numel, (size_t)segment, item_nbytes(dtype)).capacity;
 }
 
 size_t encode(const Settings& settings, int dtype, const void* in, size_t numel, u8* out,
               int threads) {
     if (numel == 0) return 0;
     size_t segment = (size_t)settings.segment;
-    Layout layout(numel, segment, item_size(dtype));
+    Layout layout(numel, segment, item_nbytes(dtype));
     Source from = {in, numel, segment, settings.bound, settings.relative};
     Encode* loop = ENCODE[dtype];
     size_t total = encode_tiles_in_shares(

@@ -19,10 +19,8 @@ constexpr bool divisors_are_exact() {
 }
 static_assert(divisors_are_exact(), "a class has no reciprocal of 32 bits");
 
-inline size_t item_size(int dtype) { return dtype == (int)Dtype::fp32 ? 4 : 2; }
-
-// What a dtype adds to encoding: `round` is T::load(T::store(x)) of finite lanes, and of an Inf
-// anything that is far from every value.
+// Encoding that depends on the dtype: `round` is T::load(T::store(x)) for finite lanes, and for an Inf
+// any number far from every value.
 template <class T>
 struct Narrow : T {
     static constexpr bool NARROW = false;
@@ -57,8 +55,8 @@ struct Narrow<Float16> : Float16 {
     HC_INLINE float half(float limit, u32 absmax) { return rounded_limit(limit, absmax, 10, 113); }
 };
 
-// The most that a tile of `numel` values takes: all blocks raw, mask, six planes, and eight bytes for
-// alignment and what the bit writer may touch.
+// Returns the most bytes of a tile of `numel` values: all blocks raw, mask, six planes, and eight bytes for
+// alignment and for the bit writer, which writes beyond the end.
 inline size_t largest_tile(size_t numel, size_t item) {
     size_t blocks = ceil_div(numel, BLOCK);
     size_t head = TILE_HEADER_BYTES + 7 * ceil_div(blocks, 8);

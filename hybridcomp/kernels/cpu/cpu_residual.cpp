@@ -12,7 +12,7 @@ constexpr size_t UNIT = 1024;  // values that `load` and `store` take at once
 // The levels of values 8 g to 8 g + 7 are in bits `shift` of the words of a block.
 HC_INLINE U8 halves(u32 shift) { return U8{0, 0, 0, 0, 4, 4, 4, 4} + shift; }
 
-// These levels, moved up to the end of each lane.
+// Moves these levels to the top of each lane.
 template <int BITS>
 HC_INLINE U8 lift(U8 words, int g) {
     if constexpr (BITS == 8) return words << (24 - 8 * g);
@@ -64,12 +64,7 @@ HC_INLINE u32 leave_block(const float* sums, const float* sent, float* left) {
         largest = magnitude > largest ? magnitude : largest;
         store_lanes(lanes, left + 8 * g);
     }
-    I4 half = __builtin_shufflevector(largest, largest, 0, 1, 2, 3);
-    I4 other = __builtin_shufflevector(largest, largest, 4, 5, 6, 7);
-    half = half > other ? half : other;
-    other = __builtin_shufflevector(half, half, 2, 3, 0, 1);
-    half = half > other ? half : other;
-    return (u32)(half[0] > half[1] ? half[0] : half[1]);
+    return largest_lane(largest);
 }
 
 template <int BITS>
@@ -85,7 +80,7 @@ HC_INLINE void pack_block(const float* left, float inverse, u8* levels) {
     else fold<4>(words, levels);
 }
 
-// At most UNIT values. Steps of all blocks at once: a division after the other would take half of the time.
+// Takes at most UNIT values. All steps at once: one division after another would take half of the time.
 template <int BITS>
 HC_INLINE void keep_blocks(const float* sums, const float* sent, size_t count, Place to) {
     if constexpr (BITS == 16) {
@@ -133,7 +128,7 @@ Keep* const KEEP[3] = {keep_4, keep_8, keep_16};
 
 int row_of(int bits) { return bits == 4 ? 0 : bits == 8 ? 1 : 2; }
 
-// Calls body(first, count) for UNIT values after the other.
+// Calls body(first, count) for each run of UNIT values.
 template <class Body>
 void in_units(size_t numel, int threads, const Body& body) {
     parallel_ranges(ceil_div(numel, UNIT), UNIT, threads, [&](size_t begin, size_t end) {

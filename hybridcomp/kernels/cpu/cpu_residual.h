@@ -21,11 +21,11 @@ inline Place place_of(int bits, Place all, size_t first) {
 
 // sums = residual + values (`dtype`, or null: none), and zeros up to the end of the last block of 32.
 void add(int bits, Place from, int dtype, const void* values, size_t count, float* sums);
-// residual = sums - sent (null: nothing was sent), 0 where that is not finite. `sums` and `sent` have zeros
-// up to the end of the last block.
+// residual = sums - sent (null: zeros), 0 where that is not finite. `sums` and `sent` have zeros up to the
+// end of the last block.
 void keep(int bits, const float* sums, const float* sent, size_t count, Place to);
 
-// The same for a whole residual and fp32 without zeros behind them.
+// `add` and `keep` for a whole residual, from and to fp32 values without zeros after them.
 void load(int bits, Place from, size_t numel, float* out, int threads);
 void store(int bits, const float* values, size_t numel, Place to, int threads);
 

@@ -10,8 +10,8 @@ namespace stepcode {
 size_t wire_nbytes(size_t numel);
 // Returns the bytes used. May write anywhere in the wire_nbytes of `out`.
 size_t encode(int dtype, const u16* values, const u16* reference, size_t numel, u8* out, int threads);
-// Throws std::invalid_argument on a payload that is not what encode made for these arguments; `out` has
-// undefined values then. `out` may be `reference`.
+// Throws std::invalid_argument for a payload that `encode` cannot have written with these arguments; `out` is
+// then undefined. `out` may be `reference`.
 void decode(int dtype, const u8* in, size_t nbytes, const u16* reference, u16* out, size_t numel,
             int threads);
 

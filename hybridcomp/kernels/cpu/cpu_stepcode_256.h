@@ -35,7 +35,7 @@ struct ByContext256 {
     }
 };
 
-// A step, folded, with the flip of the sign at the top.
+// Returns folded steps; the top bit says whether the sign flips.
 HC_256 inline __m256i folded_256(__m256i old, __m256i value) {
     const __m256i low = _mm256_set1_epi16(0x7fff);
     __m256i doubled = _mm256_slli_epi16(_mm256_sub_epi16(value, old), 1);
@@ -43,18 +43,18 @@ HC_256 inline __m256i folded_256(__m256i old, __m256i value) {
     return _mm256_or_si256(z, _mm256_andnot_si256(low, _mm256_xor_si256(old, value)));
 }
 
-// Two times 16 lanes as 32 bytes in order; both below 256.
+// Narrows two times 16 lanes, all below 256, to 32 bytes in order.
 HC_256 inline __m256i bytes_256(__m256i first, __m256i second) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi16(first, second), 0xd8);
 }
 
-// Lanes 8 `eighth` to 8 `eighth` + 8 of 16.
+// Widens lanes 8 EIGHTH to 8 EIGHTH + 7 of 16.
 template <int EIGHTH>
 HC_256 inline __m256i eighth_256(__m256i halves) {
     return _mm256_cvtepu16_epi32(_mm256_extracti128_si256(halves, EIGHTH));
 }
 
-// Entries at eight places, loaded one by one: on an EPYC that decoded faster than gathers did.
+// Looks up eight entries one by one, which is faster than a gather on an EPYC.
 HC_256 inline __m256i entries_256(const u32* entries, __m256i places) {
     u64 p[4];
     _mm256_storeu_si256((__m256i*)p, places);

@@ -29,7 +29,7 @@ HC_512 inline __m512i upper_half(__m512i halves) {
     return _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(halves, 1));
 }
 
-// Entries at sixteen places.
+// Looks up sixteen entries.
 HC_512 inline __m512i entries_512(const u32* entries, __m512i places) {
     __m256i low = entries_256(entries, _mm512_castsi512_si256(places));
     __m256i high = entries_256(entries, _mm512_extracti64x4_epi64(places, 1));

@@ -1,4 +1,4 @@
-// Decoder of stepcode: a table of 4096 entries for each context gives the symbol of a state.
+// Decoder of stepcode: for each context a table of 4096 entries maps a state to a symbol.
 #include "cpu_stepcode.h"
 #include "cpu_stepcode_decode.h"
 
@@ -6,7 +6,7 @@ namespace hybridcomp {
 namespace stepcode {
 namespace {
 
-// Up to 32 values from `first` on, one after the other.
+// Decodes up to 32 values from `first` on, one by one.
 bool decode_group(Tile& tile, size_t first, u32 count) {
     for (u32 lane = 0; lane < count; ++lane) {
         u32 old = tile.reference[first + lane], context = context_of(old, tile.dtype, tile.lowest);
@@ -88,19 +88,18 @@ void decode(int dtype, const u8* in, size_t nbytes, const u16* reference, u16* o
     Tables tables;
     require(tables.read(in + HEADER_BYTES, head.model), "the model is damaged");
     const u8* offsets = in + HEADER_BYTES + head.model;
-    std::atomic<bool> good{true};
-    parallel_ranges(tiles, head.tile, threads, [&](size_t begin, size_t end) {
-        for (size_t t = begin; t < end && good; ++t) {
+    decode_tiles_in_shares(tiles, head.tile, threads, [&](size_t begin, size_t end) {
+        for (size_t t = begin; t < end; ++t) {
             size_t first = t * head.tile, left = numel - first;
             Span span;
             Tile tile = {};
             tile.tables = &tables, tile.dtype = head.dtype, tile.lowest = head.lowest;
             tile.reference = reference + first, tile.out = out + first;
             tile.count = left < head.tile ? left : head.tile;
-            if (!tile_span(offsets, in + data, total, tiles, t, span) || !decode_tile(span, tile)) good = false;
+            if (!tile_span(offsets, in + data, total, tiles, t, span) || !decode_tile(span, tile)) return false;
         }
+        return true;
     });
-    require(good, "a tile is damaged");
 }
 
 }  // namespace stepcode

@@ -6,7 +6,7 @@
 namespace hybridcomp {
 namespace stepcode {
 
-// An entry: frequency (12 bits), what is added to the state (12 bits), symbol (8 bits).
+// An entry has the frequency (12 bits), the addend for the state (12 bits) and the symbol (8 bits).
 struct Tables {
     std::vector<u32> entries;
     u32 zeros[CONTEXTS];  // frequency of symbol 0, whose range begins at 0
@@ -66,7 +66,7 @@ struct Tile {
     u32 states[LANES];
 };
 
-// What a symbol says of a folded step, the flip of the sign at the top, and how many bits are to follow.
+// Leading bits of the folded step of each symbol, with the sign flip on top, and the number of its extra bits.
 struct Leads {
     u16 folded[SYMBOLS];
     u8 count[SYMBOLS];
@@ -80,7 +80,7 @@ struct Leads {
 };
 inline const Leads LEADS;
 
-// Makes folded steps of the symbols in the lanes of `rare`, which may have extra bits.
+// Replaces the symbols in the lanes of `rare`, which may have extra bits, by folded steps.
 inline void put_rare(u16* lanes, u32 rare, BitReader& extra) {
     for (u32 left = rare; left; left &= left - 1) {
         u32 lane = (u32)__builtin_ctz(left), symbol = lanes[lane];
@@ -91,7 +91,7 @@ inline void put_rare(u16* lanes, u32 rare, BitReader& extra) {
 }
 
 #ifdef HC_X86
-// Groups of 32 while no word can be missing; returns the values decoded.
+// Decodes groups of 32 as long as enough words are left for one; returns the number of values decoded.
 size_t decode_512(Tile& tile);
 size_t decode_256(Tile& tile);
 #endif

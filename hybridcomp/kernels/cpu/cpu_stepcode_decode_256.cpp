@@ -7,7 +7,7 @@ namespace hybridcomp {
 namespace stepcode {
 namespace {
 
-// Shuffles of 8 u16 that move the first to the places of a mask, in order, and zeros elsewhere.
+// Shuffles of 8 u16 that spread the first ones to the places of a mask, in order, with zeros between.
 struct ToPlaces {
     u8 bytes[256][16];
     constexpr ToPlaces() : bytes{} {
@@ -24,7 +24,7 @@ struct ToPlaces {
 };
 alignas(16) constexpr ToPlaces TO_PLACES;
 
-// Quiet groups, of zeros alone, come rarely or often.
+// Groups of zeros alone come rarely, or in long runs: limit of failed checks for them in a row.
 constexpr int HOPES = 64;
 
 HC_256 inline __m256i take_words(__m256i state, const u8*& words) {

@@ -57,8 +57,8 @@ void push_tiles(const Source& from, Pushing* first, Pushing* second) {
     if (second) push_rest(from, *second, 0);
 }
 
-// A tile on its way: its symbols, then its words. Words are written from the end of their room, which begins
-// with what lanes write before them.
+// A tile being encoded: its symbols, then its words. Words are written backwards from the end of their room;
+// lanes may write before the first word.
 struct Coding {
     std::vector<u8> symbols;
     std::vector<u16> words;
@@ -68,7 +68,7 @@ struct Coding {
     Pushing pushing;
     explicit Coding(size_t tile) : symbols(tile), words(tile + LANES), extra(tile / 2 + 3) {}
 
-    // False where nothing has changed: then there are no words.
+    // Returns false, and makes no words, if no value has changed.
     bool begin(const Source& from, size_t first, size_t count) {
         BitWriter bits(extra.data());
         pushing = Pushing{first, count, symbols.data(), states, words.data() + LANES + count};
@@ -97,7 +97,7 @@ struct Coding {
     }
 };
 
-// Step 3, of tiles begin..end, two at a time. Returns the bytes written.
+// Does step 3 for tiles begin..end, two at a time; returns the bytes written.
 size_t encode_tiles(const Source& from, size_t numel, size_t tile, size_t begin, size_t end, u8* to, u8* places) {
     size_t room = tile < numel ? tile : numel, used = 0;
     Coding first(room), second(room);

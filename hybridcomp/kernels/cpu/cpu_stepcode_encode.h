@@ -43,8 +43,8 @@ HC_INLINE void code_value(const Source& from, size_t i, u8* symbol, BitWriter& e
     extra.put(coded.bits, coded.count);
 }
 
-// A group's symbols that are not the folded step itself: those of the lanes of `rare`. `steps` are folded, with
-// the flip of the sign at the top.
+// Codes the lanes of `rare` of a group, whose symbol is not the folded step itself. `steps` are folded, with the
+// sign flip on top.
 HC_INLINE void code_rare(const Source& from, size_t at, u32 rare, const u16* steps, const u16* contexts, u8* to,
                          BitWriter& extra) {
     for (u32 left = rare; left; left &= left - 1) {
@@ -58,7 +58,7 @@ HC_INLINE void code_rare(const Source& from, size_t at, u32 rare, const u16* ste
     }
 }
 
-// A share below 1 / frequency by 2^-22, so that a quotient is right or one too small.
+// Factor that makes a reciprocal of a frequency 2^-22 too small, so that a quotient is exact or one too small.
 constexpr float BELOW = 1.0f - 1.0f / (1 << 22);
 
 // A tile whose words are being written, backwards.
@@ -70,10 +70,10 @@ struct Pushing {
 };
 
 #ifdef HC_X86
-// Symbols of whole groups of 32; true where something has changed.
+// Computes the symbols of whole groups of 32; returns whether any value has changed.
 bool code_512(const Source& from, size_t first, size_t groups, u8* symbols, BitWriter& extra);
 bool code_256(const Source& from, size_t first, size_t groups, u8* symbols, BitWriter& extra);
-// Words of the first groups of 32, the last group first. Those of AVX2 write up to 8 words before `to`.
+// Writes the words of the first groups of 32, last group first. The AVX2 version writes up to 8 words before `to`.
 void push_512(const Source& from, Pushing* tile, size_t groups);
 void push_pair_512(const Source& from, Pushing* const* tiles, size_t groups);
 void push_256(const Source& from, Pushing* tile, size_t groups);

@@ -8,7 +8,7 @@ namespace stepcode {
 
 namespace {
 
-// Which direct symbols each context has: for each context a byte of bits for symbols 8 n to 8 n + 7.
+// Direct symbols of each context: a byte of bits for symbols 8 n to 8 n + 7.
 struct Known256 {
     __m256i bytes[4], bit;
     HC_256 explicit Known256(const u32* known) {
@@ -20,7 +20,7 @@ struct Known256 {
         for (u32 i = 0; i < 16; ++i) bits[i] = (u8)(1u << i % 8);
         bit = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)bits));
     }
-    // Lanes of 32 symbols, as bytes, that are not direct or that their context lacks.
+    // Returns the lanes, of 32 symbols as bytes, whose symbol is not direct or not in their context.
     HC_256 u32 lacking(__m256i symbol, __m256i context) const {
         __m256i held = _mm256_shuffle_epi8(bytes[0], context);
 #pragma GCC unroll 4
@@ -53,14 +53,14 @@ struct ToEnd {
 alignas(16) constexpr ToEnd TO_END;
 
 HC_256 inline __m256 float_256(__m256i state) {
-    // both halves within floats of 2^23 and 2^39, so that only the sum is rounded
+    // put both halves into mantissas of floats at 2^23 and 2^39, so that only the sum is rounded
     __m256i low = _mm256_blend_epi16(state, _mm256_set1_epi32(0x4b000000), 0xaa);
     __m256i high = _mm256_or_si256(_mm256_srli_epi32(state, 16), _mm256_set1_epi32(0x53000000));
     __m256 rest = _mm256_sub_ps(_mm256_castsi256_ps(high), _mm256_set1_ps(549764202496.0f));  // 2^39 + 2^23
     return _mm256_add_ps(rest, _mm256_castsi256_ps(low));
 }
 
-// The states after symbols: the quotient of states below 2^20 frequency, from a float, then mended.
+// Returns the states after symbols. The quotient, of states below 2^20 frequency, is a float's, then corrected.
 HC_256 inline __m256i push_lanes(__m256i state, __m256i range, __m256 share) {
     __m256i frequency = _mm256_and_si256(range, _mm256_set1_epi32(0xffff));
     __m256i quotient = _mm256_cvttps_epi32(_mm256_mul_ps(float_256(state), share));
@@ -83,7 +83,7 @@ HC_256 inline __m256i give_words(__m256i state, __m256i range, u16*& to) {
     u32 mask = mask_256(over);
     __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(state, lower), 0x08);
     __m128i moved = _mm_load_si128((const __m128i*)TO_END.bytes[mask]);
-    // what lies before the words of the mask is written again, or is before them all
+    // places before the words of the mask are written again later, or lie before all words
     _mm_storeu_si128((__m128i*)(to - 8), _mm_shuffle_epi8(_mm256_castsi256_si128(halves), moved));
     to -= __builtin_popcount(mask);
     return _mm256_blendv_epi8(state, _mm256_srli_epi32(state, 16), over);

@@ -42,7 +42,7 @@ HC_512 bool code_512(const Source& from, size_t first, size_t groups, u8* symbol
 
 namespace {
 
-// The states after symbols: the quotient of states below 2^20 frequency, from a float, then mended.
+// Returns the states after symbols. The quotient, of states below 2^20 frequency, is a float's, then corrected.
 HC_512 inline __m512i push_lanes(__m512i state, __m512i range, __m512 share) {
     __m512i frequency = _mm512_and_si512(range, _mm512_set1_epi32(0xffff));
     __m512i quotient = _mm512_cvttps_epu32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), share));
@@ -62,13 +62,12 @@ HC_512 inline __m512i give_words(__m512i state, __m512i range, u16*& to) {
     __m512i limit = _mm512_slli_epi32(range, 20);  // the start leaves at the top
     __mmask16 over = _mm512_cmpge_epu32_mask(state, limit);
     to -= __builtin_popcount(over);
-    // at most 15 words behind those that count: they are written again, or were before
     __m256i words = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(over, state));
     _mm256_mask_storeu_epi16(to, (__mmask16)((1u << __builtin_popcount(over)) - 1), words);
     return _mm512_mask_srli_epi32(state, over, state, 16);
 }
 
-// The last groups of as many tiles at once: the states of one wait for each other, those of several do not.
+// Writes words of TILES tiles in turn, since states of one tile depend on each other.
 template <int TILES>
 HC_512 void push_wide(const Source& from, Pushing* const* tiles, size_t groups) {
     const Contexts512 contexts(from.dtype, from.lowest);

@@ -1,4 +1,4 @@
-// The model of a message: counts of symbols for each exponent, in samples, made into frequencies.
+// Model of a message: symbols are counted by exponent in samples; the counts become frequencies.
 #include "cpu_stepcode_model.h"
 
 #include "cpu_stepcode_256.h"
@@ -13,13 +13,13 @@ void count_value(u32 old, u32 value, u32 dtype, u32* rows) {
     ++rows[exponent_of(old, dtype) * ROW + coded_of(folded(step), step >> 15).symbol];
 }
 
-// Counts into two tables by turns: no increment waits for the one before.
+// Counts into two tables in turn, so that no increment waits for the previous one.
 void count_plain(const u16* values, const u16* reference, size_t count, u32 dtype, u32* even, u32* odd) {
     for (size_t i = 0; i < count; ++i) count_value(reference[i], values[i], dtype, i % 2 ? odd : even);
 }
 
 #ifdef HC_X86
-// A whole group of 32: the places of its counts, apart from the steps of `rare`, which have extra bits.
+// Counts a whole group of 32 at `places`, except lanes of `rare`, whose steps have extra bits.
 HC_INLINE void count_group(const u16* values, const u16* reference, u32 dtype, const u16* places, u32 rare,
                            u32* even, u32* odd) {
     if (!rare) {

@@ -1,4 +1,4 @@
-// Symbols without branches, and the model that the encoder of stepcode makes of a message.
+// Symbols without branches, and the model of a message for stepcode's encoder.
 #pragma once
 
 #include "cpu_stepcode_shared.h"
@@ -6,7 +6,7 @@
 namespace hybridcomp {
 namespace stepcode {
 
-// code_of without branches: by the folded step's logarithm, for both signs.
+// Tables of code_of without branches, by the logarithm of the folded step, for unchanged and flipped signs.
 struct Rules {
     u8 shift[2][16], base[2][16], mask[2][16];
     constexpr Rules() : shift{}, base{}, mask{} {
@@ -27,7 +27,7 @@ HC_INLINE Coded coded_of(u32 z, u32 flip) {
     return Coded{RULES.base[flip][k] + (z >> shift & RULES.mask[flip][k]), shift, z & ((1u << shift) - 1)};
 }
 
-// Fills lowest, tile and model of `head`, which has dtype and numel; writes the model. Returns the ranges.
+// Writes the model, sets `lowest`, `tile` and `model` of `head`, whose dtype and numel are set; returns the ranges.
 Ranges make_model(const u16* values, const u16* reference, Head& head, u8* out);
 
 }  // namespace stepcode

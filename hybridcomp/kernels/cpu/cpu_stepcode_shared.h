@@ -1,4 +1,4 @@
-// What the encoder and the decoder of stepcode share: where a message's parts lie.
+// Layout of a message, for stepcode's encoder and decoder.
 #pragma once
 
 #include "cpu_instructions.h"
@@ -8,7 +8,7 @@
 namespace hybridcomp {
 namespace stepcode {
 
-// The header as bytes: TileHeader with `mode`, `lowest` for what is zero there, the model's bytes last.
+// The header as bytes: TileHeader, with `lowest` in place of its zero, and the model's length.
 struct Head {
     u32 magic;
     u8 version, dtype, mode, lowest;
@@ -17,7 +17,7 @@ struct Head {
 };
 static_assert(sizeof(Head) == HEADER_BYTES, "the header is 32 bytes");
 
-// Each context's ranges, and a bit for each direct symbol that it has.
+// The ranges of each context, and a bit for each direct symbol in it.
 struct Ranges {
     u32 of[CONTEXTS][ROW];
     u32 known[CONTEXTS];

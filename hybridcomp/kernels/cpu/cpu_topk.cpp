@@ -1,9 +1,9 @@
-// CPU loops of topk. Threads choose the values of contiguous shares of the chunks; what was chosen, one
-// of 64 values, is packed by one thread.
+// CPU loops of topk. Threads choose the values of contiguous shares of the chunks; one thread packs the
+// chosen values, one of 64.
 //
-// A chunk is read twice. The first time it gives the largest magnitude of each of GROUPS columns: of
-// these the most-th largest is a bound below which nothing is kept, so that few candidates are left to
-// choose from (75 for 64, on normal values).
+// A chunk is read twice. The first pass finds the largest magnitude in each of GROUPS columns; the most-th
+// largest of these bounds the values kept from below, so that few candidates are left (75 for 64, on
+// normal values).
 #include <algorithm>
 #include <functional>
 #include <vector>
@@ -16,10 +16,10 @@ namespace topk {
 namespace {
 
 constexpr u32 GROUPS = 256;
-// above so many values kept the columns would say too little
+// above this number of values kept, columns give no useful bound
 constexpr u32 FEW = GROUPS / 2;
 
-// What was chosen of a share of the chunks; `most` places and codes for each chunk.
+// Chosen values; room for `most` places and codes of each chunk.
 struct Chosen {
     std::vector<u32> counts;
     std::vector<u16> places, scales;
@@ -166,7 +166,7 @@ class BitReader {
         held_ -= width;
         return number;
     }
-    // Zeros before the next one, which is read as well; `limit` where there is none so early.
+    // Counts the zeros before the next 1, and consumes both; returns `limit` if there is no 1 before.
     size_t zeros(size_t limit) {
         size_t count = 0;
         while (word_ == 0) {
@@ -263,7 +263,7 @@ void decode(const Settings& settings, int dtype, const u8* in, size_t nbytes, vo
             "damaged, or of others");
     Sections at(numel, kept, unary, settings.rice, settings.bits);
     require(nbytes >= at.end, "damaged, or of others");
-    size_t item = dtype == (int)Dtype::fp32 ? 4 : 2;
+    size_t item = item_nbytes(dtype);
     if (!add) {
         parallel_ranges(numel, 1, threads, [&](size_t begin, size_t end) {
             memset((u8*)out + begin * item, 0, (end - begin) * item);

@@ -16,7 +16,7 @@ struct Settings {
 // Returns the bytes used. Throws std::invalid_argument where they are more than `nbytes`.
 size_t encode(const Settings& settings, int dtype, const void* in, size_t numel, u8* out,
               size_t nbytes, int threads);
-// Throws std::invalid_argument on a payload that is not what encode made for these arguments.
+// Throws std::invalid_argument for a payload that `encode` cannot have written with these arguments.
 void decode(const Settings& settings, int dtype, const u8* in, size_t nbytes, void* out, size_t numel,
             bool add, int threads);
 

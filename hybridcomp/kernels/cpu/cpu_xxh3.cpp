@@ -91,10 +91,8 @@ HC_256 void absorb_256(u64* sums, const u8* in, size_t spans) {
 
 // Both halves of a product of 128 bits, folded.
 HC_INLINE u64 folded(u64 a, u64 b) {
-    u64 low = (a & 0xffffffffu) * (b & 0xffffffffu), left = (a >> 32) * (b & 0xffffffffu);
-    u64 right = (a & 0xffffffffu) * (b >> 32), high = (a >> 32) * (b >> 32);
-    u64 middle = (low >> 32) + (left & 0xffffffffu) + right;
-    return (high + (left >> 32) + (middle >> 32)) ^ (middle << 32 | (low & 0xffffffffu));
+    unsigned __int128 product = (unsigned __int128)a * b;
+    return (u64)product ^ (u64)(product >> 64);
 }
 
 u64 merged(const Sums& sums, const u8* secret, u64 start) {

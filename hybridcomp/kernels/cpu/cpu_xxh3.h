@@ -14,9 +14,9 @@ struct Sums {
 };
 
 Sums begin();
-// Takes `spans` times 1024 bytes.
+// Adds `spans` times 1024 bytes.
 void absorb(Sums& sums, const u8* in, size_t spans);
-// Ends a message of `nbytes` bytes at `in`, of which (nbytes - 1) / 1024 spans were absorbed.
+// Computes the hash of `nbytes` bytes at `in`, after (nbytes - 1) / 1024 spans of them were absorbed.
 void finish(Sums& sums, const u8* in, size_t nbytes, u8* out);
 
 }  // namespace xxh3

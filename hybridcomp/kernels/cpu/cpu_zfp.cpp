@@ -1,4 +1,4 @@
-// CPU loops of zfp. A group of 64 blocks starts and ends at a multiple of 64 bits at every rate, so
+// CPU loops of zfp. At every rate a group of 64 blocks begins and ends at a multiple of 64 bits, so
 // threads never share a word.
 #include "cpu_zfp.h"
 #include "zfp.h"

@@ -1,15 +1,16 @@
-// Variable-size tiles on several threads: each thread encodes a contiguous share of the tiles to where
-// the first would lie if all had their largest size; then the shares move together and the table of
-// offsets is made absolute. So the bytes do not depend on the number of threads.
+// Tiles of variable size on several threads. Each thread encodes a contiguous share of the tiles, to the place
+// of the first if all tiles had their largest size; then the shares move together and offsets become absolute.
+// The bytes do not depend on the number of threads.
 #pragma once
 
+#include <atomic>
 #include <vector>
 
 #include "cpu.h"
 
 namespace hybridcomp {
 
-// How a message of tiles begins; what a codec has no use for is zero.
+// Header of a message of tiles; fields that a codec does not use are zero.
 struct TileHeader {
     u32 magic;
     u8 version, dtype, mode, zero;
@@ -21,7 +22,7 @@ struct TileHeader {
 };
 static_assert(sizeof(TileHeader) == 32, "the header is 32 bytes");
 
-// Checks what does not depend on the codec's settings.
+// Reads the header, and checks the fields that do not depend on the codec's settings.
 inline TileHeader read_header(const u8* in, size_t nbytes, u32 magic, u32 version, size_t numel) {
     TileHeader header;
     require(nbytes >= sizeof header, "payload is too short");
@@ -33,9 +34,9 @@ inline TileHeader read_header(const u8* in, size_t nbytes, u32 magic, u32 versio
     return header;
 }
 
-// `encode_share(begin, end, out, offsets)` writes tiles begin..end from `out` on, offsets[t] =
-// where tile t begins, in units of 4 bytes from `out`, and returns the bytes used, a multiple of 4.
-// Returns the bytes of all tiles.
+// Encodes all tiles and returns their bytes. `encode_share(begin, end, out, offsets)` writes tiles begin..end to
+// `out` and each tile's distance from `out` in units of 4 bytes to offsets[t]; it returns the bytes used, a
+// multiple of 4.
 template <class EncodeShare>
 size_t encode_tiles_in_shares(size_t tiles, size_t tile, size_t largest, int threads, u8* offsets,
                               u8* out, const EncodeShare& encode_share) {
@@ -77,6 +78,16 @@ inline bool tile_span(const u8* offsets, const u8* data, size_t total, size_t ti
     span.begin = data + (size_t)first * 4;
     span.end = data + (size_t)next * 4;
     return true;
+}
+
+// Decodes all tiles. `decode_share(begin, end)` decodes tiles begin..end, and returns false if one is damaged.
+template <class DecodeShare>
+void decode_tiles_in_shares(size_t tiles, size_t tile, int threads, const DecodeShare& decode_share) {
+    std::atomic<bool> good{true};
+    parallel_ranges(tiles, tile, threads, [&](size_t begin, size_t end) {
+        if (!decode_share(begin, end)) good = false;
+    });
+    require(good, "a tile is damaged");
 }
 
 }  // namespace hybridcomp

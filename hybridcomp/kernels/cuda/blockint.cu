@@ -1,13 +1,13 @@
-// CUDA kernels of blockint that encode and decode; a warp takes a tile (blockint_tile.h). Sums over
-// ranks: blockint_sum.cu. HC_DTYPE (0 fp32, 1 bf16, 2 fp16; kernels/cpu/cpu.h) chooses whose kernels an image
-// has, else it has all: what is compiled at first use is what a run needs. With HC_KEPT below 32 an image has
-// the kernels with residuals of so many bits alone.
+// CUDA kernels that encode and decode blockint, a tile per warp (blockint_tile.h); blockint_sum.cu sums over
+// ranks. HC_DTYPE (0 fp32, 1 bf16, 2 fp16; kernels/cpu/cpu.h) limits an image to the kernels of one dtype, so that
+// a run compiles only the kernels it uses; without it an image has all. With HC_KEPT below 32 an image has only
+// the kernels with residuals of that many bits.
 #include "blockint_tile.h"
 
 namespace hybridcomp {
 namespace blockint {
 
-// A row of the grid for each chunk. Of few bits, each chunk's residual begins at a block of its own.
+// Encodes a chunk per row of the grid. A residual of few bits begins at a new block for each chunk.
 template <class E, bool FEEDBACK>
 HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out,
                       Kept residual) {
@@ -28,14 +28,11 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
                         (typename E::Stored*)target + mine.first);
 }
 
-}  // namespace blockint
-}  // namespace hybridcomp
-
-// As many blocks at once as leave every thread registers enough: one more, and values would be spilled.
+// The most blocks at once for which no thread spills registers.
 #ifndef HC_ENCODE_BLOCKS
 #define HC_ENCODE_BLOCKS (HC_ROTATE ? (HC_BITS < 4 ? 3 : 4) : 5)
 #endif
-// of fp32: fields of several widths take more, and so does the compiler for a V100
+// for fp32: fields of several widths take more registers, and so does the compiler for a V100
 #ifndef HC_ENCODE_WIDE_BLOCKS
 #define HC_MORE_WIDE                                                                \
     ((HC_BITS > 4 && HC_BITS < 8) || (HC_LEVELS && HC_BLACKWELL) ||              \
@@ -50,35 +47,28 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 #define HC_DECODE_BLOCKS (HC_ROTATE ? 4 : 5)
 #endif
 
-#define HC_DECODE(NAME, E, ADD)                                                                  \
-    extern "C" __global__ void HC_BOUNDS(256, HC_DECODE_BLOCKS)                                  \
-    blockint_##NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk, \
-                    unsigned long long slot, unsigned long long skip, void* out) {               \
-        hybridcomp::blockint::decode<hybridcomp::E, ADD>(in, numel, chunk, slot, skip, out);     \
+#define HC_DECODE(NAME, E, ADD)                                                                    \
+    extern "C" __global__ void HC_BOUNDS(256, HC_DECODE_BLOCKS)                                    \
+    blockint_##NAME(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, void* out) {           \
+        decode<E, ADD>(in, numel, chunk, slot, skip, out);                                         \
     }
 
-#define HC_FEEDBACK(NAME, E)                                                                     \
-    extern "C" __global__ void HC_BOUNDS(256, HC_FEEDBACK_BLOCKS)                                \
-    blockint_encode_feedback_##NAME(const void* values, unsigned long long numel,                \
-                                    unsigned long long chunk, unsigned long long slot,           \
-                                    unsigned long long skip, unsigned char* out,                 \
-                                    HC_LEFT(residual)) {                                         \
-        hybridcomp::blockint::encode<hybridcomp::E, true>(values, numel, chunk, slot, skip, out, \
-                                                          HC_LEFT_OF(residual));                 \
+#define HC_FEEDBACK(NAME, E)                                                                       \
+    extern "C" __global__ void HC_BOUNDS(256, HC_FEEDBACK_BLOCKS)                                  \
+    blockint_encode_feedback_##NAME(const void* values, u64 numel, u64 chunk, u64 slot, u64 skip,  \
+                                    u8* out, HC_LEFT(residual)) {                                  \
+        encode<E, true>(values, numel, chunk, slot, skip, out, HC_LEFT_OF(residual));              \
     }
 
 #if HC_KEPT < 32
 #define HC_KERNELS(NAME, E, BLOCKS) HC_FEEDBACK(NAME, E)
 #else
-#define HC_KERNELS(NAME, E, BLOCKS)                                                              \
-    extern "C" __global__ void HC_BOUNDS(256, BLOCKS)                                            \
-    blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
-                           unsigned long long chunk, unsigned long long slot,                    \
-                           unsigned long long skip, unsigned char* out) {                        \
-        hybridcomp::blockint::encode<hybridcomp::E, false>(values, numel, chunk, slot, skip,     \
-                                                           out, nullptr);                        \
-    }                                                                                            \
-    HC_FEEDBACK(NAME, E)                                                                         \
+#define HC_KERNELS(NAME, E, BLOCKS)                                                                \
+    extern "C" __global__ void HC_BOUNDS(256, BLOCKS)                                              \
+    blockint_encode_##NAME(const void* values, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out) { \
+        encode<E, false>(values, numel, chunk, slot, skip, out, nullptr);                          \
+    }                                                                                              \
+    HC_FEEDBACK(NAME, E)                                                                           \
     HC_DECODE(decode_##NAME, E, false)
 #endif
 
@@ -94,3 +84,6 @@ HC_KERNELS(bf16, EightBf16, HC_ENCODE_BLOCKS)
 #if !defined(HC_DTYPE) || HC_DTYPE == 2
 HC_KERNELS(fp16, EightFp16, HC_ENCODE_BLOCKS)
 #endif
+
+}  // namespace blockint
+}  // namespace hybridcomp

@@ -1,5 +1,5 @@
-// Tiles of values from memory into the registers of a warp and back, and error feedback of a tile whose
-// residual has few bits (blockint_kept.h): values + residual, and what their levels leave out of it.
+// Loads and stores tiles of values in the registers of a warp; error feedback of a tile whose residual has few
+// bits (blockint_kept.h): values + residual, and the quantization error.
 #pragma once
 
 #include "blockint_kept.h"
@@ -37,7 +37,7 @@ HC_INLINE void store_eight(const float* values, float* out, u64 at, u64 count, b
     }
 }
 
-// Error feedback of a tile with a residual of few bits; values of E. Past the end of the message it is 0.
+// Error feedback of a tile with a residual of few bits, which is 0 past the end of the message; values of E.
 template <class E>
 struct FewFeedback {
     const typename E::Stored* values;
@@ -63,8 +63,8 @@ struct FewFeedback {
         }
     }
 
-    // The sums of a round as they were before they were rotated. Of 16 bits their place is worked out
-    // again, and not kept from the first time on: registers are short.
+    // Returns the sums of a round before rotation. For 16 bits their place is recomputed instead of kept, to save
+    // registers.
     HC_INLINE_MEMBER void reload(int round, EightFp32& sums) const {
         E mine;
         Place place;
@@ -79,7 +79,7 @@ struct FewFeedback {
         for (int k = 0; k < EACH; ++k) sums.values[k] = sums.values[k] + mine.value(k);
     }
 
-    // What the levels `q` of a round leave out, in place of `sums`.
+    // Replaces `sums` by the error of the levels `q` of a round.
     HC_INLINE_MEMBER void settle(EightFp32& sums, int round, const u32* q, u32 code, u32 base) const {
         bool twice;
         float step = careful_step(code, base, twice), sent[EACH];

@@ -1,6 +1,6 @@
-// Residuals of error feedback in HC_KEPT bits a value with a step for every 32 (residual.h), as blockint's
-// kernels read and write them. An image has the kernels of one HC_KEPT; 32: residuals are plain fp32. Four
-// lanes have a block, each eight values, as in blockint_quads.h, or one has it all, as in blockint_ring.h.
+// Residuals of error feedback with HC_KEPT bits per value and a step for every 32 (residual.h), for blockint's
+// kernels. An image has the kernels of one HC_KEPT; at 32 residuals are plain fp32. Either four lanes share a
+// block, eight values each, as in blockint_quads.h, or one lane has all of it, as in blockint_ring.h.
 #pragma once
 
 #include "blockint_quads.h"
@@ -50,7 +50,7 @@ HC_INLINE float kept_level(u32 byte) {
 
 HC_INLINE float half_of(u32 both, bool upper) { return bits_float(upper ? both & 0xffff0000u : both << 16); }
 
-// What a lane loads of its eight values of a block: part `part`.
+// The words that a lane loads for its eight values of a block, part `part`.
 template <int BITS>
 struct KeptWords {
     static constexpr int COUNT = BITS / 4;
@@ -93,7 +93,7 @@ struct KeptWords {
     }
 };
 
-// Eight values of each lane -> their place; `inverse` of the block's step. All lanes of the warp.
+// Stores eight values of each lane; `inverse` is that of the block's step. All lanes of the warp call it.
 template <int BITS>
 HC_INLINE void store_kept(const float* values, float inverse, u32* at, bool there, u32 part) {
     at += part * (BITS / 4);
@@ -137,7 +137,7 @@ struct KeptTile {
     }
 };
 
-// What is left of a tile, finite and 0 past the end of the message -> its place.
+// Stores the residual of a tile, which is finite, and 0 past the end of the message.
 template <int BITS>
 HC_INLINE void store_kept_tile(const EightFp32* left, const FewBits& to, u64 tile, u32 blocks,
                                const Place& place) {
@@ -203,7 +203,7 @@ HC_INLINE void clear_kept(const FewBits& at, u64 block) {
     for (int i = 0; i < BITS; i += 4) store16(make_uint4(0, 0, 0, 0), at.words(block) + i);
 }
 
-// The values of a block, finite and 0 past the end of the message -> its place.
+// Stores the values of a block, which are finite, and 0 past the end of the message.
 template <int BITS>
 HC_INLINE void store_kept_block(const float* values, const FewBits& to, u64 block) {
     u32 words[BITS];
@@ -239,10 +239,10 @@ HC_INLINE void store_kept_block(const float* values, const FewBits& to, u64 bloc
 }  // namespace blockint
 }  // namespace hybridcomp
 
-// A residual among the arguments of a kernel, and what it is inside of it.
+// A residual among the arguments of a kernel, and inside the kernel.
 #if HC_KEPT < 32
-#define HC_LEFT(NAME) unsigned char *NAME, unsigned short *NAME##_steps
-#define HC_LEFT_OF(NAME) hybridcomp::blockint::FewBits{NAME, NAME##_steps}
+#define HC_LEFT(NAME) u8 *NAME, u16 *NAME##_steps
+#define HC_LEFT_OF(NAME) FewBits{NAME, NAME##_steps}
 #else
 #define HC_LEFT(NAME) float* NAME
 #define HC_LEFT_OF(NAME) NAME

@@ -1,5 +1,5 @@
-// The levels of a block of blockint that one lane has -> values, for sums over ranks (blockint_ring.h):
-// as few instructions a value as there may be, as every rank's values take them.
+// Decodes the levels of a block in one lane, for sums over ranks (blockint_ring.h), with as few instructions per
+// value as possible, since each rank's values take them.
 #pragma once
 
 #include "blockint_tile.h"
@@ -32,7 +32,7 @@ struct TableOf<true> {
         sync_warp();
     }
     HC_INLINE_MEMBER u32 place() const { return table_place(values); }
-    // Of byte BYTE of `levels`; `at` is where the table is.
+    // Returns the value of byte BYTE of `levels`; `at` is the table's address.
     template <int BYTE>
     HC_INLINE_MEMBER float value(u32 levels, u32 at) const { return in_table<BYTE>(values, levels, at); }
 };

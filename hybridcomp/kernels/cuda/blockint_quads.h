@@ -1,11 +1,11 @@
 // How a warp holds a tile of blockint, for HC_BITS bits, HC_LEVELS (a Spacing), HC_ROTATE or not,
 // HC_RANDOM rounding or to the nearest:
-// eight values a lane and round, four lanes a block, four rounds; every lane works out code and step of
-// one block of the 32, not all lanes those of all.
+// eight values per lane and round, four lanes per block, four rounds; each lane computes code and step of one of
+// the 32 blocks.
 //
-// Lane 4 g + m of round i has values 8 m ... + 7 of block 8 i + g, so byte m of each word of its levels.
-// It packs those bytes of the HC_BITS words, then a 4 x 4 transpose of bytes, two shuffles for four
-// words, gives whole words. After `scatter_largest` lane 4 g + m speaks of block 8 m + g.
+// Lane 4 g + m of round i has values 8 m ... + 7 of block 8 i + g, which are byte m of each word of its levels.
+// It packs these bytes of the HC_BITS words; a 4 x 4 transpose of bytes, two shuffles for four words, then gives
+// whole words. After `scatter_largest` lane 4 g + m has the block 8 m + g.
 #pragma once
 
 #include "packed.h"
@@ -55,11 +55,11 @@ struct Place {
     u32 group, part;
     HC_INLINE_MEMBER Place() : group(lane_id() / 4), part(lane_id() % 4) {}
     HC_INLINE_MEMBER u32 block(int round) const { return 8 * round + group; }
-    // whose code and step this lane works out
+    // whose code and step this lane computes
     HC_INLINE_MEMBER u32 own_block() const { return 8 * part + group; }
 };
 
-// What lane 4 g + i has, for all lanes 4 g ..: that of block 8 i + g.
+// Returns for all lanes 4 g .. the value of lane 4 g + i, that of block 8 i + g.
 HC_INLINE u32 of_round(u32 value, int round, const Place& place) {
     return lane_value(value, 4 * place.group + (u32)round);
 }
@@ -72,8 +72,8 @@ HC_INLINE u32 transpose_bytes(u32 word, u32 part) {
     return pick_bytes(word, other, part & 2 ? 0x3276 : 0x5410);
 }
 
-// Of one number for each round and lane, the largest over the four lanes of a block, for this lane's
-// own block. HALVES: the numbers have 16 bits.
+// Returns for this lane's block the largest of the numbers of its four lanes, given one number per round and
+// lane. HALVES: the numbers have 16 bits.
 template <bool HALVES>
 HC_INLINE u32 scatter_largest(const u32* tops, u32 part) {
     bool upper = part & 2, odd = part & 1;
@@ -89,7 +89,7 @@ HC_INLINE u32 scatter_largest(const u32* tops, u32 part) {
     }
 }
 
-// What turns the values of a block into levels: its inverse step and, of Lloyd levels, its share.
+// Factors from values of a block to levels: the inverse step and, for Lloyd levels, the share.
 struct Factor {
     float inverse, share;
 };
@@ -127,7 +127,7 @@ HC_INLINE u32 gains_of(const float* values, float inverse) {
     return sum;
 }
 
-// Of one number for each round and lane, the sum over the four lanes of a block, for this lane's own block.
+// Returns for this lane's block the sum of the numbers of its four lanes, given one number per round and lane.
 HC_INLINE u32 scatter_sum(const u32* numbers, u32 part) {
     bool upper = part & 2, odd = part & 1;
     u32 first = (upper ? numbers[2] : numbers[0]) + other_lane<2>(upper ? numbers[0] : numbers[2]);
@@ -135,7 +135,7 @@ HC_INLINE u32 scatter_sum(const u32* numbers, u32 part) {
     return (odd ? second : first) + other_lane<1>(odd ? first : second);
 }
 
-// What a level of `quantized` decodes to.
+// Returns the decoded value of a level of `quantized`.
 HC_INLINE float sent_value(u32 quantized, float step) {
     if (GAUSSIAN) return gaussian_value((bits_float(quantized) - MAGIC) * 2.0f + 1.0f) * step;
     if (LLOYD) return lloyd_value(bits_float(quantized) - MAGIC) * step;
@@ -165,7 +165,7 @@ HC_INLINE u32 byte_of_word(const u32* q) {
     }
 }
 
-// The levels of eight values of a lane -> the words of the block; every lane of it stores some.
+// Packs the levels of a lane's eight values, and stores the words of the block; each of its lanes stores some.
 HC_INLINE void store_levels(const u32* q, bool zero, bool write, u32* out, u32 part) {
     if constexpr (HC_BITS == 8) {
         u32 even = low_bytes(q[0], q[2], q[4], q[6]), odd = low_bytes(q[1], q[3], q[5], q[7]);
@@ -202,7 +202,7 @@ HC_INLINE Words load_words(const u32* in, bool there, u32 part) {
     return words;
 }
 
-// `store_levels` backwards: byte k of `levels` becomes the level of value k.
+// Inverse of `store_levels`: byte k of `levels` becomes the level of value k.
 HC_INLINE void unpack_words(Words words, u32 part, u32* levels) {
     u32 word = transpose_bytes(words.x, part);
     u32 more = HC_BITS > 4 ? transpose_bytes(words.y, part) : word;
@@ -244,11 +244,11 @@ HC_INLINE void dequantized(const u32* levels, float step, float* values) {
     values[6] = level_value<2>(levels[1]) * step, values[7] = level_value<3>(levels[1]) * step;
 }
 
-// From this base on, sums of 64 values of a tile may overflow; below it they need no scaling either:
-// factors of a power of two change nothing else, as even the smallest step leaves room for them.
+// From this base on, sums of 64 values of a tile may overflow. Below it they need no scaling: powers of two
+// change nothing else, since even the smallest step leaves room for them.
 constexpr u32 LARGE_BASE = 240;
 
-// Blocks that are NaN, or may overflow: rare, and not worth an instruction in the other ones' loop.
+// Blocks that are NaN or may overflow are rare, so the loop over other blocks has no instruction for them.
 HC_INLINE bool needs_care(u32 code, u32 base) {
     if (ROTATE && base >= LARGE_BASE) return true;
     return code == NONFINITE_CODE || (16 * base + 15 - code >= OVERFLOW_TOP && code <= LAST_CODE);

@@ -1,5 +1,5 @@
-// What a warp does with a tile of blockint that ranks add up (blockint_ring.h): the contributions in rank
-// order, with error feedback or not, then what becomes of the sum.
+// Sum of a tile of blockint over ranks, by a warp (blockint_ring.h): adds the contributions in rank order, with
+// or without error feedback, then stores or encodes the sum.
 #pragma once
 
 #include "blockint_ring.h"
@@ -9,8 +9,8 @@ namespace blockint {
 
 constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
 
-// What a warp has in shared memory. Feedback has a second tile of fp32: the owner's residual, then that
-// of the values, then what is written.
+// Shared memory of a warp. Feedback takes a second tile of fp32: the owner's residual, then that of the values,
+// then the result.
 template <class E, bool WIDE>
 struct alignas(TABLE_ALIGN) Room : Table {
     Stage ring[HC_STAGES];
@@ -23,13 +23,13 @@ struct alignas(TABLE_ALIGN) Room<E, false> : Table {
     Shared<typename E::Stored> own;
 };
 
-// This lane's block of a message, and its tile: of the own values, of residuals and of sums. A message
-// has less than 2^36 values, so that a register holds the number of a block.
+// This lane's block and tile in own values, residuals and sums. A message has less than 2^36 values, so a
+// register holds the number of a block.
 struct Span {
     u32 block;
     u64 count;  // of the message
     bool whole;  // all of the tile is there, and aligned
-    // From here on worked out again, and not kept over a loop (`anew`).
+    // Recomputed from here on, instead of kept over a loop (`anew`).
     HC_INLINE_MEMBER Span again() const { return Span{anew(block), count, whole}; }
     HC_INLINE_MEMBER u64 tile() const { return block / TILE_BLOCKS; }
     HC_INLINE_MEMBER u64 tile_first() const { return tile() * TILE; }
@@ -76,7 +76,7 @@ struct Fetches {
     }
 };
 
-// held += the own values, with `residual` (else null), which becomes zero.
+// held += the own values, and `residual` unless it is null, which becomes zero.
 template <class E, bool FEEDBACK, class R, class K>
 HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, K residual,
                        const Span& span) {
@@ -142,7 +142,7 @@ HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, const Span&
     shared.flush(out + span.tile_first());
 }
 
-// What a sum begins with: on its way, then held.
+// Initial values of a sum, fetched, then in registers.
 HC_INLINE void fetch_start(Shared<float>& shared, const float* owner, const Span& span) {
     shared.fetch(owner + span.tile_first());
 }
@@ -215,7 +215,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
 }
 
 constexpr u32 HALF_OVERFLOW = 0x477ff000u;  // 65520 is the smallest number that rounds to Inf
-// What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
+// Turns a sum that overflows fp16 into Inf, as natively, so that loss scaling detects it.
 HC_INLINE float show_half(float value) {
     u32 bits = float_bits(value), magnitude = bits & MAGNITUDE;
     return magnitude >= HALF_OVERFLOW && magnitude < INF_BITS ? bits_float((bits & ~MAGNITUDE) | INF_BITS)
@@ -230,7 +230,7 @@ HC_INLINE float largest_magnitude(const float* values) {
     return top;
 }
 
-// The levels of a block, of values from index `first` on -> its words.
+// Quantizes and packs the values of a block from index `first` on.
 HC_INLINE void store_block(const float* held, Factor factor, u32 first, u32* out) {
     u32 levels[WORDS], words[BLOCK_WORDS];
 #pragma unroll

@@ -1,11 +1,11 @@
-// Sums over ranks of a tile of blockint: a lane has one block, all 32 values of it in registers, and the
-// payloads of the next ranks are on their way to a ring in shared memory while one is added. So a lane
-// reads whole words, knows its own step, and nothing is transposed or exchanged; of a rotated group of
-// 64 values, two lanes', only the last stage goes from lane to lane.
+// Sums over ranks of a tile of blockint: a lane has the 32 values of a block in registers, and the payloads of
+// the next ranks are fetched into a ring in shared memory while one is added. A lane reads whole words and has
+// its block's step, so nothing is transposed or exchanged; for a rotated group of 64 values, which two lanes hold,
+// only the last stage exchanges values.
 //
-// Own values and residuals, which lie in the order of the message, pass through shared memory too: a
-// warp moves 16 bytes a lane from one place, and a lane finds its block there. Chunks of 16 bytes are
-// permuted within 128 bytes so that eight lanes meet eight different ones.
+// Own values and residuals, in the message's order, also pass through shared memory: a warp loads consecutive
+// 16 bytes per lane, and each lane reads its block there. Chunks of 16 bytes are permuted within 128 bytes, so
+// that eight lanes access different banks.
 #pragma once
 
 #include "blockint_levels.h"
@@ -25,14 +25,14 @@ constexpr int LEVEL_CHUNKS = TILE * HC_BITS / 8 / CHUNK;  // of a tile
 constexpr int BLOCK_WORDS = HC_BITS;
 constexpr int STEP_VALUES = 8;  // of a word of levels, and its distance in the block
 
-// All fetches but the last LATER have come, for all lanes.
+// Waits for all fetches but the last LATER, of all lanes.
 template <int LATER>
 HC_INLINE void await_fetch() {
     await_fetches<LATER>();
     sync_warp();
 }
 
-// A tile of one rank's payload; of `base` the word that has the tile's.
+// A tile of one rank's payload; `base` is the word that contains the tile's base.
 struct Stage {
     uint4 levels[LEVEL_CHUNKS];
     u32 base, scales[TILE_BLOCKS / 4], pad[3];
@@ -134,8 +134,8 @@ HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, 
     }
 }
 
-// held += one rank's block. A tile with one that is NaN or may overflow, and the last one, take a branch
-// of their own. `whole`: the group of 64 values is.
+// held += one rank's block. The last tile, and tiles with a block that is NaN or may overflow, take a separate
+// branch. `whole`: the group of 64 values is whole.
 HC_INLINE void add_stage(float* held, const Stage& stage, const Table& table, u32 base, u32 blocks,
                          bool whole, const Magic& magic) {
     bool there = lane_id() < blocks;

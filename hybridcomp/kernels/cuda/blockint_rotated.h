@@ -1,6 +1,6 @@
-// rotation.h on the values of a warp. Of eight in each lane, eight lanes hold a group of 64, this one
-// those from 8 * (lane % 8) on: stages inside a lane come first, then three across lanes. Of a block in
-// each lane, two lanes hold a group, and only the last stage goes from lane to lane.
+// rotation.h on the values of a warp. With eight values per lane, eight lanes hold a group of 64, this lane the
+// values from 8 * (lane % 8) on: stages inside a lane come first, then three across lanes. With a block per lane,
+// two lanes hold a group, and only the last stage is across lanes.
 #pragma once
 
 #include "blockint_quads.h"
@@ -42,7 +42,7 @@ HC_INLINE float with_sign(float value, u32 signs, int k) {
 // Whether the group of 64 values around value `at` of the message is whole.
 HC_INLINE bool in_group(u64 at, u64 count) { return at / 64 * 64 + 64 <= count; }
 
-// Values that are not of a whole group stay as they are; all lanes take part.
+// Values outside whole groups stay unchanged; all lanes take part.
 HC_INLINE void rotate(float* v, bool whole) {
     u32 signs = signs_of_lane();
     float y[EACH];
@@ -53,7 +53,7 @@ HC_INLINE void rotate(float* v, bool whole) {
     for (int k = 0; k < EACH; ++k) v[k] = whole ? y[k] : v[k];
 }
 
-// Of tiles below LARGE_BASE, without a NaN: no scaling, see there.
+// For tiles below LARGE_BASE without a NaN, which need no scaling.
 HC_INLINE void rotate_back(float* v, bool whole) {
     u32 signs = signs_of_lane();
     float x[EACH];
@@ -64,7 +64,7 @@ HC_INLINE void rotate_back(float* v, bool whole) {
     for (int k = 0; k < EACH; ++k) v[k] = whole ? with_sign(x[k], signs, k) : v[k];
 }
 
-// Of any tile; a NaN has the CPU's bits.
+// For any tile; a NaN has the CPU's bits.
 HC_INLINE void rotate_back_any(float* v, bool whole) {
     u32 signs = signs_of_lane();
     float x[EACH];
@@ -117,7 +117,7 @@ HC_INLINE float plus_in_d(float held, float x, int k, float odd) {
 
 HC_INLINE u32 block_signs() { return anew((u32)(rotation::SIGNS >> (32 * (lane_id() & 1)))); }
 
-// Blocks that are not of a whole group stay as they are, in the registers where they are.
+// Blocks outside whole groups stay unchanged, in their registers.
 HC_INLINE void rotate_block(float* v, bool whole) {
     u32 signs = block_signs();
     if (whole) {

@@ -1,13 +1,13 @@
-// CUDA kernels of blockint that add up ranks: decode, sum and, for an all_reduce, encode again; a warp
-// takes a tile (blockint_ranks.h). HC_DTYPE and HC_KEPT: as in blockint.cu. The sums of a plan (table.h) are those of
-// several stretches, each of whole blocks of threads.
+// CUDA kernels of blockint that sum over ranks: decode, sum and, for an all_reduce, encode again, a tile per warp
+// (blockint_ranks.h). HC_DTYPE and HC_KEPT as in blockint.cu. A plan (table.h) sums several stretches, each by whole
+// thread blocks.
 #include "blockint_ranks.h"
 #include "table.h"
 
 namespace hybridcomp {
 namespace blockint {
 
-// The sum, in fp32. With FEEDBACK it may begin with `owner`, which may be `out`.
+// Writes the sum in fp32. With FEEDBACK it may begin with `owner`, which may be `out`.
 template <class E, bool FEEDBACK, class K>
 HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
                       float* out, K residual, const float* owner, u32 turn) {
@@ -30,9 +30,9 @@ HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks,
     flush_chunks(room.wide, out, span);
 }
 
-// The sums of the stretches that this rank owns: those of `values` of `own`, at `out` of `out`; the payloads
-// of one rank for all of them are `slot` bytes apart from those of the next. With FEEDBACK there may be a
-// residual, and sums may begin with `owner`, null or `out`.
+// Writes the sums of the stretches that this rank owns; a row has their positions in `own` and `out`. Payloads of
+// consecutive ranks are `slot` bytes apart. With FEEDBACK there may be a residual, and sums may begin with
+// `owner`, null or `out`.
 template <class E, bool FEEDBACK>
 HC_INLINE void add_up_planned(const PlannedRow* rows, u64 count, const u8* payloads, const void* own,
                               u64 ranks, u64 me, u64 slot, float* out, Kept residual, const float* owner) {
@@ -45,8 +45,8 @@ HC_INLINE void add_up_planned(const PlannedRow* rows, u64 count, const u8* paylo
                         me, slot, out + row.out, residual, owner, blockIdx.x - (u32)(row.first / SUM_WARPS));
 }
 
-// The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
-// encoding leaves out.
+// Encodes the sum into `out`. With FEEDBACK there may be the residual `owner`, which becomes the quantization
+// error.
 template <class E, bool HALF, bool FEEDBACK, class K>
 HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
                       u8* out, K residual, K owner) {
@@ -104,12 +104,9 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     if (span.tile() + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
 }
 
-}  // namespace blockint
-}  // namespace hybridcomp
-
-// Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. Before sm_80, where
-// shared memory has no room for so many, the compiler needs more registers for rotations, and everywhere
-// for those with a residual of few bits, which a lane unpacks by itself.
+// Blocks per multiprocessor: on an H100 ten were at least as fast as eight or twelve. Rotations need more
+// registers before sm_80, where shared memory has no room for ten, and everywhere with a residual of few bits,
+// which each lane unpacks itself.
 #ifndef HC_SUM_BLOCKS
 #define HC_SUM_BLOCKS (HC_ROTATE && (HC_KEPT < 32 || HC_UP_TO_TURING) ? 8 : 10)
 #endif
@@ -117,56 +114,43 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 #define HC_PLANNED_SUM_BLOCKS (HC_KEPT < 32 || HC_ROTATE ? 8 : HC_SUM_BLOCKS)
 #endif
 
-#define HC_SUM_ARGUMENTS                                                              \
-    const unsigned char *payloads, const void *own, unsigned long long numel,        \
-        unsigned long long ranks, unsigned long long me, unsigned long long slot
-
+#define HC_SUM_ARGUMENTS const u8 *payloads, const void *own, u64 numel, u64 ranks, u64 me, u64 slot
 #define HC_COMMA ,
-#define HC_NO_RESIDUAL hybridcomp::blockint::Kept()
-#define HC_PLANNED_SUM(NAME, E, FEEDBACK, OWNER, ...)                                         \
-    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_PLANNED_SUM_BLOCKS)               \
-    blockint_planned_sum_##NAME(const hybridcomp::PlannedRow* rows, unsigned long long count, \
-                                const unsigned char* payloads, const void* own,               \
-                                unsigned long long ranks, unsigned long long me,              \
-                                unsigned long long slot, float* out, HC_LEFT(residual)        \
-                                __VA_ARGS__) {                                                \
-        hybridcomp::blockint::add_up_planned<E, FEEDBACK>(rows, count, payloads, own, ranks,  \
-                                                          me, slot, out, HC_LEFT_OF(residual), \
-                                                          OWNER);                             \
+#define HC_PLANNED_SUM(NAME, E, FEEDBACK, OWNER, ...)                                              \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_PLANNED_SUM_BLOCKS)                    \
+    blockint_planned_sum_##NAME(const PlannedRow* rows, u64 count, const u8* payloads,             \
+                                const void* own, u64 ranks, u64 me, u64 slot, float* out,          \
+                                HC_LEFT(residual) __VA_ARGS__) {                                   \
+        add_up_planned<E, FEEDBACK>(rows, count, payloads, own, ranks, me, slot, out,              \
+                                    HC_LEFT_OF(residual), OWNER);                                  \
     }
 
-#define HC_FEEDBACK(NAME, E, HALF)                                                                \
-    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
-    blockint_reduce_feedback_##NAME(HC_SUM_ARGUMENTS, unsigned char* out, HC_LEFT(residual),      \
-                                    HC_LEFT(owner)) {                                             \
-        hybridcomp::blockint::reduce<hybridcomp::E, HALF, true>(                                  \
-            payloads, own, numel, ranks, me, slot, out, HC_LEFT_OF(residual), HC_LEFT_OF(owner)); \
-    }                                                                                             \
-    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
-    blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, HC_LEFT(residual), float* owner) { \
-        hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
-                                                          out, HC_LEFT_OF(residual), owner,       \
-                                                          blockIdx.x);                            \
-    }                                                                                             \
-    HC_PLANNED_SUM(feedback_##NAME, hybridcomp::E, true, owner, HC_COMMA const float* owner)
+#define HC_FEEDBACK(NAME, E, HALF)                                                                 \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                            \
+    blockint_reduce_feedback_##NAME(HC_SUM_ARGUMENTS, u8* out, HC_LEFT(residual), HC_LEFT(owner)) { \
+        reduce<E, HALF, true>(payloads, own, numel, ranks, me, slot, out, HC_LEFT_OF(residual),    \
+                              HC_LEFT_OF(owner));                                                  \
+    }                                                                                              \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                            \
+    blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, HC_LEFT(residual), float* owner) {  \
+        add_up<E, true>(payloads, own, numel, ranks, me, slot, out, HC_LEFT_OF(residual), owner,   \
+                        blockIdx.x);                                                               \
+    }                                                                                              \
+    HC_PLANNED_SUM(feedback_##NAME, E, true, owner, HC_COMMA const float* owner)
 
 #if HC_KEPT < 32
 #define HC_KERNELS HC_FEEDBACK
 #else
-#define HC_KERNELS(NAME, E, HALF)                                                                 \
-    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
-    blockint_reduce_##NAME(HC_SUM_ARGUMENTS, unsigned char* out) {                                \
-        hybridcomp::blockint::reduce<hybridcomp::E, HALF, false>(payloads, own, numel, ranks, me, \
-                                                                 slot, out, HC_NO_RESIDUAL,       \
-                                                                 HC_NO_RESIDUAL);                 \
-    }                                                                                             \
-    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
-    blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
-        hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
-                                                           out, HC_NO_RESIDUAL, nullptr,          \
-                                                           blockIdx.x);                           \
-    }                                                                                             \
-    HC_PLANNED_SUM(NAME, hybridcomp::E, false, nullptr, )                                         \
+#define HC_KERNELS(NAME, E, HALF)                                                                  \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                            \
+    blockint_reduce_##NAME(HC_SUM_ARGUMENTS, u8* out) {                                            \
+        reduce<E, HALF, false>(payloads, own, numel, ranks, me, slot, out, Kept(), Kept());        \
+    }                                                                                              \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                            \
+    blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                            \
+        add_up<E, false>(payloads, own, numel, ranks, me, slot, out, Kept(), nullptr, blockIdx.x); \
+    }                                                                                              \
+    HC_PLANNED_SUM(NAME, E, false, nullptr, )                                                      \
     HC_FEEDBACK(NAME, E, HALF)
 #endif
 
@@ -179,3 +163,6 @@ HC_KERNELS(bf16, EightBf16, false)
 #if !defined(HC_DTYPE) || HC_DTYPE == 2
 HC_KERNELS(fp16, EightFp16, true)
 #endif
+
+}  // namespace blockint
+}  // namespace hybridcomp

@@ -1,7 +1,7 @@
-// CUDA kernels of blockint for a table of tensors, each with a payload of its own: the parameters of one
-// gather, the parts of a bucket. A warp takes a tile, as in blockint.cu. HC_DTYPE and HC_KEPT: as there. Those
-// of a plan (`planned`) take any number of stretches of one tensor: of a bucket, what goes to every rank of
-// an all-to-all, the parameters in the shards of a gather.
+// CUDA kernels of blockint for a table of tensors with one payload each, such as the parameters of a gather or
+// the parts of a bucket. A warp takes a tile; HC_DTYPE and HC_KEPT as in blockint.cu. Kernels of a plan (`planned`)
+// take any number of stretches of one tensor, such as the parts of a bucket for every rank of an all-to-all, or
+// the parameters in the shards of a gather.
 #include "blockint_tile.h"
 #include "table.h"
 
@@ -51,7 +51,7 @@ HC_INLINE void encode_near(const NearTable& rows, const void* values, u8* payloa
                           payloads + row.payload, (float*)nullptr);
 }
 
-// A row of the grid takes one rank's payloads, `slot` bytes apart, into values that lie `step` apart.
+// Decodes one rank's payloads per row of the grid; ranks' payloads are `slot` bytes apart, their values `step`.
 template <class E>
 HC_INLINE void decode_near(const NearTable& rows, const u8* payloads, void* out, u64 step, u64 slot) {
     u64 tile = warp_id(), rank = blockIdx.y;
@@ -62,52 +62,44 @@ HC_INLINE void decode_near(const NearTable& rows, const u8* payloads, void* out,
                           (typename E::Stored*)out + rank * step + row.out);
 }
 
-}  // namespace blockint
-}  // namespace hybridcomp
+#define HC_KERNEL(NAME, CODE, BLOCKS)                                                              \
+    extern "C" __global__ void HC_BOUNDS(256, BLOCKS)                                              \
+    blockint_table_##NAME(HC_BY_VALUE(Table) table) { CODE(as_table(table)); }
 
-#define HC_KERNEL(NAME, CODE, BLOCKS)                                                         \
-    extern "C" __global__ void HC_BOUNDS(256, BLOCKS) blockint_table_##NAME(HC_BY_VALUE(Table) table) {         \
-        hybridcomp::blockint::CODE(hybridcomp::as_table(table));                              \
-    }
-
-#define HC_PLANNED const hybridcomp::PlannedRow *rows, unsigned long long count
-#define HC_PLANNED_ENCODE(NAME, BLOCKS, ...)                                                \
-    extern "C" __global__ void HC_BOUNDS(256, BLOCKS) blockint_planned_##NAME(              \
-        HC_PLANNED, const void* values, unsigned char* payloads, HC_LEFT(residual)) {       \
-        hybridcomp::blockint::encode_planned<__VA_ARGS__>(rows, count, values, payloads,    \
-                                                          HC_LEFT_OF(residual));            \
+#define HC_PLANNED_ENCODE(NAME, BLOCKS, ...)                                                       \
+    extern "C" __global__ void HC_BOUNDS(256, BLOCKS)                                              \
+    blockint_planned_##NAME(const PlannedRow* rows, u64 count, const void* values, u8* payloads,   \
+                            HC_LEFT(residual)) {                                                   \
+        encode_planned<__VA_ARGS__>(rows, count, values, payloads, HC_LEFT_OF(residual));          \
     }
 #define HC_COMMA ,
-#define HC_FEEDBACK(NAME, E)                                                                \
-    HC_PLANNED_ENCODE(encode_feedback_##NAME, 2, hybridcomp::E, true, false)                 \
-    HC_KERNEL(encode_feedback_##NAME, encode_row<hybridcomp::E HC_COMMA true>, 2)
+#define HC_FEEDBACK(NAME, E)                                                                       \
+    HC_PLANNED_ENCODE(encode_feedback_##NAME, 2, E, true, false)                                   \
+    HC_KERNEL(encode_feedback_##NAME, encode_row<E HC_COMMA true>, 2)
 
 #if HC_KEPT < 32
 #define HC_KERNELS HC_FEEDBACK
 #else
-#define HC_KERNELS(NAME, E)                                                                 \
-    extern "C" __global__ void HC_BOUNDS(256, HC_ROTATE ? 3 : 4)                             \
-    blockint_planned_encode_##NAME(HC_BY_VALUE(NearTable) rows, const void* values,         \
-                                   unsigned char* payloads) {                               \
-        hybridcomp::blockint::encode_near<hybridcomp::E>(hybridcomp::as_table(rows), values, \
-                                                         payloads);                         \
-    }                                                                                       \
-    extern "C" __global__ void HC_BOUNDS(256, HC_ROTATE ? 4 : 5)                             \
-    blockint_planned_decode_##NAME(HC_BY_VALUE(NearTable) rows, const unsigned char* payloads, \
-                                   void* out, unsigned long long step, unsigned long long slot) { \
-        hybridcomp::blockint::decode_near<hybridcomp::E>(hybridcomp::as_table(rows), payloads, \
-                                                         out, step, slot);                  \
-    }                                                                                       \
-    HC_KERNEL(encode_##NAME, encode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 3 : 4)    \
-    HC_FEEDBACK(NAME, E)                                                                    \
-    HC_KERNEL(decode_##NAME, decode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 4 : 5)
+#define HC_KERNELS(NAME, E)                                                                        \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ROTATE ? 3 : 4)                                   \
+    blockint_planned_encode_##NAME(HC_BY_VALUE(NearTable) rows, const void* values, u8* payloads) { \
+        encode_near<E>(as_table(rows), values, payloads);                                          \
+    }                                                                                              \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ROTATE ? 4 : 5)                                   \
+    blockint_planned_decode_##NAME(HC_BY_VALUE(NearTable) rows, const u8* payloads, void* out,     \
+                                   u64 step, u64 slot) {                                           \
+        decode_near<E>(as_table(rows), payloads, out, step, slot);                                 \
+    }                                                                                              \
+    HC_KERNEL(encode_##NAME, encode_row<E HC_COMMA false>, HC_ROTATE ? 3 : 4)                      \
+    HC_FEEDBACK(NAME, E)                                                                           \
+    HC_KERNEL(decode_##NAME, decode_row<E HC_COMMA false>, HC_ROTATE ? 4 : 5)
 #endif
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0
 HC_KERNELS(fp32, EightFp32)
 #if HC_KEPT == 32
-HC_KERNEL(add, decode_row<hybridcomp::EightFp32 HC_COMMA true>, HC_ROTATE ? 4 : 5)
-HC_PLANNED_ENCODE(encode_held_fp32, 2, hybridcomp::EightFp32, true, true)
+HC_KERNEL(add, decode_row<EightFp32 HC_COMMA true>, HC_ROTATE ? 4 : 5)
+HC_PLANNED_ENCODE(encode_held_fp32, 2, EightFp32, true, true)
 #endif
 #endif
 #if !defined(HC_DTYPE) || HC_DTYPE == 1
@@ -116,3 +108,6 @@ HC_KERNELS(bf16, EightBf16)
 #if !defined(HC_DTYPE) || HC_DTYPE == 2
 HC_KERNELS(fp16, EightFp16)
 #endif
+
+}  // namespace blockint
+}  // namespace hybridcomp

@@ -1,6 +1,6 @@
-// Encoding and decoding a tile of blockint in the registers of a warp (blockint_quads.h), from and to
-// plain pointers: everything is loaded before the first of it is used, and alignment and the tail are
-// asked about once a warp. All lanes of the warp call these.
+// Encodes and decodes a tile of blockint in the registers of a warp (blockint_quads.h), from and to plain
+// pointers: all loads precede the first use, and alignment and the tail are checked once per warp. All lanes of
+// the warp call these functions.
 #pragma once
 
 #include "blockint_feedback.h"
@@ -8,8 +8,8 @@
 namespace hybridcomp {
 namespace blockint {
 
-// What the levels `q` of eight values leave out of them once receivers round to E, into `residual`.
-// Rotated values take the registers of the values, which wait where the residual will stand.
+// Stores in `residual` the error of the levels `q` of eight values, after receivers round to E. Rotated values
+// take the registers of the values, which wait in the place of the residual.
 template <class E>
 HC_INLINE void settle(const float* values, const u32* q, u32 code, u32 base, float* residual, u64 at,
                       u64 count, bool whole) {
@@ -134,13 +134,13 @@ HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile
                     rotate(sums[i].values, full || in_group(at, count));
                 }
             }
-            // who gets this adds it up in fp32
+            // receivers add it up in fp32
             encode_held<EightFp32, FEEDBACK>(sums, tile, count, out, residual, whole);
         }
     }
 }
 
-// Where a lane's eight values lie once they are decoded: of 16 bits, one after the other.
+// Places of a lane's eight decoded values: consecutive for 16 bits.
 template <class E>
 struct Target : E {
     HC_INLINE u32 index(u32 k) { return k; }
@@ -196,8 +196,8 @@ HC_INLINE void write_values(const float* values, bool any, typename T::Stored* o
     }
 }
 
-// Tile `tile` of the payload `in` of `count` values, which begin at `out`. ADD: added to what is there,
-// in fp32.
+// Decodes tile `tile` of the payload `in` of `count` values, which begin at `out`. ADD: adds to the fp32 values
+// there.
 template <class E, bool ADD>
 HC_INLINE void decode_tile(const u8* in, u64 count, u64 tile, typename E::Stored* out) {
     typedef Target<E> T;

@@ -1,9 +1,9 @@
-// CUDA kernels of the casts, 16 bytes a load or store, and of fp8 (fp8_block.h).
+// CUDA kernels of the casts, with loads and stores of 16 bytes, and of fp8 (fp8_block.h).
 #include "fp8_block.h"
 
 namespace hybridcomp {
 
-// To 16 bits, eight values a thread. Hardware rounds, but where there is a NaN or an Inf.
+// Casts to 16 bits, eight values per thread. Hardware rounds, except values with a NaN or Inf among them.
 template <class From, class To>
 HC_INLINE void narrow(const void* source, u64 numel, void* target) {
     const auto* in = (const typename From::Stored*)source;
@@ -36,7 +36,7 @@ HC_INLINE void narrow(const void* source, u64 numel, void* target) {
     }
 }
 
-// To fp32, twice four values a thread: a warp writes whole sectors of 32 bytes.
+// Casts to fp32, twice four values per thread, so that a warp writes whole sectors of 32 bytes.
 template <class From, bool ADD>
 HC_INLINE void widen(const void* source, u64 numel, float* out) {
     const auto* in = (const typename From::Stored*)source;
@@ -51,7 +51,7 @@ HC_INLINE void widen(const void* source, u64 numel, float* out) {
     }
 }
 
-// Same dtype: the bits move, NaN payloads included, 32 bytes a thread.
+// Copies between equal dtypes, NaN payloads included, 32 bytes per thread.
 HC_INLINE void copy(const u8* in, u64 nbytes, u8* out) {
     u64 first = (u64)blockIdx.x * 2 * THREADS + threadIdx.x;
     if (((u64)in | (u64)out) % 16 == 0) {
@@ -70,14 +70,9 @@ HC_INLINE void copy(const u8* in, u64 nbytes, u8* out) {
     }
 }
 
-}  // namespace hybridcomp
-
-#define HC_CAST(NAME, CALL)                                          \
-    extern "C" __global__ void __launch_bounds__(256)                \
-    NAME(const void* in, unsigned long long numel, void* out) {      \
-        using namespace hybridcomp;                                  \
-        CALL;                                                        \
-    }
+#define HC_CAST(NAME, CALL)                                                                        \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+    NAME(const void* in, u64 numel, void* out) { CALL; }
 HC_CAST(cast_fp32_bf16, (narrow<EightFp32, EightBf16>(in, numel, out)))
 HC_CAST(cast_fp32_fp16, (narrow<EightFp32, EightFp16>(in, numel, out)))
 HC_CAST(cast_bf16_fp16, (narrow<EightBf16, EightFp16>(in, numel, out)))
@@ -86,33 +81,23 @@ HC_CAST(cast_bf16_fp32, (widen<BFloat16, false>(in, numel, (float*)out)))
 HC_CAST(cast_fp16_fp32, (widen<Float16, false>(in, numel, (float*)out)))
 HC_CAST(add_bf16, (widen<BFloat16, true>(in, numel, (float*)out)))
 HC_CAST(add_fp16, (widen<Float16, true>(in, numel, (float*)out)))
+HC_CAST(cast_copy, (copy((const u8*)in, numel, (u8*)out)))
 
-extern "C" __global__ void __launch_bounds__(256)
-cast_copy(const unsigned char* in, unsigned long long nbytes, unsigned char* out) {
-    hybridcomp::copy(in, nbytes, out);
-}
-
-#define HC_FP8_ENCODE(NAME, F, E)                                                             \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
-    NAME(const void* values, unsigned long long numel, unsigned long long chunk,              \
-         unsigned long long slot, unsigned long long skip, unsigned char* out) {              \
-        hybridcomp::fp8::encode<hybridcomp::fp8::F, hybridcomp::E>(values, numel, chunk,      \
-                                                                   slot, skip, out);          \
-    }
-#define HC_FP8_DECODE(NAME, F, E, ADD)                                                        \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
-    NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk,         \
-         unsigned long long slot, unsigned long long skip, void* out) {                       \
-        hybridcomp::fp8::decode<hybridcomp::fp8::F, hybridcomp::E, ADD>(in, numel, chunk,     \
-                                                                        slot, skip, out);     \
-    }
-#define HC_FP8(FORMAT, F)                                   \
-    HC_FP8_ENCODE(fp8_##FORMAT##_encode_fp32, F, EightFp32) \
-    HC_FP8_ENCODE(fp8_##FORMAT##_encode_bf16, F, EightBf16) \
-    HC_FP8_ENCODE(fp8_##FORMAT##_encode_fp16, F, EightFp16) \
-    HC_FP8_DECODE(fp8_##FORMAT##_decode_fp32, F, EightFp32, false) \
-    HC_FP8_DECODE(fp8_##FORMAT##_decode_bf16, F, EightBf16, false) \
-    HC_FP8_DECODE(fp8_##FORMAT##_decode_fp16, F, EightFp16, false) \
-    HC_FP8_DECODE(fp8_##FORMAT##_add, F, EightFp32, true)
+#define HC_FP8_ENCODE(NAME, F, E)                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+    fp8_##NAME(const void* values, u64 numel, u8* out) { fp8::encode<fp8::F, E>(values, numel, out); }
+#define HC_FP8_DECODE(NAME, F, E, ADD)                                                             \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+    fp8_##NAME(const u8* in, u64 numel, void* out) { fp8::decode<fp8::F, E, ADD>(in, numel, out); }
+#define HC_FP8(FORMAT, F)                                                                          \
+    HC_FP8_ENCODE(FORMAT##_encode_fp32, F, EightFp32)                                              \
+    HC_FP8_ENCODE(FORMAT##_encode_bf16, F, EightBf16)                                              \
+    HC_FP8_ENCODE(FORMAT##_encode_fp16, F, EightFp16)                                              \
+    HC_FP8_DECODE(FORMAT##_decode_fp32, F, EightFp32, false)                                       \
+    HC_FP8_DECODE(FORMAT##_decode_bf16, F, EightBf16, false)                                       \
+    HC_FP8_DECODE(FORMAT##_decode_fp16, F, EightFp16, false)                                       \
+    HC_FP8_DECODE(FORMAT##_add, F, EightFp32, true)
 HC_FP8(e4m3, E4M3)
 HC_FP8(e5m2, E5M2)
+
+}  // namespace hybridcomp

@@ -2,8 +2,8 @@
 // device, and by a host compiler inside an emulator of warps, which is how the tests run these kernels
 // without a GPU.
 //
-// Every parameter of a kernel is 64 bits wide, a float is handed over as its bits: one way to launch.
-// Every lane of a warp takes part in every exchange; nobody returns before the last one.
+// Every parameter of a kernel is 64 bits wide, and a float is passed as its bits, so all kernels launch alike.
+// Every lane of a warp takes part in every exchange; no lane returns before the last one.
 #pragma once
 
 #include "hardware.h"
@@ -13,7 +13,7 @@ namespace hybridcomp {
 // Number of this warp within the row of the grid that handles one chunk.
 HC_INLINE u64 warp_id() { return ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP; }
 
-// Four values that follow each other, as float and as they are stored.
+// Four consecutive values, as floats and as they are stored.
 struct Four {
     float x, y, z, w;
 };
@@ -48,7 +48,7 @@ struct Sixteen {
 typedef Sixteen<bf16_to_float, float_to_bf16> BFloat16;
 typedef Sixteen<fp16_to_float, float_to_fp16> Float16;
 
-// Whether groups of four values can move as one.
+// Whether four values can be loaded or stored at once.
 template <class T>
 HC_INLINE bool vectorizable(const void* at) { return ((u64)at & (4 * sizeof(typename T::Stored) - 1)) == 0; }
 
@@ -79,8 +79,8 @@ HC_INLINE void write4(Four v, typename T::Stored* out, u64 index, u64 count, boo
 HC_INLINE u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }
 HC_INLINE u64 align16(u64 nbytes) { return (nbytes + 15) & ~15ull; }
 
-// A message of `numel` values in chunks of `chunk`, one payload each, `slot` bytes apart. Row y of the
-// grid handles one chunk; `skip` (none: ~0) has no payload, and those after it move up.
+// A message of `numel` values in chunks of `chunk` values, whose payloads are `slot` bytes apart. Row y of the
+// grid handles a chunk; chunk `skip` (~0: none) has no payload, so later payloads move up by a slot.
 struct Chunk {
     u64 index, first, count, payload;
     HC_INLINE_MEMBER Chunk(u64 numel, u64 chunk, u64 slot, u64 skip) {
@@ -92,7 +92,7 @@ struct Chunk {
     }
 };
 
-// Zeros from `used` to `total`, less than 16 bytes, by the lanes of one warp.
+// Writes zeros from `used` to `total`, less than 16 bytes; called by one warp.
 HC_INLINE void pad_payload(u8* out, u64 used, u64 total) {
     u64 at = used + lane_id();
     if (at < total) out[at] = 0;

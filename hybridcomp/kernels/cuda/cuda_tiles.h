@@ -1,6 +1,6 @@
-// Variable-size messages on a GPU, in one pass: tiles are as long as their values make them, and each
-// block of threads learns where its tile begins by looking back at what those before have published
-// (decoupled look-back, Merrill and Garland 2016). So payloads have the same bytes as the CPU's.
+// Messages of variable size on a GPU, in one pass: the length of a tile depends on its values, and each block
+// of threads computes where its tile begins from the lengths that earlier blocks have published (decoupled
+// look-back, Merrill and Garland 2016). Payloads have the same bytes as the CPU's.
 #pragma once
 
 #include "cuda_device.h"
@@ -14,8 +14,8 @@ struct Workspace {
 };
 constexpr u64 AGGREGATE = 1ull << 32, PREFIX = 2ull << 32;
 
-// Blocks start in no fixed order; the tickets' order is that of the tiles, so who waits for an earlier
-// tile waits for a block that runs.
+// Blocks start in any order. A block takes the tile of its ticket, so a block that waits for an earlier tile
+// waits for a block that already runs.
 HC_INLINE u32 take_ticket(Workspace* work) {
     __shared__ u32 ticket;
     if (threadIdx.x == 0) ticket = (u32)atomicAdd(&work->ticket, 1ull);
@@ -38,12 +38,12 @@ HC_INLINE u32 scan_lanes(u32 value) {
     return value;
 }
 
-// What this tile adds, for those behind it; by one thread.
+// Publishes the length of this tile for later ones; called by one thread.
 HC_INLINE void announce(u64* states, u32 tile, u32 mine) {
     publish(states + tile, (tile ? AGGREGATE : PREFIX) | mine);
 }
 
-// What the tiles before `tile`, which was announced, add up to; by one whole warp.
+// Returns the sum of all tiles before `tile`, which was announced; called by a whole warp.
 HC_INLINE u32 sum_of_tiles(u64* states, u32 tile, u32 mine) {
     u32 lane = lane_id(), total = 0;
     for (u32 end = tile; end > 0;) {
@@ -63,13 +63,13 @@ HC_INLINE u32 sum_of_tiles(u64* states, u32 tile, u32 mine) {
     return total;
 }
 
-// Both. `mine` is what this tile adds.
+// Announces `mine`, the length of this tile, and returns the sum before it.
 HC_INLINE u32 look_back(u64* states, u32 tile, u32 mine) {
     if (lane_id() == 0) announce(states, tile, mine);
     return sum_of_tiles(states, tile, mine);
 }
 
-// `count` bits, at most 32, into zeroed words that several threads write.
+// Writes `count` bits, at most 32, into zeroed words that several threads write.
 HC_INLINE void put_word(u32* words, u32 position, u32 bits) {
     u32 shift = position % 32;
     atomicOr(words + position / 32, bits << shift);
@@ -77,14 +77,13 @@ HC_INLINE void put_word(u32* words, u32 position, u32 bits) {
     if (carry) atomicOr(words + position / 32 + 1, carry);
 }
 
-// Says that a payload is not what an encoder made. Nobody waits for the answer: the flag stays set
-// until the host looks at it.
+// Reports that no encoder can have written a payload. The flag stays set until the host reads it.
 HC_INLINE void report_damage(u32* damage) {
     if (threadIdx.x == 0) atomicOr(damage, 1u);
 }
 
-// The header of kernels/cpu/shares.h, and the zeros behind the last tile; by the block of the last tile.
-// Writes the bytes of the whole payload to `size`.
+// Writes the header of kernels/cpu/shares.h, the zeros after the last tile, and the bytes of the whole payload
+// to `size`; called by the block of the last tile.
 HC_INLINE void finish_message(u8* out, u64 data, u32 magic, u32 version, u32 dtype, u32 mode,
                               u64 numel, u32 tile, u32 bound, u32 length, u64 tail, u64* size) {
     u64 used = data + (u64)length * 4, nbytes = align16(used + tail);

@@ -1,4 +1,4 @@
-// expcode: how a warp chooses the coding of a tile from the sampled blocks.
+// expcode: a warp chooses the coding of a tile from the sampled blocks.
 #pragma once
 
 #include "expcode_quads.h"
@@ -8,8 +8,8 @@ namespace expcode {
 
 constexpr int COUNTS = 256 + 16;  // zeros follow the last exponent
 
-// The cheapest coding, as expcode::choose finds it; a lane tries one base in 32. The smallest of cost,
-// then order of the codings, then base; width E comes last among equals.
+// Returns the coding that expcode::choose returns; each lane tries every 32nd base. Among codings of equal cost
+// the first wins, then the lowest base; width E comes last.
 template <class F>
 HC_INLINE Coding choose_in_warp(const u32* counts, u32 total, u32 first, u32 last) {
     u32 best = F::WIDEST * total << 11 | 7u << 8, zeros = counts[0];

@@ -1,4 +1,4 @@
-// expcode, decode: a warp a tile, which comes into shared memory 16 bytes at a time; no barrier.
+// Decoder of expcode: a warp decodes a tile, which it loads into shared memory 16 bytes at a time; no barrier.
 #pragma once
 
 #include "expcode_levels.h"
@@ -57,8 +57,8 @@ struct SumVector<Single> {
     typedef uint2 Type;
 };
 
-// Where the values of a tile go: written as they are, or added to floats. `whole`: all of the tile, by
-// vectors; else as far as there are any.
+// Destination of a tile's values, which are stored, or added to floats. `whole`: all values of the tile exist,
+// and move as vectors.
 template <class F, class T, bool ADD>
 struct Sink {
     typedef typename Quad<F>::Item Item;
@@ -69,8 +69,8 @@ struct Sink {
     struct Held {
         Vector v[4];
     };
-    // Sums are on their way while values are decoded: 0.98 in place of 0.97 of a copy, at 1 MB 0.82 in
-    // place of 0.68. Those of 16-bit values need so many registers that warps are missing (0.91 for 0.97).
+    // Sums are loaded while values are decoded: 0.98 instead of 0.97 of a copy's speed, at 1 MB 0.82 instead of
+    // 0.68. For 16-bit values this takes too many registers (0.91 instead of 0.97).
     static constexpr bool EARLY = F::ITEM_BYTES == 4;
 
     HC_INLINE_MEMBER Sink(void* target, u64 first, u32 values)
@@ -167,7 +167,7 @@ HC_INLINE void write_values(const u32 (&high)[2], const u32 (&low)[2], const u8*
     for (u32 i = 0; i < 4; ++i) sink.two(first + 2 * part + 8 * i, values[0][i], values[1][i], held, i);
 }
 
-// False if the escapes are not as many as the header says. `WHOLE`: blocks begin at whole words.
+// Returns false if the header has another number of escapes. `WHOLE`: blocks begin at whole words.
 template <class F, int WIDTH, bool WHOLE, class S>
 HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
     constexpr int BITS = WIDTH + F::SHARED;
@@ -265,7 +265,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* targ
         return;
     }
     uint4* buffer = buffers[threadIdx.x / WARP];
-    // from the 16 bytes that the tile begins in to those that it ends in; payloads are whole ones
+    // from the aligned 16 bytes of the tile's first byte to those of its last; payloads end at 16 bytes
     u64 from = (data + 4ull * begin) & ~15ull, to = (data + 4ull * end + 15) & ~15ull;
     u32 vectors = (u32)(to - from) / 16;
     for (u32 i = lane_id(); i < vectors; i += WARP) fetch(buffer + i, in + from + 16ull * i);

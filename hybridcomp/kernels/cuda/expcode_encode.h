@@ -1,6 +1,5 @@
-// expcode, encode: a warp makes a tile in shared memory without a barrier; the block of threads looks
-// back once for all its tiles; they leave as whole words. Values are on their way while their coding is
-// chosen.
+// Encoder of expcode: a warp encodes a tile into shared memory without a barrier; the block of threads looks
+// back once for all its tiles, which are stored as whole words. Values are loaded while the coding is chosen.
 #pragma once
 
 #include "expcode_levels.h"
@@ -9,8 +8,8 @@
 namespace hybridcomp {
 namespace expcode {
 
-// One round into the tile. `at`: this lane's block, `base` in all bytes. Returns the escapes of this
-// lane, a bit for each slot, and the exponents.
+// Encodes one round into the tile. `at`: this lane's block; `base`: in all bytes. Returns this lane's escapes,
+// a bit for each slot, and the exponents.
 template <class F, int WIDTH, bool ZERO, bool WHOLE>
 HC_INLINE u32 put_round(const Quad<F>* quads, bool there, u8* at, u32 base, bool halves,
                         u32 (&e)[Quad<F>::WORDS]) {
@@ -41,7 +40,7 @@ HC_INLINE u32 put_round(const Quad<F>* quads, bool there, u8* at, u32 base, bool
     return there ? flags : 0;
 }
 
-// Escapes of a round behind those before; `limit`: so many make the tile too long. Returns how many.
+// Appends the escapes of a round; `limit` escapes make the tile too long. Returns the new number of escapes.
 template <class F>
 HC_INLINE u32 put_escapes(u32 flags, const u32 (&e)[Quad<F>::WORDS], u32 before, u32 limit, u8* out) {
     if (!ballot(flags != 0)) return 0;
@@ -55,8 +54,8 @@ HC_INLINE u32 put_escapes(u32 flags, const u32 (&e)[Quad<F>::WORDS], u32 before,
 
 constexpr u32 NOT_PLAIN = ~0u;
 
-// A tile of whole blocks of which none is zero, on its way from memory: the first HELD rounds at once,
-// the others one ahead.
+// A tile of whole, nonzero blocks while it is loaded: the first HELD rounds at once, each later one a round
+// ahead.
 template <class F, int HELD>
 struct Plain {
     Quad<F> sampled[2], rounds[HELD][Quad<F>::WORDS];
@@ -70,8 +69,8 @@ struct Plain {
         }
     }
 
-    // Its blocks and escapes; returns how many escapes, NOT_PLAIN if a block is zero, or if there are low
-    // halves and none were expected.
+    // Encodes blocks and escapes; returns the number of escapes, or NOT_PLAIN for a zero block or unexpected low
+    // halves.
     template <int WIDTH, bool ZERO>
     HC_INLINE_MEMBER u32 put(const Source<F>& source, Coding coding, u8* tile) const {
         constexpr u32 ROUNDS = Lanes<F>::ROUNDS, STEP = Lanes<F>::ROUND_BLOCKS;
@@ -128,7 +127,7 @@ struct Plain {
     }
 };
 
-// A tile of any kind into `tile`; returns the number of escapes.
+// Encodes any kind of tile into `tile`; returns the number of escapes.
 template <class F, int WIDTH, bool ZERO>
 HC_INLINE u32 put_tile(const Source<F>& source, const Present<F>& present, Coding coding, u32 head,
                        u8* tile) {
@@ -169,7 +168,7 @@ HC_INLINE u32 mask_byte(const Present<F>& present, u32 i) {
     return byte;
 }
 
-// Header and zeros behind; returns the words of the tile.
+// Writes the header and the padding; returns the words of the tile.
 template <class F>
 HC_INLINE u32 end_tile(Coding coding, u32 head, u32 present, bool masked, u32 escapes, u32* buffer) {
     u8* bytes = (u8*)buffer;
@@ -184,7 +183,7 @@ HC_INLINE u32 end_tile(Coding coding, u32 head, u32 present, bool masked, u32 es
     return words;
 }
 
-// Returns the words of the tile, which is made in `buffer`.
+// Encodes a tile into `buffer`; returns its words.
 template <class F>
 HC_INLINE u32 make_any_tile(const Source<F>& source, u32* buffer) {
     bool low;
@@ -213,7 +212,7 @@ HC_INLINE u32 make_any_tile(const Source<F>& source, u32* buffer) {
     return end_tile<F>(coding, head, present.total, masked, escapes, buffer);
 }
 
-// The same: by a guess that nearly always holds, and once more where it does not.
+// Does the same by a guess, which is nearly always right, and repeats it otherwise.
 template <class F, int HELD>
 HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
     if (source.vectors) {

@@ -1,4 +1,4 @@
-// expcode: the levels of a block, packed by the lanes that share it and unpacked again.
+// expcode: the lanes that share a block pack and unpack its levels.
 #pragma once
 
 #include "expcode_quads.h"
@@ -6,7 +6,7 @@
 namespace hybridcomp {
 namespace expcode {
 
-// Words of 4 bytes at any byte; nearly all tiles have whole ones.
+// Reads and writes 4-byte words at any byte; in nearly all tiles they are aligned.
 template <bool WHOLE>
 HC_INLINE void put_word_at(u8* bytes, u32 word) {
     if constexpr (WHOLE) {
@@ -32,7 +32,7 @@ HC_INLINE u32 moved_field(u32 level) {
     else return level >> (SHIFT - UP) & mask;
 }
 
-// The levels of a block, of BITS bits, by its two lanes.
+// Packs a block's levels of BITS bits; called by its two lanes.
 template <int BITS, bool WHOLE>
 HC_INLINE void put_levels(const u32 (&levels)[4], u32 half, bool there, u8* out) {
     if constexpr (BITS == 8) {
@@ -72,7 +72,7 @@ HC_INLINE void put_levels(const u32 (&levels)[4], u32 half, bool there, u8* out)
     }
 }
 
-// The same by four lanes.
+// Packs a block's levels; called by its four lanes.
 template <int BITS, bool WHOLE>
 HC_INLINE void put_levels(const u32 (&levels)[2], u32 part, bool there, u8* out) {
     bool upper = part & 2, odd = part & 1;
@@ -105,7 +105,7 @@ HC_INLINE void put_levels(const u32 (&levels)[2], u32 part, bool there, u8* out)
     }
 }
 
-// The way back: this lane's words of levels.
+// Unpacks this lane's words of levels.
 template <int BITS, bool WHOLE>
 HC_INLINE void get_levels(u32 (&levels)[4], u32 half, const u8* in) {
 #pragma unroll

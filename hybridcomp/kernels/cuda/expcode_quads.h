@@ -1,9 +1,9 @@
-// expcode, a tile a warp, for all dtypes. The lanes of a block share its eight words of slots: two lanes
-// of four words each (16 bits), four lanes of two (fp32). A word is four values, `Quad`, and what is
-// done to them is done to four bytes at a time.
+// expcode, a tile per warp, for all dtypes. The lanes of a block share its eight words of slots: two lanes
+// with four words each (16 bits), four lanes with two (fp32). A word is four values, `Quad`, processed as four
+// bytes at a time.
 //
-// Lane LANES b + m of round r has words WORDS m ... of block r * ROUND_BLOCKS + b. So lanes in their
-// order, and the words of a lane in theirs, are the order of the slots.
+// Lane LANES b + m of round r has words WORDS m ... of block r * ROUND_BLOCKS + b, so slots follow the order
+// of lanes, and of the words in a lane.
 #pragma once
 
 #include "warp_tiles.h"
@@ -41,7 +41,7 @@ struct Quad {
         uint2 a = *(const uint2*)(block + 2 * word), b = *(const uint2*)(block + 16 + 2 * word);
         quads[0] = Quad{a.x, b.x}, quads[1] = Quad{a.y, b.y};
     }
-    // Any block; values after `last` are that one.
+    // Loads any block; values after `last` repeat it.
     HC_INLINE Quad at(const u16* source, u32 begin, u32 word, u32 last) {
         u32 i = begin + 2 * word, k = i + 16;
         return Quad{pair(source[i < last ? i : last], source[i + 1 < last ? i + 1 : last]),
@@ -102,8 +102,8 @@ HC_INLINE u32 exponents(u32 high) {
     return F::SHARED ? high >> F::SHARED & (EACH_BYTE * ((1u << F::WIDEST) - 1)) : high;
 }
 
-// Codes of WIDTH bits of four exponents, for `base` in all bytes. `flags`: top bits of those that are
-// escapes. With ZERO there is a code for the exponent zero.
+// Returns the WIDTH-bit codes of four exponents, for `base` in all bytes. `flags` gets the top bit of each byte
+// that is an escape. With ZERO the exponent zero has a code.
 template <int WIDTH, bool ZERO>
 HC_INLINE u32 codes_of(u32 e, u32 base, u32& flags) {
     constexpr u32 escape = (1u << WIDTH) - 1;

@@ -1,4 +1,4 @@
-// expcode, encode: a tile's values, which of its blocks are zero, and its coding when some are.
+// Encoder of expcode: values of a tile, its zero blocks, and the coding of a tile with zero blocks.
 #pragma once
 
 #include "expcode_choice.h"
@@ -82,7 +82,7 @@ HC_INLINE u32 blocks_of_lanes(u32 mask) {
     return mask & (Lanes<F>::LANES == 4 ? 0x11111111u : 0x55555555u);
 }
 
-// The first look at any tile; it comes again from the caches. `low`: some low half of fp32 is not zero.
+// Reads a tile for the first time; later reads hit the caches. `low`: a low half of an fp32 value is nonzero.
 template <class F>
 HC_INLINE Present<F> find_present(const Source<F>& source, bool& low) {
     Present<F> present;
@@ -102,7 +102,7 @@ HC_INLINE Present<F> find_present(const Source<F>& source, bool& low) {
     return present;
 }
 
-// Four lanes look at a sampled block. `counts` and `sampled` are shared memory.
+// Counts the exponents of a sampled block by four lanes. `counts` and `sampled` are in shared memory.
 template <class F>
 HC_INLINE Coding sample(const Source<F>& source, const Present<F>& present, u32* counts, u32* sampled) {
     clear_counts(counts);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridcomp.kernels.cuda.functions import CudaFunctions
-from hybridcomp.kernels.cuda.launcher import DTYPES, WHOLE, ceil_div
+from hybridcomp.kernels.cuda.launcher import DTYPES, ceil_div
 
 FORMATS = ("e4m3", "e5m2")
 
@@ -17,7 +17,7 @@ class Fp8OnCuda(CudaFunctions):
         """Encode, 256 threads for each block of 4096 values."""
         self._fixed(
             "casts.cu", (), f"fp8_{FORMATS[form]}_encode_{DTYPES[dtype]}", out,
-            ceil_div(numel, 4096), (values, numel, numel, 0, WHOLE, out),
+            ceil_div(numel, 4096), (values, numel, out),
         )  # fmt: skip
 
     def decode(
@@ -26,7 +26,5 @@ class Fp8OnCuda(CudaFunctions):
     ) -> None:  # fmt: skip
         """Decode, 256 threads for each block."""
         name = f"fp8_{FORMATS[form]}_" + ("add" if add else f"decode_{DTYPES[dtype]}")
-        self._fixed(
-            "casts.cu", (), name, payload, ceil_div(numel, 4096),
-            (payload, numel, numel, 0, WHOLE, out),
-        )  # fmt: skip
+        words = (payload, numel, out)
+        self._fixed("casts.cu", (), name, payload, ceil_div(numel, 4096), words)

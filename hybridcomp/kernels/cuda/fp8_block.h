@@ -1,5 +1,5 @@
-// fp8 on a device: 256 threads take a block of 4096 values, which stay in registers between the search for
-// its absmax and the rounding.
+// fp8 on a device: 256 threads encode a block of 4096 values, which stay in registers between computing the
+// absmax and rounding.
 #pragma once
 
 #include "packed.h"
@@ -22,14 +22,14 @@ struct Layout {
           total(align16(used)) {}
 };
 
-// Two numbers that were scaled, as two bytes.
+// Converts two scaled numbers to two bytes.
 template <class F>
 HC_INLINE u32 narrow_pair(float low, float high) {
     if constexpr (HC_NARROWS_FP8) return narrow_fp8<F::mantissa>(low, high);
     return (u32)narrow<F>(low, 1.0f) | (u32)narrow<F>(high, 1.0f) << 8;
 }
 
-// The codes of eight values, those of four to a word. `any`: there is a NaN or an Inf.
+// Returns the codes of eight values, four to a word. `any`: a value is NaN or Inf.
 template <class F, class E>
 HC_INLINE uint2 narrow_eight(const E& held, float inverse, bool any) {
     u32 words[2] = {0, 0};
@@ -60,23 +60,21 @@ HC_INLINE u32 finite_magnitude(const E& held) {
 }
 
 template <class F, class E>
-HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out) {
+HC_INLINE void encode(const void* source, u64 numel, u8* out) {
     __shared__ u32 tops[THREADS / WARP];
-    Chunk mine(numel, chunk, slot, skip);
-    Layout layout(mine.count);
+    Layout layout(numel);
     u64 block = blockIdx.x;
     if (block >= layout.blocks) return;
-    out += mine.payload;
-    const auto* in = (const typename E::Stored*)source + mine.first;
+    const auto* in = (const typename E::Stored*)source;
     u64 first = block * BLOCK + threadIdx.x * EACH;
-    bool full = (block + 1) * BLOCK <= mine.count, whole = full && whole_vectors(in);
+    bool full = (block + 1) * BLOCK <= numel, whole = full && whole_vectors(in);
     E held[ROUNDS];
     u32 top[ROUNDS], largest = float_bits(MIN_ABSMAX);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         u64 at = first + i * EACH * THREADS;
         if (whole) held[i].load(in + at);
-        else held[i].load_some(in + at, eight_of(at, mine.count));
+        else held[i].load_some(in + at, eight_of(at, numel));
     }
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -89,7 +87,7 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
 #pragma unroll
     for (int w = 0; w < THREADS / WARP; ++w) largest = larger(largest, tops[w]);
     float inverse = F::largest / bits_float(largest);
-    u64 words = ceil_div(mine.count, 4);
+    u64 words = ceil_div(numel, 4);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         u64 word = (first + i * EACH * THREADS) / 4;
@@ -105,7 +103,7 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
     if (block + 1 == layout.blocks && threadIdx.x < WARP) pad_payload(out, layout.used, layout.total);
 }
 
-// Every code is half a number of fp16, but for a factor of two to some power.
+// A code is the upper half of an fp16 number, up to a power of two.
 template <class F>
 constexpr float HALF_FACTOR = F::mantissa == 3 ? 256.0f : 1.0f;
 
@@ -129,7 +127,7 @@ HC_INLINE void widen_four(u32 codes, float scale, bool any, float* values) {
     for (int k = 0; k < 4; ++k) values[k] = values[k] * (scale * HALF_FACTOR<F>);
 }
 
-// Whether one of four codes is not a number.
+// Whether one of four codes is NaN.
 template <class F>
 HC_INLINE bool has_nan(u32 codes) {
     return ((codes & 0x7f7f7f7fu) + (0x80u - F::first_nan) * 0x01010101u) & 0x80808080u;
@@ -138,7 +136,7 @@ HC_INLINE bool has_nan(u32 codes) {
 // A block whose products may overflow.
 HC_INLINE bool may_overflow(u32 absmax) { return absmax >= 0x7f000000u; }
 
-// To 16 bits, eight codes a thread.
+// Decodes to 16 bits, eight codes per thread.
 template <class F, class E>
 HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, typename E::Stored* out) {
     u64 first = block * BLOCK + threadIdx.x * EACH, words = ceil_div(count, 4);
@@ -175,7 +173,7 @@ HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, type
     }
 }
 
-// To fp32, four codes a thread: a warp writes whole sectors of 32 bytes.
+// Decodes to fp32, four codes per thread, so that a warp writes whole sectors of 32 bytes.
 template <class F, bool ADD>
 HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, float* out) {
     bool vectors = vectorizable<Fp32>(out);
@@ -199,16 +197,14 @@ HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, floa
 }
 
 template <class F, class E, bool ADD>
-HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, void* target) {
-    Chunk mine(numel, chunk, slot, skip);
-    Layout layout(mine.count);
+HC_INLINE void decode(const u8* in, u64 numel, void* target) {
+    Layout layout(numel);
     u64 block = blockIdx.x;
     if (block >= layout.blocks) return;
-    in += mine.payload;
-    auto* out = (typename E::Stored*)target + mine.first;
+    auto* out = (typename E::Stored*)target;
     u32 absmax = ((const u32*)(in + layout.scales))[block];
-    if constexpr (sizeof(typename E::Stored) == 4) decode_block<F, ADD>(in, block, mine.count, absmax, out);
-    else decode_block<F, E>(in, block, mine.count, absmax, out);
+    if constexpr (sizeof(typename E::Stored) == 4) decode_block<F, ADD>(in, block, numel, absmax, out);
+    else decode_block<F, E>(in, block, numel, absmax, out);
 }
 
 }  // namespace fp8

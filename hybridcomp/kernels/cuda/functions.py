@@ -86,12 +86,11 @@ class CudaFunctions:
         """
         if not tiles:
             return 0
-        # words for the size, for the ticket, and one for each tile
-        work = self._launcher.zeros(2 + tiles)
-        start = work.data_ptr()
-        self._fixed(source, (), kernel, out, tiles, (*words, start + 8, size or start), threads)
-        if size:
-            return 0
-        nbytes = int(work[0])  # waits for the device
-        self._damage.check()
-        return nbytes
+
+        def encode(address: int) -> None:
+            # words for the ticket, and one for each tile
+            work = self._launcher.zeros(1 + tiles)
+            arguments = (*words, work.data_ptr(), address)
+            self._fixed(source, (), kernel, out, tiles, arguments, threads)
+
+        return self._stored(size, encode)

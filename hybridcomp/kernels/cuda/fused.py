@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
+from hybridcomp.kernels.cuda.functions import ALIGN
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 from hybridcomp.kernels.kept import Kept, bits_of, words_of
 
@@ -127,6 +128,14 @@ def check_summed(numel: int) -> None:
             f"blockint: expected fewer than {MOST_SUMMED} values for one rank to sum, found "
             f"{numel}; reduce in smaller buckets"
         )
+
+
+def start_of(payloads: Tensor) -> int:
+    """Return the address of ``payloads``. Raises ValueError if it is misaligned."""
+    start = payloads.data_ptr()
+    if start % ALIGN:
+        raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
+    return start
 
 
 @cache

@@ -1,15 +1,15 @@
-// What kernels ask of the hardware beyond the C++ that CUDA and HIP share: the lanes of a warp, bytes and
-// bits of a word, conversions, sums that are rounded once, fetches into shared memory, states that other
-// blocks read. Nothing else in the kernels names an intrinsic, an instruction or an architecture (what
-// CPUs share of it is in portable.h); tests/kernels/cuda/test_hardware.py holds them to that.
+// Hardware functions beyond the C++ that CUDA and HIP share: lanes of a warp, bytes and bits of a word,
+// conversions, sums rounded once, fetches into shared memory, states that other blocks read. No other file of
+// the kernels names an intrinsic, an instruction or an architecture, which tests/kernels/cuda/test_hardware.py
+// checks; portable.h has the functions that CPUs share.
 //
-// Three forms: NVIDIA's (HC_SM is 900 for sm_90), AMD's (HC_AMD), and that of the tests' emulator on a CPU.
-// Where an instruction is missing, plain C++ gives the same bits.
+// Each has a version for NVIDIA (HC_SM is 900 for sm_90), for AMD (HC_AMD), and for the tests' emulator on a
+// CPU. Plain C++ gives the same bits where an instruction is missing.
 //
-// A warp is 32 lanes that follow each other, on an AMD GPU with waves of 64 half a wave: the other half
-// may be elsewhere, so only this half's bits of a vote count, and shuffles stay among 32 lanes. A wave runs
-// in lockstep, and the two halves one after the other where they part: so no lane may wait in a loop for
-// another lane of its block, except at a barrier.
+// A warp is 32 consecutive lanes; on an AMD GPU with waves of 64 it is half a wave. The other half may have
+// diverged, so only this half's bits of a vote count, and shuffles stay among 32 lanes. A wave runs in lockstep,
+// and diverged halves run one after the other, so no lane may wait in a loop for another lane of its block,
+// except at a barrier.
 #pragma once
 
 #include "portable.h"
@@ -25,31 +25,31 @@
 #define HC_AMD 0
 #endif
 
-// Generations of NVIDIA's whose compilers need more registers: there a kernel wants fewer blocks at once.
+// NVIDIA generations for which the compiler needs more registers; kernels there run fewer blocks at once.
 #define HC_VOLTA (HC_SM > 0 && HC_SM < 750)
 #define HC_UP_TO_TURING (HC_SM > 0 && HC_SM < 800)
 #define HC_UP_TO_ADA (HC_SM > 0 && HC_SM < 900)
 #define HC_BLACKWELL (HC_SM >= 1000)
 
-// The most threads of a block, and how many blocks are to fit a multiprocessor. HIP counts otherwise, and
-// takes as many registers as a kernel needs.
+// Maximum threads per block, and blocks that must fit a multiprocessor. HIP interprets the second number
+// differently, and takes as many registers as a kernel needs.
 #if HC_AMD
 #define HC_BOUNDS(THREADS, BLOCKS) __launch_bounds__(THREADS)
 #else
 #define HC_BOUNDS(THREADS, BLOCKS) __launch_bounds__(THREADS, BLOCKS)
 #endif
 
-// A loop over some of a lane's values. NVIDIA's compiler needs fewer registers for it as it stands; AMD's
-// would move the values to memory.
+// Unrolls a loop over values of a lane for AMD's compiler, which would otherwise move them to memory; NVIDIA's
+// compiler needs fewer registers without it.
 #if HC_AMD
 #define HC_UNROLL_FOR_AMD _Pragma("unroll")
 #else
 #define HC_UNROLL_FOR_AMD
 #endif
 
-// A table, the first argument of a kernel by value; inside it is `as_table` of that. The emulator hands all
-// arguments over as words: there it is an address. AMD's compiler would copy what is indexed into the memory
-// of every thread, and so it is read where the arguments lie.
+// Declares a table as a kernel's first argument, by value; the kernel reads `as_table` of it. The emulator
+// passes all arguments as words, so there it is an address. AMD's compiler would copy an indexed argument to
+// every thread's memory, so there it is read from the argument segment.
 #if HC_SM
 #define HC_BY_VALUE(TABLE) const __grid_constant__ hybridcomp::TABLE
 #elif HC_AMD && !defined(HC_EMULATED)
@@ -78,7 +78,7 @@ HC_INLINE const T& as_table(const T* table) { return *table; }
 
 HC_INLINE u32 lane_id() { return threadIdx.x % WARP; }
 
-// A bit for each lane that says yes.
+// Returns a bit for each lane whose `yes` is true.
 HC_INLINE u32 ballot(bool yes) {
 #if HC_AMD
     return (u32)((u64)__ballot(yes) >> (__lane_id() & 32));
@@ -103,7 +103,7 @@ HC_INLINE u32 lane_value(u32 value, u32 lane) {
 #endif
 }
 
-// That of the lane whose number differs in the bits of `mask`.
+// Returns `value` of the lane whose number differs in the bits of `mask`.
 HC_INLINE u32 exchanged(u32 value, u32 mask) {
 #if HC_AMD
     return (u32)__shfl_xor((int)value, (int)mask, WARP);
@@ -112,7 +112,7 @@ HC_INLINE u32 exchanged(u32 value, u32 mask) {
 #endif
 }
 
-// That of the lane `step` before this one; its own where there is none.
+// Returns `value` of the lane `step` before this one, or this lane's own if there is none.
 HC_INLINE u32 lane_before(u32 value, u32 step) {
 #if HC_AMD
     return (u32)__shfl_up((int)value, step, WARP);
@@ -121,7 +121,7 @@ HC_INLINE u32 lane_before(u32 value, u32 step) {
 #endif
 }
 
-// `value`, plus that of the lane `step` before this one if there is one.
+// Returns `value`, plus that of the lane `step` before this one if it exists.
 HC_INLINE u32 plus_lane_before(u32 value, u32 step) {
 #if HC_SM
     // the shuffle itself says whether there is such a lane
@@ -135,7 +135,7 @@ HC_INLINE u32 plus_lane_before(u32 value, u32 step) {
 #endif
 }
 
-// What lanes wrote before is there for the others of the warp.
+// Makes earlier writes of all lanes visible to the warp.
 HC_INLINE void sync_warp() {
 #if HC_AMD
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
@@ -244,7 +244,7 @@ HC_INLINE u64 dropped(u64 bits, u32 count) {
 #endif
 }
 
-// Bits of `mask` from a, the others from b: one instruction, which NVIDIA's compiler makes two of.
+// Takes the bits of `mask` from a, others from b, in one instruction; NVIDIA's compiler would use two.
 HC_INLINE u32 choose_bits(u32 mask, u32 a, u32 b) {
 #if HC_SM
     u32 found;
@@ -267,10 +267,10 @@ HC_INLINE u32 largest_pair(u32 a, u32 b) {
 #endif
 }
 
-// Where the compiler's freedom ends.
+// Barriers for the optimizer.
 
-// The same number, of which the compiler knows nothing: what is made of it is made here, and not kept
-// in registers from where it was needed before, or from before a loop.
+// Returns the same number, but hides that from the compiler, which then recomputes results here instead of
+// keeping them in registers from earlier uses or from before a loop.
 HC_INLINE u32 anew(u32 value) {
 #if HC_SM
     asm volatile("" : "+r"(value));
@@ -280,11 +280,11 @@ HC_INLINE u32 anew(u32 value) {
     return value;
 }
 
-// One iteration after the other, where all at once need more registers than there are.
+// Keeps a loop from unrolling, where that would take too many registers.
 HC_INLINE void finish_iteration() { asm volatile("" ::: "memory"); }
 
-// A sum whose instructions the compiler leaves where they are: those of two branches, taken together
-// behind them, would need a register more for each value.
+// Returns a sum that the compiler may not move: merging the sums of two branches after them would take one
+// more register per value.
 HC_INLINE float sum_apart(float a, float b) {
 #if HC_SM
     return __fadd_rn(a, b);
@@ -293,9 +293,9 @@ HC_INLINE float sum_apart(float a, float b) {
 #endif
 }
 
-// Floats. NVIDIA's forms for numbers; of a NaN they make some NaN.
+// Floats. NVIDIA's versions may turn a NaN into another NaN.
 
-// a * b + c, rounded once; `b` is 1 or -1, so this is a sum or a difference.
+// Returns a * b + c, rounded once; `b` is 1 or -1, so it is a sum or a difference.
 HC_INLINE float plus_signed(float a, float b, float c) {
 #if HC_SM
     return __fmaf_rn(a, b, c);
@@ -306,7 +306,7 @@ HC_INLINE float plus_signed(float a, float b, float c) {
 #endif
 }
 
-// The largest float that is not above a * b, of which neither is negative nor a NaN.
+// Returns a * b rounded down; neither is negative or NaN.
 HC_INLINE float product_down(float a, float b) {
 #if HC_SM
     return __fmul_rd(a, b);
@@ -315,7 +315,7 @@ HC_INLINE float product_down(float a, float b) {
 #endif
 }
 
-// Of numbers that are neither NaN nor Inf: what is too large becomes the largest number.
+// Narrows numbers that are neither NaN nor Inf; numbers that are too large become the largest one.
 HC_INLINE u32 narrow_bf16(float low, float high) {
 #if HC_SM >= 800
     u32 both;
@@ -347,7 +347,7 @@ HC_INLINE float widen_fp16(u32 half) {
 #endif
 }
 
-// The larger magnitude as a float, NaN if one is NaN.
+// Returns the larger magnitude as a float, NaN if one is NaN.
 HC_INLINE float larger_magnitude(float a, float b) {
 #if HC_SM >= 800
     float found;
@@ -360,7 +360,7 @@ HC_INLINE float larger_magnitude(float a, float b) {
 #endif
 }
 
-// Of two pairs, the larger magnitudes; signs of the result mean nothing.
+// Returns the larger magnitudes of two pairs; signs of the result are arbitrary.
 HC_INLINE u32 larger_pair_bf16(u32 a, u32 b) {
 #if HC_SM >= 860
     u32 found;
@@ -419,7 +419,7 @@ HC_INLINE u32 narrow_fp8(float low, float high) {
     return both;
 }
 
-// Shared memory: 16 or 4 bytes into it, behind the back of the registers where the hardware can.
+// Copies 16 or 4 bytes into shared memory, asynchronously and without registers where the hardware can.
 
 #if HC_SM >= 800
 typedef u32 SharedAt;
@@ -443,7 +443,7 @@ HC_INLINE void close_fetch() {
 #endif
 }
 
-// All fetches of this lane that were closed, but the last LATER of them, have come.
+// Waits for all closed fetches of this lane but the last LATER.
 template <int LATER>
 HC_INLINE void await_fetches() {
 #if HC_SM >= 800
@@ -451,7 +451,7 @@ HC_INLINE void await_fetches() {
 #endif
 }
 
-// All fetches of this lane have come.
+// Waits for all fetches of this lane.
 HC_INLINE void await_all_fetches() {
 #if HC_SM >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -467,7 +467,7 @@ HC_INLINE u32 table_place(const float* table) {
 #endif
 }
 
-// What is at byte BYTE of `levels` from the beginning of such a table; `at`: its place.
+// Returns the float at offset byte BYTE of `levels` in such a table, which begins at `at`.
 template <int BYTE>
 HC_INLINE float in_table(const float* table, u32 levels, u32 at) {
 #if HC_SM
@@ -479,9 +479,8 @@ HC_INLINE float in_table(const float* table, u32 levels, u32 at) {
 #endif
 }
 
-// States that blocks of threads tell each other. A state is all that its readers want to know: nothing
-// that was written before it has to be seen with it, and so there is no fence. (One would also empty the
-// first-level cache of the multiprocessor.)
+// States that blocks publish to each other. Readers need only the state itself, no earlier writes of the block,
+// so no fence is needed. (A fence would also flush the L1 cache of the multiprocessor.)
 
 HC_INLINE u64 load_state(const u64* at) {
 #if HC_AMD

@@ -26,7 +26,11 @@ EXAMPLE = "gfx90a"
 
 def version() -> tuple[int, int] | None:
     """Return the version of ROCm that torch is built for, or None for another build."""
-    text: str | None = torch.version.hip
+    return version_of(torch.version.hip)
+
+
+def version_of(text: str | None) -> tuple[int, int] | None:
+    """Return the first two numbers of a version, or None for None."""
     if text is None:
         return None
     major, minor, *_ = (*text.split("."), "0")

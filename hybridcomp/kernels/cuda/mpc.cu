@@ -1,5 +1,5 @@
-// CUDA kernels of mpc: eight chunks of 1024 words for the eight warps of a block, which finds its place
-// in the stream by one look-back. With HC_PIECES for all pieces of a message.
+// CUDA kernels of mpc: eight chunks of 1024 words for the eight warps of a thread block, with one look-back.
+// With HC_PIECES for all pieces of a message.
 #include "mpc_tile.h"
 #include "table.h"
 
@@ -20,7 +20,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, u6
         load_rows(in, message, place, rows);
         subtract_rows(rows, place.count, (u32)dim, d);
         transpose_group(d);
-        // v1.2 tests all 1024 words: there may be one more after a ragged end
+        // v1.2 tests all 1024 words: after a partial group one more may be nonzero
         subtract_before_lanes(d);
         u32 mask = mask_of(d);
         if (lane < place.used) ((u32*)out)[HEADER_WORDS + chunk * GROUPS + lane] = mask;
@@ -86,7 +86,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
         if (mask >> i & 1) d[i] = *next++;
     }
     add_before_lanes(d);
-    // a ragged end has no groups: the words after it are zero before they are transposed
+    // words after a partial end are zero before they are transposed
     transpose_group(d);
     if (dim == 1) add_before_lanes(d);
     sync_warp();  // all words were read
@@ -97,54 +97,44 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
     Rows<ADD>{message, place, dtype, out}.store(rows);
 }
 
-}  // namespace mpc
-}  // namespace hybridcomp
-
 #ifndef HC_PIECES
 extern "C" __global__ void HC_BOUNDS(256, 4)
-mpc_encode(const void* values, unsigned long long numel, unsigned long long dim, unsigned long long dtype,
-           unsigned char* out, hybridcomp::Workspace* work, unsigned long long* size) {
-    hybridcomp::mpc::encode<8>(values, numel, dim, dtype, out, work->states, hybridcomp::take_ticket(work),
-                               size);
+mpc_encode(const void* values, u64 numel, u64 dim, u64 dtype, u8* out, Workspace* work, u64* size) {
+    encode<8>(values, numel, dim, dtype, out, work->states, take_ticket(work), size);
 }
 
-#define HC_DECODE(NAME, ADD)                                                                     \
-    extern "C" __global__ void HC_BOUNDS(256, 4)                                                 \
-    NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,           \
-         unsigned long long dim, unsigned long long dtype, void* out, hybridcomp::Workspace* work, \
-         unsigned int* damage) {                                                                 \
-        hybridcomp::mpc::decode<8, ADD>(in, nbytes, numel, dim, dtype, out, work->states,        \
-                                        hybridcomp::take_ticket(work), damage);                  \
+#define HC_DECODE(NAME, ADD)                                                                       \
+    extern "C" __global__ void HC_BOUNDS(256, 4)                                                   \
+    NAME(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, void* out, Workspace* work, u32* damage) { \
+        decode<8, ADD>(in, nbytes, numel, dim, dtype, out, work->states, take_ticket(work), damage); \
     }
 #else
 extern "C" __global__ void HC_BOUNDS(256, 3)
-mpc_encode(HC_BY_VALUE(Pieces) given, unsigned long long dim, unsigned long long dtype,
-           hybridcomp::Workspace* work) {
-    unsigned block = hybridcomp::take_ticket(work);
-    hybridcomp::Piece piece = hybridcomp::as_table(given).at_block(block);
-    hybridcomp::mpc::encode<8>((const void*)piece.values, piece.numel, dim, dtype,
-                               (unsigned char*)piece.payload, work->states + piece.first,
-                               (unsigned)(block - piece.first), (unsigned long long*)piece.size);
+mpc_encode(HC_BY_VALUE(Pieces) given, u64 dim, u64 dtype, Workspace* work) {
+    u32 block = take_ticket(work);
+    Piece piece = as_table(given).at_block(block);
+    encode<8>((const void*)piece.values, piece.numel, dim, dtype, (u8*)piece.payload,
+              work->states + piece.first, (u32)(block - piece.first), (u64*)piece.size);
 }
 
-// Each rank's payloads have states of their own, as many as there are blocks.
-#define HC_DECODE(NAME, ADD)                                                                     \
-    extern "C" __global__ void HC_BOUNDS(256, 3)                                                 \
-    NAME(HC_BY_VALUE(Pieces) given, unsigned long long dim, unsigned long long dtype,            \
-         unsigned long long ranks, hybridcomp::Workspace* work, unsigned int* damage) {          \
-        unsigned block = hybridcomp::take_ticket(work);                                          \
-        const hybridcomp::Piece* piece =                                                         \
-            hybridcomp::ranks_of_block(hybridcomp::as_table(given), ranks, block);               \
-        unsigned long long* states = work->states + piece->first;                                \
-        unsigned group = (unsigned)(block - piece->first);                                       \
-        _Pragma("unroll 1") for (unsigned rank = 0; rank < (unsigned)ranks; ++rank, ++piece) {   \
-            hybridcomp::mpc::decode<8, ADD>((const unsigned char*)piece->payload, piece->size,   \
-                                            piece->numel, dim, dtype, (void*)piece->values,      \
-                                            states, group, damage);                              \
-            states += gridDim.x;                                                                 \
-            hybridcomp::sync_warp();                                                             \
-        }                                                                                        \
+// Each rank's payloads have their own states, one per block.
+#define HC_DECODE(NAME, ADD)                                                                       \
+    extern "C" __global__ void HC_BOUNDS(256, 3)                                                   \
+    NAME(HC_BY_VALUE(Pieces) given, u64 dim, u64 dtype, u64 ranks, Workspace* work, u32* damage) { \
+        u32 block = take_ticket(work);                                                             \
+        const Piece* piece = ranks_of_block(as_table(given), ranks, block);                        \
+        u64* states = work->states + piece->first;                                                 \
+        u32 group = (u32)(block - piece->first);                                                   \
+        _Pragma("unroll 1") for (u32 rank = 0; rank < (u32)ranks; ++rank, ++piece) {               \
+            decode<8, ADD>((const u8*)piece->payload, piece->size, piece->numel, dim, dtype,       \
+                           (void*)piece->values, states, group, damage);                           \
+            states += gridDim.x;                                                                   \
+            sync_warp();                                                                           \
+        }                                                                                          \
     }
 #endif
 HC_DECODE(mpc_decode, false)
 HC_DECODE(mpc_add, true)
+
+}  // namespace mpc
+}  // namespace hybridcomp

@@ -1,6 +1,6 @@
-// mpc: a chunk of 1024 words by a warp, a group of 32 words in the registers of each lane. So differences
-// and transpositions need no exchange between lanes; words come and go through shared memory, 32 rows that
-// are 33 words apart, so that neither lanes, by row, nor memory, by column, meet conflicts.
+// mpc: a warp codes a chunk of 1024 words, a group of 32 words in the registers of each lane, so differences
+// and transpositions need no exchange between lanes. Words move through shared memory, in 32 rows that are 33
+// words apart, so that accesses by row and by column have no bank conflicts.
 #pragma once
 
 #include "warp_tiles.h"
@@ -12,7 +12,7 @@ namespace mpc {
 
 constexpr int GROUPS = CHUNK / GROUP;
 constexpr int ROW = GROUP + 1;
-// Words of shared memory: rows, or what is kept of a chunk behind up to three words of the one before
+// Words of shared memory: rows, or the kept words of a chunk after up to three words of the previous one
 constexpr int BUFFER = GROUPS * ROW + 3;
 
 // A chunk of a message.
@@ -40,7 +40,7 @@ struct Message {
         u32 high = 2 * index + 1 < numel ? halves[2 * index + 1] : 0;
         return halves[2 * index] | high << 16;
     }
-    // Whether 16 bytes at a time can move: no last odd value, and an address that allows it.
+    // Whether 16 bytes can move at a time: the number of values is even, and the address is aligned.
     HC_INLINE_MEMBER bool vectors(const void* values, const Place& place) const {
         return place.count == CHUNK && whole_vectors((const u8*)values + 4 * place.first) &&
                (wide || 2 * (place.first + CHUNK) <= numel);
@@ -79,7 +79,7 @@ HC_INLINE void transpose_group(u32 (&words)[GROUP]) {
     for (int i = 0; i < GROUP; ++i) words[i] = other[i];
 }
 
-// A chunk from memory into rows, zeros after its end; by a warp.
+// Loads a chunk into rows, with zeros after its end; called by a warp.
 HC_INLINE void load_rows(const void* in, const Message& message, const Place& place, u32* rows) {
     u32 lane = lane_id();
     if (message.vectors(in, place)) {
@@ -132,7 +132,7 @@ HC_INLINE void subtract_before_lanes(u32 (&t)[GROUP]) {
     t[0] -= lane_id() ? before : 0;
 }
 
-// The way back of differences of neighbours, over all groups.
+// Undoes differences of neighbours, over all groups.
 HC_INLINE void add_before_lanes(u32 (&d)[GROUP]) {
     u32 total = 0;
 #pragma unroll
@@ -173,7 +173,7 @@ HC_INLINE void add_before_rows(u32* rows, u32 dim) {
     sync_warp();
 }
 
-// A chunk from rows into memory, or added to floats.
+// Stores a chunk from rows, or adds it to floats.
 template <bool ADD>
 struct Rows {
     const Message& message;

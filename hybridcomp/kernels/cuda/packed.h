@@ -1,5 +1,5 @@
-// Eight values of a lane in registers, those of 16 bits two to a register: absmax, widening and
-// narrowing without unpacking more than is needed, in loads and stores of 16 bytes.
+// Eight values of a lane in registers, 16-bit values two to a register: absmax, widening and narrowing with
+// as little unpacking as possible; loads and stores of 16 bytes.
 #pragma once
 
 #include "cuda_device.h"
@@ -8,7 +8,7 @@ namespace hybridcomp {
 
 HC_INLINE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
-// Low byte of four words -> a word.
+// Packs the low bytes of four words into a word.
 HC_INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return pick_bytes(pick_bytes(a, b, 0x0040), pick_bytes(c, d, 0x0040), 0x5410);
 }
@@ -63,7 +63,7 @@ struct PackedEight {
         return Narrow::widen(k & 1 ? pairs[k / 2] >> 16 : pairs[k / 2] & 0xffffu);
     }
     HC_INLINE_MEMBER float value_of_any(int k) const { return Narrow::widen_any(stored(k)); }
-    // The largest as it is stored, without sign, and the bits of that as a float.
+    // Returns the largest magnitude as it is stored; `magnitude_bits_of` converts it to bits of a float.
     HC_INLINE_MEMBER u32 magnitude() const {
         u32 top = pairs[0] & 0x7fff7fffu;
 #pragma unroll
@@ -139,8 +139,8 @@ HC_INLINE u32 eight_of(u64 at, u64 count) {
     return at >= count ? 0 : count - at < 8 ? (u32)(count - at) : 8;
 }
 
-// Eight floats of each lane, which follow each other over all lanes. Neighbours exchange halves, so that
-// every store fills whole sectors of 32 bytes. All lanes of a warp.
+// Stores eight floats of each lane, consecutive over all lanes of the warp. Neighbours exchange halves, so that
+// every store fills whole sectors of 32 bytes.
 HC_INLINE void store_sectors(const float* values, float* at) {
     bool odd = lane_id() & 1;
     float got[4];

@@ -53,15 +53,14 @@ HC_INLINE void fill(const Piece& piece) {
     });
 }
 
-}  // namespace pieces
-}  // namespace hybridcomp
-
-#define HC_KERNEL(NAME, CODE)                                                                          \
-    extern "C" __global__ void HC_BOUNDS(256, 4) pieces_##NAME(HC_BY_VALUE(Pieces) given) {            \
-        hybridcomp::pieces::CODE(hybridcomp::as_table(given).at_block(blockIdx.x));                    \
-    }
-HC_KERNEL(add_fp32, add<hybridcomp::Fp32>)
-HC_KERNEL(add_bf16, add<hybridcomp::BFloat16>)
-HC_KERNEL(add_fp16, add<hybridcomp::Float16>)
+#define HC_KERNEL(NAME, CODE)                                                                      \
+    extern "C" __global__ void HC_BOUNDS(256, 4)                                                   \
+    pieces_##NAME(HC_BY_VALUE(Pieces) given) { CODE(as_table(given).at_block(blockIdx.x)); }
+HC_KERNEL(add_fp32, add<Fp32>)
+HC_KERNEL(add_bf16, add<BFloat16>)
+HC_KERNEL(add_fp16, add<Float16>)
 HC_KERNEL(settle, settle)
 HC_KERNEL(fill, fill)
+
+}  // namespace pieces
+}  // namespace hybridcomp

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels.cuda.functions import ALIGN
-from hybridcomp.kernels.cuda.fused import SUM_THREADS, check_summed, image_of
+from hybridcomp.kernels.cuda.fused import SUM_THREADS, check_summed, image_of, start_of
 from hybridcomp.kernels.cuda.launcher import WARPS, Launcher, ceil_div, stream_getter
 from hybridcomp.kernels.kept import Kept, bits_of, words_of
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
@@ -40,7 +39,7 @@ class PlannedBlockInt:
         if residual is None:
             assert values is not None, "neither values nor a residual that has them"
             start = values.data_ptr()
-            self._launch_near("encode", values, table, 1, start, _start_of(payloads))
+            self._launch_near("encode", values, table, 1, start, start_of(payloads))
             return
         if values is None:
             assert isinstance(residual, Tensor), "an fp32 residual has the values"
@@ -48,14 +47,14 @@ class PlannedBlockInt:
         else:
             kernel, like, start = "encode_feedback", values, values.data_ptr()
         bits = bits_of(residual)
-        words = (start, _start_of(payloads), *words_of(residual, bits))
+        words = (start, start_of(payloads), *words_of(residual, bits))
         self._launch(kernel, like, table, *words, bits=bits)
 
     def decode(
         self, table: StretchTable, payloads: Tensor, out: Tensor, ranks: int = 1, slot: int = 0
     ) -> None:
         """Decode, one warp for each tile."""
-        words = (_start_of(payloads), out.data_ptr(), out.numel() // ranks, slot)
+        words = (start_of(payloads), out.data_ptr(), out.numel() // ranks, slot)
         self._launch_near("decode", out, table, ranks, *words)
 
     def sum(
@@ -102,14 +101,6 @@ class PlannedBlockInt:
             source, image, name, (ceil_div(32 * table.tiles, threads), 1),
             self._words(table, like.device).data_ptr(), len(table), *words, threads=threads,
         )  # fmt: skip
-
-
-def _start_of(payloads: Tensor) -> int:
-    """Return the address of ``payloads``. Raises ValueError if it is misaligned."""
-    start = payloads.data_ptr()
-    if start % ALIGN:
-        raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
-    return start
 
 
 #: source file and threads per block, for sums (True) and for other kernels

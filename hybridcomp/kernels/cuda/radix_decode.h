@@ -1,5 +1,5 @@
-// radix, decode: Team::WARPS warps a segment, whose words come into shared memory 16 bytes at a
-// time; two barriers, three where blocks are zero. Memory is written in whole sectors.
+// Decoder of radix: Team::WARPS warps per segment, whose words are loaded into shared memory 16 bytes at a
+// time; two barriers, three with zero blocks. Memory is written in whole sectors.
 #pragma once
 
 #include "radix_digits.h"
@@ -65,8 +65,8 @@ HC_INLINE u32 some_bits(const u32* words, u32 at) {
     return O::PARTS == 1 ? words[at / 32] >> at % 32 : bits_at(words, at);
 }
 
-// The classes of this thread's blocks, RAW + 1 for zero, and the bit where their words begin. All
-// threads call it. False for a tile that no encoder made.
+// Reads the classes of this thread's blocks, RAW + 1 for zero, and the bit where their words begin. All threads
+// call it. Returns false for a tile that no encoder writes.
 template <class O>
 HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, u32* cls,
                          u32& position) {

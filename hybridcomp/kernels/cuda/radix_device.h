@@ -1,5 +1,5 @@
-// What the CUDA kernels of radix have beside radix.h: tables, the step of a segment worked out by a
-// warp, and classes without a search.
+// Functions of radix's CUDA kernels beyond radix.h: tables, the step of a segment computed by a warp, and
+// classes without a search.
 #pragma once
 
 #include "radix_values.h"
@@ -7,7 +7,7 @@
 namespace hybridcomp {
 namespace radix {
 
-// What decoding has to know of a class, in 16 bytes: all reciprocals are at hand.
+// A class for the decoder, in 16 bytes, with all reciprocals.
 struct alignas(16) Entry {
     u32 levels;  // and `shift` of Class << 24
     u32 divisor, multiplier, inverse;
@@ -60,7 +60,7 @@ HC_INLINE float limit_of(float bound, bool relative, u32 absmax) {
     return relative ? product_down(bound, bits_float(absmax)) : bound;
 }
 
-// Whether arithmetic in fp32 cannot carry an error to E or beyond: then there is nothing to compare.
+// Whether rounding in fp32 cannot raise an error to E: then decoded values need not be compared.
 // With A = absmax, H = step / 2 is at most E - A 2^-22, off by 2^-24 of itself; x * inverse is off by
 // 2^-23 of x / step, q * step by 2^-24 of itself. So an error is at most
 //   H + A (2^-23 + 2^-24) + E 2^-23 <= E - A 2^-24 + E 2^-23,
@@ -71,7 +71,7 @@ HC_INLINE bool is_safe(const Step& made, float half, u32 absmax) {
            made.step >= MIN_STEP;
 }
 
-// What a block is coded as. `width`: bits of a word.
+// Coding of a block. `width`: bits of a word.
 struct Coded {
     u32 cls, width;
 };

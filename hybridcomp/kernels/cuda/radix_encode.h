@@ -1,6 +1,6 @@
-// radix, encode: TILE_WARPS warps a segment, HC_TILES segments for each look-back. A thread quantizes
-// its blocks straight into their words and stores these whole; what two threads share of one is added
-// behind a barrier. Five barriers.
+// Encoder of radix: TILE_WARPS warps per segment, HC_TILES segments per look-back. A thread quantizes its
+// blocks directly into words and stores whole words; the bits of words that two threads share are added after
+// a barrier. Five barriers.
 #pragma once
 
 #include "radix_head.h"
@@ -25,7 +25,7 @@ struct TileMemory {
     u32 classes[2];  // bits of those that there are
 };
 
-// What the segments of a block of threads have in common.
+// State that the segments of a thread block share.
 struct Shared {
     u32 lengths[TILES];  // in words
     u32 arrived;         // words, and FIRST_ARRIVAL for each segment that has come so far

@@ -1,5 +1,5 @@
-// CUDA kernels of residuals of HC_KEPT bits alone, where nothing is encoded: fp32 from them and into them. A
-// warp takes 1024 values (blockint_kept.h).
+// CUDA kernels that convert residuals of HC_KEPT bits from and to fp32, without encoding anything. A warp takes
+// 1024 values (blockint_kept.h).
 #include "blockint_feedback.h"
 
 namespace hybridcomp {
@@ -34,16 +34,12 @@ HC_INLINE void store_residual(const float* values, u64 numel, const FewBits& kep
     store_kept_tile<HC_KEPT>(left, kept, tile, Layout(numel).blocks_of(tile), place);
 }
 
-}  // namespace blockint
-}  // namespace hybridcomp
-
 #if HC_KEPT < 32
 extern "C" __global__ void HC_BOUNDS(256, 4)
-residual_load(HC_LEFT(kept), unsigned long long numel, float* out) {
-    hybridcomp::blockint::load_residual(HC_LEFT_OF(kept), numel, out);
-}
+residual_load(HC_LEFT(kept), u64 numel, float* out) { load_residual(HC_LEFT_OF(kept), numel, out); }
 extern "C" __global__ void HC_BOUNDS(256, 4)
-residual_store(const float* values, unsigned long long numel, HC_LEFT(kept)) {
-    hybridcomp::blockint::store_residual(values, numel, HC_LEFT_OF(kept));
-}
+residual_store(const float* values, u64 numel, HC_LEFT(kept)) { store_residual(values, numel, HC_LEFT_OF(kept)); }
 #endif
+
+}  // namespace blockint
+}  // namespace hybridcomp

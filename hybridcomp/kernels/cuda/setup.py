@@ -49,7 +49,7 @@ def setup() -> CudaSetup:
     """Collect the CUDA versions of this process. Never raises if one is missing."""
     nvrtc, architectures, problem = _nvrtc()
     return CudaSetup(
-        driver=_driver(), torch=_version_of(torch.version.cuda), rocm=hip.version(),
+        driver=_driver(), torch=hip.version_of(torch.version.cuda), rocm=hip.version(),
         devices=_devices(),
         cupy=tuple(
             (name, found) for name in (*CUPY, *CUPY_ROCM, "cupy") if (found := _installed(name))
@@ -145,13 +145,6 @@ def lines(found: CudaSetup) -> Iterator[str]:
 
 def _text(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _version_of(text: str | None) -> Version | None:
-    if text is None:
-        return None
-    major, minor, *_ = (*text.split("."), "0")
-    return int(major), int(minor)
 
 
 def _driver() -> Version | None:

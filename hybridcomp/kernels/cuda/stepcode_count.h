@@ -16,7 +16,7 @@ HC_INLINE void for_samples(u64 numel, F each) {
     }
 }
 
-// How often each exponent is in the samples of the reference.
+// Counts each exponent in the samples of the reference.
 HC_INLINE void count_exponents(const Piece& piece, u32 dtype, Plan* plan) {
     __shared__ u32 counts[256];
     const u16* reference = (const u16*)piece.reference;
@@ -48,7 +48,7 @@ HC_INLINE u32 lowest_of(const Plan* plan, u32 dtype) {
     return (top & 255) + 1 - CONTEXTS;
 }
 
-// Symbols of each context in the samples.
+// Counts the symbols of each context in the samples.
 HC_INLINE void count_steps(const Piece& piece, u32 dtype, Plan* plan) {
     __shared__ u32 counts[CONTEXTS * ROW];
     for (u32 i = threadIdx.x; i < CONTEXTS * ROW; i += blockDim.x) counts[i] = 0;
@@ -66,7 +66,7 @@ HC_INLINE void count_steps(const Piece& piece, u32 dtype, Plan* plan) {
     }
 }
 
-// The model of the counts, by one block: ranges and sizes into the plan, its bytes into the payload.
+// Makes the model from the counts, by one block: writes ranges and sizes to the plan, its bytes to the payload.
 HC_INLINE void make_model(const Piece& piece, u32 dtype, Plan* plan) {
     __shared__ u32 sums[CONTEXTS][ROW], ranges[CONTEXTS][ROW], begins[CONTEXTS];
     __shared__ u64 costs[CONTEXTS], sampled[CONTEXTS];

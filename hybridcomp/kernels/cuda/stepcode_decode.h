@@ -68,7 +68,7 @@ struct Model {
     u8 first[CONTEXTS][COARSE];
 };
 
-// The words of a tile, by one warp: 128 of them in registers, so that nobody waits for memory. Zeros behind them.
+// Reads the words of a tile, by one warp: 128 of them are in registers, ahead of use. Zeros follow the last word.
 struct Words {
     const u32* from;
     u32 pairs, next;      // words in twos; that of this lane which is loaded next
@@ -82,7 +82,7 @@ struct Words {
         next += WARP;
         return word;
     }
-    // The next one for each lane of `mask`, in order; any number for the others.
+    // Returns the next word for each lane of `mask`, in order; any number for other lanes.
     HC_INLINE_MEMBER u32 take(u32 mask) {
         u32 i = at + lanes_before(mask), low = lane_value(near, i / 2 % WARP), high = lane_value(far, i / 2 % WARP);
         at += ones_in(mask);
@@ -150,7 +150,7 @@ HC_INLINE bool decode_values(Decoder& decoder, const u16* reference, u16* out, u
     return good;
 }
 
-// A tile of words and extra bits, by one warp; false if no encoder has made them.
+// Decodes a tile of words and extra bits, by one warp; returns false if no encoder writes them.
 HC_INLINE bool decode_steps(const u32* in, u32 length, const Model& model, u32 dtype, u32 lowest,
                             const u16* reference, u16* out, u32 count) {
     u32 number = in[0], after = STATE_BYTES / 4 + (number + 1) / 2;

@@ -1,5 +1,5 @@
-// Encoder of stepcode on a GPU. Each tile is coded once, into scratch memory, as where it will lie is not known
-// before all tiles in front of it have been coded; then all tiles are put together.
+// Encoder of stepcode on a GPU. Each tile is coded once, into scratch memory, since its place depends on the
+// lengths of all tiles before it; then all tiles are joined.
 #pragma once
 
 #include "stepcode_plan.h"
@@ -87,8 +87,8 @@ struct Coder {
     }
 };
 
-// Codes a tile, from its last 32 values to its first, by one warp, into its room: those of no whole batch one by
-// one, then the batches. Returns the steps of this lane's values, united, and whether they fit.
+// Codes a tile into its room, from its last 32 values to its first, by one warp: first values outside whole batches,
+// one by one, then the batches. Returns the OR of this lane's steps, and whether the tile fits.
 HC_INLINE bool code_values(const u16* values, const u16* reference, u32 count, u32 dtype, u32 lowest,
                            const Entry (*entries)[ROW], const Room& room, Coder& coder) {
     u32 batches = count / BATCH, lane = lane_id(), olds[AHEAD], news[AHEAD];
@@ -131,7 +131,7 @@ HC_INLINE bool code_values(const u16* values, const u16* reference, u32 count, u
     return fits;
 }
 
-// A tile into its room, as it is sent.
+// Codes a tile into its room, as it is sent.
 HC_INLINE void code_tile(const u16* values, const u16* reference, u32 count, u32 dtype, u32 lowest,
                          const Entry (*entries)[ROW], const Room& room) {
     Coder coder;
@@ -147,7 +147,7 @@ HC_INLINE void code_tile(const u16* values, const u16* reference, u32 count, u32
     if (lane == 0 && (stored || !changed)) room.at[0] = changed ? STORED : UNCHANGED;
 }
 
-// Every tile into its room, and the length of all of a piece into its plan.
+// Codes every tile into its room; stores the length of a piece's tiles in its plan.
 HC_INLINE void code(const Pieces& pieces, u32 dtype, Plan* plans, u32* scratch) {
     __shared__ Entry entries[CONTEXTS][ROW];
     Job job(pieces, plans, blockIdx.x);
@@ -164,7 +164,7 @@ HC_INLINE void code(const Pieces& pieces, u32 dtype, Plan* plans, u32* scratch) 
     if (lane_id() == 0) atomicAdd(&job.plan->length, room.length(tile.count));
 }
 
-// A tile from its room to where it lies in the payload, by one warp.
+// Copies a tile from its room to its place in the payload; called by one warp.
 HC_INLINE void put_tile(const Room& room, const u16* values, u32 count, u32* to) {
     u32 lane = lane_id(), words = room.at[0], extra = room.at[1];
     if (words == UNCHANGED) return;
@@ -189,7 +189,7 @@ HC_INLINE void put_tile(const Room& room, const u16* values, u32 count, u32* to)
     }
 }
 
-// The header of a piece and the zeros behind it; by one block.
+// Writes the header and the padding of a piece; called by one block.
 HC_INLINE void put_header(const Piece& piece, u32 dtype, const Plan* plan, bool raw, u64 used) {
     u8* out = (u8*)piece.payload;
     if (threadIdx.x == 0) {
@@ -204,7 +204,7 @@ HC_INLINE void put_header(const Piece& piece, u32 dtype, const Plan* plan, bool 
     if (threadIdx.x < WARP) pad_payload(out, used, align16(used));
 }
 
-// All tiles and headers into the payloads, or the values unencoded where that is shorter.
+// Copies all tiles and headers into the payloads, or the values unencoded where that is shorter.
 HC_INLINE void place(const Pieces& pieces, u32 dtype, Plan* plans, u32* scratch, Workspace* work) {
     __shared__ Lengths<WARPS> shared;
     Job job(pieces, plans, take_ticket(work));

@@ -1,7 +1,7 @@
-// stepcode on a GPU: what one kernel leaves in global memory for the next. An encoder counts exponents, then the
-// steps of each context, makes the models, codes the tiles into scratch memory, and puts them together; a decoder
-// reads the models and decodes. Each kernel takes all pieces of a message. A tile is a warp's, a state of the
-// format a lane's. Nothing is known on the host: grids are those of the smallest tiles.
+// stepcode on a GPU: state in global memory between kernels. The encoder counts exponents, then the steps of
+// each context, makes the models, codes the tiles into scratch memory, and joins them; the decoder reads the models
+// and decodes. Each kernel takes all pieces of a message; a warp takes a tile, a lane a state of the format. The
+// host does not know the tile sizes, so grids are for the smallest tiles.
 #pragma once
 
 #include "table.h"
@@ -17,7 +17,7 @@ constexpr u32 LEAST_TILE = 1u << MIN_TILE_LOG;
 // Slots of 16 states share an entry, from which the search for a symbol starts.
 constexpr u32 COARSE = TOTAL / 16;
 
-// One for each piece, zero before the first kernel. Its size in words of 64 bits: PLAN_WORDS in stepcode.py.
+// State of a piece, zero before the first kernel. PLAN_WORDS in stepcode.py is its size in 64-bit words.
 struct Plan {
     u32 good, mode, lowest, tile, model, length;
     u32 reserved[2];
@@ -41,8 +41,8 @@ HC_INLINE void copy_values(const u16* from, u16* to, u64 count, u64 thread, u64 
     for (u64 i = thread; i < count; i += threads) to[i] = from[i];
 }
 
-// Groups of 32 values whose loads are under way while others are coded: a tile's groups wait for each other,
-// and with a load in each of them they would wait for memory.
+// Groups of 32 values that are loaded while others are coded: groups of a tile depend on each other, and would
+// otherwise also wait for memory.
 constexpr u32 AHEAD = 4, BATCH = AHEAD * WARP;
 
 // This lane's values of AHEAD groups from `from` on, ascending.

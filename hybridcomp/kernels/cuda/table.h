@@ -1,18 +1,18 @@
-// A table of tensors, the first argument of kernels that take several at once: a launch for each costs a
-// host more than a GPU needs for a short tensor. It is handed over by value, so there is nothing to copy
-// ahead, nothing to keep alive, and a CUDA graph holds it.
+// A table of tensors is the first argument of kernels that take several tensors, since a launch costs the host
+// more time than a short tensor costs the GPU. It is passed by value, so nothing is copied ahead or kept alive,
+// and a CUDA graph contains it.
 //
-// The rows of a plan hold positions in tensors whose addresses are arguments, so that all messages with that
-// plan share them. There are as many as the message has stretches: few come by value too, many lie in the
-// device's memory.
+// The rows of a plan are positions in tensors whose addresses are arguments, so all messages with that plan
+// share them. There is a row for each stretch of the message; few rows are passed by value, many are read from
+// the device's memory.
 #pragma once
 
 #include "cuda_device.h"
 
 namespace hybridcomp {
 
-// By whole tiles one after the other: `first` is the number of the row's first tile. Of a residual of few
-// bits, `residual` is where its levels are and `steps` where its steps are.
+// Rows take consecutive tiles; `first` is the row's first tile. For a residual of few bits `residual` is the
+// address of its levels, `steps` that of its steps.
 struct Row {
     u64 first, values, numel, payload, residual, steps;
 };
@@ -34,8 +34,7 @@ HC_INLINE const Row& row_of(const Table& table, u64 tile) {
     return table.rows[low];
 }
 
-// By whole tiles one after the other, of sums by whole thread blocks: `first` is the number of the row's
-// first tile.
+// Rows take consecutive tiles, for sums consecutive thread blocks; `first` is the row's first tile.
 struct PlannedRow {
     u64 first, values, numel, payload, out;  // elements, but `payload`: bytes
 };
@@ -63,8 +62,8 @@ HC_INLINE const PlannedRow& row_of(const NearTable& table, u64 tile) {
     return row_of(table.far ? table.far : table.near, table.count, tile);
 }
 
-// A tensor of a message with a payload of its own whose length varies. By whole thread blocks one after the
-// other: `first` is the number of its first block.
+// A tensor of a message with its own payload of variable length. Pieces take consecutive thread blocks; `first`
+// is the piece's first block.
 struct Piece {
     u64 first, values, numel, payload;
     u64 size;       // of an encoder the word for the bytes used, of a decoder the bytes of the payload
@@ -73,14 +72,14 @@ struct Piece {
 };
 constexpr u32 NEAR_PIECES = 64;
 
-// Few pieces come by value, many lie in the device's memory.
+// Few pieces are passed by value, many are read from the device's memory.
 struct Pieces {
     u64 count;
     const Piece* far;  // null: the pieces are `near`
     Piece near[NEAR_PIECES];
 
     HC_INLINE_MEMBER const Piece* rows() const { return far ? far : near; }
-    // Number of the piece that block `block` works for; of pieces that begin together the last.
+    // Returns the piece of thread block `block`; the last one if several begin there.
     HC_INLINE_MEMBER u32 of_block(u64 block) const {
         return (u32)(&row_of(rows(), count, block) - rows());
     }

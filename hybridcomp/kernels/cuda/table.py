@@ -9,8 +9,7 @@ from itertools import repeat
 from torch import Tensor
 
 from hybridcomp.kernels import DTYPE_CODES
-from hybridcomp.kernels.cuda.functions import ALIGN
-from hybridcomp.kernels.cuda.fused import blockint_image
+from hybridcomp.kernels.cuda.fused import blockint_image, start_of
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 from hybridcomp.kernels.kept import Kept, bits_of, words_of
 from hybridcomp.kernels.stretches import TILE
@@ -64,13 +63,11 @@ def _tables(
     words: list[int] = []
     tiles = 0
     for one, payload, residual in zip(values, payloads, residuals or repeat(None), strict=False):
-        numel, address = one.numel(), payload.data_ptr()
+        numel = one.numel()
         if not numel:
             continue
-        if address % ALIGN:
-            raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
         left = (*words_of(residual, bits_of(residual)), 0)[:2]
-        words += (tiles, one.data_ptr(), numel, address, *left)
+        words += (tiles, one.data_ptr(), numel, start_of(payload), *left)
         tiles += ceil_div(numel, TILE)
         if len(words) == ROWS * ROW_WORDS:
             yield tiles, _packed(words)

@@ -1,6 +1,6 @@
-// topk, decode: the place of value i is known from the bit that ends its gap, from i, and from the sum of the low
-// bits of all gaps up to it. So a block of threads takes a stretch of these bits, and looks back twice: how many
-// values there are in front of it, and what their low bits add up to.
+// Decoder of topk: the place of value i follows from the bit that ends its gap, from i, and from the sum of the
+// low bits of all gaps up to it. A thread block decodes a range of these bits, and looks back twice: for the
+// number of values before it, and for the sum of their low bits.
 #pragma once
 
 #include "topk_bits.h"
@@ -30,7 +30,7 @@ struct Message {
 
 HC_INLINE bool is_broken(u16 scale) { return (scale & 0x7fff) > 0x7f80; }
 
-// What all values of a chunk are that has none kept: NaN, or 0 where nothing is added.
+// Fills chunks without kept values: with NaN, or with 0 unless values are added.
 template <class T, bool ADD>
 HC_INLINE void clear(Settings settings, const u8* in, u64 nbytes, u64 numel, void* target, u32* damage) {
     Message message(in, nbytes, numel, settings);

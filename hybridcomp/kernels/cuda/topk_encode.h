@@ -1,5 +1,5 @@
-// topk, encode. 1 A block of threads chooses the values of a chunk by histograms of its magnitudes, 8 bits at a
-// time: exponents, then mantissas. 2 One block adds up where each chunk's bits begin. 3 A warp a chunk writes them.
+// Encoder of topk. 1. A thread block chooses the values of a chunk by histograms of its magnitudes, 8 bits at a
+// time: exponents, then mantissas. 2. One block computes where each chunk's bits begin. 3. A warp per chunk writes.
 #pragma once
 
 #include "topk_bits.h"
@@ -9,7 +9,7 @@ namespace topk {
 
 constexpr u32 EACH = CHUNK / THREADS;  // values of a thread: THREADS apart
 
-// What is known of a chunk between the kernels. HEAD_WORDS in topk.py.
+// State of a chunk between the kernels; HEAD_WORDS in topk.py is its size.
 struct Head {
     u32 kept, unary;   // values kept; bits of their gaps, but for the first
     u32 next;          // the place behind its last value, 0 where there is none
@@ -119,7 +119,7 @@ HC_INLINE u32 choose_marks(const u32 (&bits)[EACH], u32 most, Choosing& shared, 
     return marks;
 }
 
-// Zeros where bits will be, by all blocks.
+// Zeroes the place of the bits; called by all blocks.
 HC_INLINE void clear_sections(u8* out, u64 low, u64 nbytes) {
     u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, threads = (u64)gridDim.x * blockDim.x;
     if (thread == 0 && low % 4) *(u16*)(out + low) = 0;
@@ -179,7 +179,7 @@ HC_INLINE u32 largest_before(u32 value, u32* sums, u32& top) {
     return found;
 }
 
-// Where each chunk's values begin, and the header; by one block.
+// Computes where each chunk's values begin, and writes the header; called by one block.
 HC_INLINE void add_up(Settings settings, u64 numel, Scratch scratch, u8* out, u64* size) {
     __shared__ u32 sums[WARPS];
     u32 chunks = (u32)ceil_div(numel, CHUNK), next = 0, kept = 0, unary = 0;
@@ -202,7 +202,7 @@ HC_INLINE void add_up(Settings settings, u64 numel, Scratch scratch, u8* out, u6
     *size = align16(Sections(numel, kept, unary, settings.rice, settings.bits).end);
 }
 
-// The bits of a chunk, by one warp, into zeroed memory.
+// Writes the bits of a chunk into zeroed memory; called by one warp.
 HC_INLINE void write(Settings settings, u64 numel, Scratch scratch, u8* out) {
     u64 chunk = warp_id();
     if (chunk >= ceil_div(numel, CHUNK)) return;

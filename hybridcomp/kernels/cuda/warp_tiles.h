@@ -1,4 +1,4 @@
-// What kernels share that give each warp a tile of its own and need no barrier in it.
+// Functions for kernels in which each warp has a tile and needs no barrier.
 #pragma once
 
 #include "cuda_tiles.h"
@@ -9,10 +9,10 @@ constexpr u32 EACH_BYTE = 0x01010101u, TOP_BITS = 0x80808080u;
 
 HC_INLINE u32 smallest_in_warp(u32 value) { return ~largest_in_warp(~value); }
 
-// Whether what begins here can move 16 bytes at a time.
+// Whether data at this address can move 16 bytes at a time.
 HC_INLINE bool whole_vectors(const void* at) { return ((u64)at & 15) == 0; }
 
-// Top bit of each byte that is not zero.
+// Returns the top bit of each nonzero byte.
 HC_INLINE u32 nonzero_bytes(u32 bytes) { return (((bytes & ~TOP_BITS) + ~TOP_BITS) | bytes) & TOP_BITS; }
 
 // 0x7f in each byte whose top bit is set in `flags`, else 0.
@@ -21,13 +21,13 @@ HC_INLINE u32 spread_flags(u32 flags) { return flags - (flags >> 7); }
 // 16 bytes to shared memory.
 HC_INLINE void fetch(void* shared, const void* from) { fetch16(shared_at(shared), from); }
 
-// What the lanes of this warp fetched is there for all of them.
+// Makes data that any lane fetched visible to the whole warp.
 HC_INLINE void await_fetched() {
     await_all_fetches();
     sync_warp();
 }
 
-// Of a few numbers below 32, one a lane, those of the lanes before and of all.
+// Sums numbers below 32, one per lane: over the lanes before this one, and over all.
 struct Few {
     u32 before, total;
 };
@@ -47,9 +47,9 @@ HC_INLINE Few sum_few(u32 value) {
     return few;
 }
 
-// What the warps of a block have, one after the other; the block looks back once for all of them. To look
-// at 128 or 256 states together in place of 32 gained nothing (H100): who waits, waits for a block that is
-// still at work. Without any waiting, encoders of expcode would reach 0.98 of a copy instead of 0.71.
+// Lengths of the parts of a block's warps; the block looks back once for all of them. Reading 128 or 256 states
+// at once instead of 32 gained nothing (H100), since a block waits for one that still computes. Without waiting
+// expcode would encode at 0.98 of a copy's speed instead of 0.71.
 template <int WARPS>
 struct Lengths {
     u32 lengths[WARPS], place;

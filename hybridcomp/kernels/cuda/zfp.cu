@@ -1,6 +1,6 @@
-// CUDA kernels of zfp: a lane takes EACH blocks of 4 values, a warp 32 of them at a time, which begin
-// and end at a multiple of 32 bits at every rate. Where a block is whole words it is stored as it is;
-// else the warp puts its bits together in shared memory, where the tables of zfp.h are as well.
+// CUDA kernels of zfp: a lane takes EACH blocks of 4 values; a warp takes 32 blocks at a time, which begin and
+// end at a multiple of 32 bits at every rate. A block of whole words is stored directly; otherwise the warp joins
+// its bits in shared memory, which also has the tables of zfp.h.
 #include "zfp_device.h"
 
 #ifndef HC_ZFP_BLOCKS
@@ -25,7 +25,7 @@ HC_INLINE u64 stream_words(u64 blocks, u64 maxbits) {
     return align16(ceil_div(blocks * maxbits, 64) * 8) / 4;
 }
 
-// Into shared memory, where lanes that look up different entries are served at once.
+// Copies a table into shared memory, where lanes can read different entries at once.
 template <int ENTRIES>
 HC_INLINE void copy_table(const u32* from, uint4* to) {
     static_assert(ENTRIES % 4 == 0, "16 bytes at a time");
@@ -54,7 +54,7 @@ HC_INLINE void merge(Bits bits, u32 position, u32 maxbits, u32* words) {
     }
 }
 
-// The blocks of a warp from `first` on, of any rate.
+// Stores a warp's blocks from `first` on, at any rate.
 HC_INLINE void put_blocks(Bits bits, u64 first, u64 blocks, u64 maxbits, u32* stream,
                           u32* gathered) {
     u32* words = stream + first * maxbits / 32;
@@ -74,21 +74,19 @@ HC_INLINE void put_blocks(Bits bits, u64 first, u64 blocks, u64 maxbits, u32* st
 }
 
 template <class T>
-HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u64 maxbits,
-                      u8* out) {
+HC_INLINE void encode(const void* source, u64 numel, u64 maxbits, u8* out) {
     __shared__ uint4 entries[ENCODE_ENTRIES / 4];
     const u32* table = (const u32*)entries;
     __shared__ u32 shared[WARPS][MOST_WORDS];
-    Chunk mine(numel, chunk, slot, skip);
-    const auto* in = (const typename T::Stored*)source + mine.first;
-    u64 blocks = ceil_div(mine.count, BLOCK);
+    const auto* in = (const typename T::Stored*)source;
+    u64 blocks = ceil_div(numel, BLOCK);
     u64 start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x / WARP * WARP;
     bool vectors = vectorizable<T>(in);
-    u32* stream = (u32*)(out + mine.payload);
+    u32* stream = (u32*)out;
     Four held[EACH];
 #pragma unroll
     for (int r = 0; r < EACH; ++r) {
-        held[r] = read4<T>(in, (start + r * THREADS + lane_id()) * BLOCK, mine.count, vectors);
+        held[r] = read4<T>(in, (start + r * THREADS + lane_id()) * BLOCK, numel, vectors);
     }
     copy_table<ENCODE_ENTRIES>(TABLES.encode, entries);
     __syncthreads();
@@ -106,7 +104,7 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
             continue;
         }
         bool there = block < blocks;
-        u64 left = mine.count - block * BLOCK;
+        u64 left = numel - block * BLOCK;
         if (there && left < BLOCK) fill_block(values, left);
         Bits bits = encode_wide(values, (u32)maxbits, table);
         if (!there) bits = Bits{0, 0};
@@ -134,16 +132,14 @@ HC_INLINE Bits get_block(const u32* words, u64 block, u64 blocks, u64 maxbits) {
 }
 
 template <class T, bool ADD>
-HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, u64 maxbits,
-                      void* target) {
+HC_INLINE void decode(const u8* in, u64 numel, u64 maxbits, void* target) {
     __shared__ uint4 entries[DECODE_ENTRIES / 4];
     const u32* table = (const u32*)entries;
-    Chunk mine(numel, chunk, slot, skip);
-    u64 blocks = ceil_div(mine.count, BLOCK);
+    u64 blocks = ceil_div(numel, BLOCK);
     u64 start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x;
-    auto* out = (typename T::Stored*)target + mine.first;
+    auto* out = (typename T::Stored*)target;
     bool vectors = vectorizable<T>(out);
-    const u32* words = (const u32*)(in + mine.payload);
+    const u32* words = (const u32*)in;
     Bits held[EACH];
 #pragma unroll
     for (int r = 0; r < EACH; ++r) {
@@ -160,28 +156,19 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, u6
         Four v = maxbits == 32   ? decode_word((u32)held[r].low, table)
                  : maxbits == 64 ? decode_two_words(held[r].low, table)
                                  : decode_wide(held[r], (u32)maxbits, table);
-        if constexpr (ADD) v = sum(read4<T>(out, block * BLOCK, mine.count, vectors), v);
-        write4<T>(v, out, block * BLOCK, mine.count, vectors);
+        if constexpr (ADD) v = sum(read4<T>(out, block * BLOCK, numel, vectors), v);
+        write4<T>(v, out, block * BLOCK, numel, vectors);
     }
 }
 
-}  // namespace zfp
-}  // namespace hybridcomp
-
-#define HC_ENCODE(NAME, T)                                                                    \
-    extern "C" __global__ void HC_BOUNDS(256, HC_ZFP_BLOCKS)                                  \
-    zfp_encode_##NAME(const void* values, unsigned long long numel, unsigned long long chunk, \
-                      unsigned long long slot, unsigned long long skip,                       \
-                      unsigned long long maxbits, unsigned char* out) {                       \
-        hybridcomp::zfp::encode<hybridcomp::T>(values, numel, chunk, slot, skip, maxbits, out); \
+#define HC_ENCODE(NAME, T)                                                                         \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ZFP_BLOCKS)                                       \
+    zfp_encode_##NAME(const void* values, u64 numel, u64 maxbits, u8* out) {                       \
+        encode<T>(values, numel, maxbits, out);                                                    \
     }
-#define HC_DECODE(NAME, T, ADD)                                                               \
-    extern "C" __global__ void HC_BOUNDS(256, HC_ZFP_BLOCKS)                                  \
-    NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk,         \
-         unsigned long long slot, unsigned long long skip, unsigned long long maxbits,        \
-         void* out) {                                                                         \
-        hybridcomp::zfp::decode<hybridcomp::T, ADD>(in, numel, chunk, slot, skip, maxbits, out); \
-    }
+#define HC_DECODE(NAME, T, ADD)                                                                    \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ZFP_BLOCKS)                                       \
+    NAME(const u8* in, u64 numel, u64 maxbits, void* out) { decode<T, ADD>(in, numel, maxbits, out); }
 HC_ENCODE(fp32, Fp32)
 HC_ENCODE(bf16, BFloat16)
 HC_ENCODE(fp16, Float16)
@@ -189,3 +176,6 @@ HC_DECODE(zfp_decode_fp32, Fp32, false)
 HC_DECODE(zfp_decode_bf16, BFloat16, false)
 HC_DECODE(zfp_decode_fp16, Float16, false)
 HC_DECODE(zfp_add, Fp32, true)
+
+}  // namespace zfp
+}  // namespace hybridcomp

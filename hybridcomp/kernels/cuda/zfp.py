@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridcomp.kernels.cuda.functions import CudaFunctions
-from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, WHOLE, ceil_div
+from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, ceil_div
 
 
 class ZfpOnCuda(CudaFunctions):
@@ -16,7 +16,7 @@ class ZfpOnCuda(CudaFunctions):
         """Encode, a thread for four blocks of 4 values."""
         self._fixed(
             "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 16 * THREADS),
-            (values, numel, numel, 0, WHOLE, maxbits, out),
+            (values, numel, maxbits, out),
         )  # fmt: skip
 
     def decode(
@@ -26,5 +26,5 @@ class ZfpOnCuda(CudaFunctions):
         """Decode, a thread for four blocks."""
         self._fixed(
             "zfp.cu", (), "zfp_add" if add else f"zfp_decode_{DTYPES[dtype]}", payload,
-            ceil_div(numel, 16 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),
+            ceil_div(numel, 16 * THREADS), (payload, numel, maxbits, out),
         )  # fmt: skip

@@ -1,5 +1,5 @@
-// What the CUDA kernels of zfp have beside zfp.h: bit planes in words of 32 bits, mostly moved a byte
-// at a time, and blocks of 32 and of 64 bits, which need no wider arithmetic.
+// Functions of zfp's CUDA kernels beyond zfp.h: bit planes in 32-bit words, mostly moved a byte at a time, and
+// blocks of 32 and 64 bits, which need no wider arithmetic.
 #pragma once
 
 #include "cuda_device.h"

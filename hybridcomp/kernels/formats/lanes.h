@@ -39,6 +39,14 @@ HC_INLINE bool none(I8 lanes) {
     return ((words[0] | words[1]) | (words[2] | words[3])) == 0;
 }
 
+HC_INLINE u32 largest_lane(I8 lanes) {
+    I4 half = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3), other = __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7);
+    half = half > other ? half : other;
+    other = __builtin_shufflevector(half, half, 2, 3, 0, 1);
+    half = half > other ? half : other;
+    return (u32)(half[0] > half[1] ? half[0] : half[1]);
+}
+
 // WIDTH words, repeated until eight lanes are full.
 template <int WIDTH>
 HC_INLINE U8 repeat(const void* words) {

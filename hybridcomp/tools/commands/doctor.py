@@ -45,7 +45,7 @@ cuda: Any = torch.cuda  # untyped in part
 def run(cluster: Path | None = None) -> int:
     """Print a line for each finding as it comes; returns exit status 1 if something fails.
 
-    ``cluster``: the file of a measurement; None: the one of the working folder, if there is one.
+    ``cluster``: the file of a measurement; None: ``cluster.json`` in the working folder, if any.
     """
     failed, stages = 0, _stages(cluster)
     with ProgressDisplay(len(stages), least_s=TELL_S) as progress:
@@ -57,12 +57,6 @@ def run(cluster: Path | None = None) -> int:
     words = "what is marked FAIL does not fit" if failed else "what is installed fits together"
     print(words, flush=True)
     return int(failed > 0)
-
-
-def findings(cluster: Path | None = None) -> Iterator[Finding]:
-    """Yield all findings, in the order in which they are printed."""
-    for found in _stages(cluster).values():
-        yield from found()
 
 
 def _stages(cluster: Path | None) -> dict[str, Callable[[], Iterable[Finding]]]:

@@ -29,7 +29,7 @@ DECIDING = (
     "zero_optimization", "bf16", "fp16", "gradient_accumulation_steps", "train_batch_size",
     "train_micro_batch_size_per_gpu", "tensor_parallel", "sequence_parallel_size", neox.EXTRA,
 )  # fmt: skip
-#: keys of DeepSpeed that look like a misspelt one of these but are not
+#: keys of DeepSpeed that look like misspelt keys of ``DECIDING``
 OTHERS = ("gradient_accumulation_dtype", "bfloat16", "train_micro_batch_size")
 
 
@@ -121,8 +121,7 @@ class JobFile:
 def read_job_file(path: str | Path) -> JobFile:
     """Read a file. Raises ConfigError, in one line, for settings that would have no effect.
 
-    Such are a block where its reader does not look for one, and a misspelt top-level key of
-    DeepSpeed.
+    These are a block that its reader does not look for, and a misspelt top-level key of DeepSpeed.
     """
     source = read_source(Path(path))
     keys = {str(key).replace("-", "_"): value for key, value in source.items()}
@@ -181,7 +180,7 @@ def _refuse_misspelt(source: Mapping[str, Any]) -> None:
 
 
 def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
-    """Raise ConfigError for a block inside a key where nobody reads it."""
+    """Raise ConfigError for a block inside a key that no engine searches for blocks."""
     for key, value in source.items():
         if not isinstance(value, Mapping):
             continue

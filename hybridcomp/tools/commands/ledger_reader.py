@@ -165,8 +165,8 @@ class LedgerReader:
     def read(self) -> bool:
         """Read the records since the last call; return whether there were any.
 
-        A file that is absent is waited for; another one under the name, or a shorter one, is read
-        from its beginning, as a job that is started again sets the old one aside.
+        An absent file has no records yet. Reads a replaced or shortened file from its beginning,
+        since a restarted job moves the old file aside.
         """
         if str(self.path) != "-":
             self._open()

@@ -27,14 +27,13 @@ from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import neox
 from hybridcomp.tools.commands.job_files import JobFile
+from hybridcomp.tools.plan.bits_between import MASTER, MOMENTS
 
 #: values: DeepSpeed's default of ``reduce_bucket_size`` and ``allgather_bucket_size`` (also its
 #: bucket at stage 0), and of ``stage3_prefetch_bucket_size``
 BUCKET, PREFETCHED = 500_000_000, 50_000_000
 #: bytes of DDP's default bucket
 DDP_BUCKET = 25 << 20
-#: bytes per value of Adam's two fp32 moments, and of its fp32 master beside 16-bit weights
-MOMENTS, MASTER = 8, 4
 #: messages of a step by dimension, for each group
 StepMessages = dict[Dimension, tuple[RankMessages, ...]]
 #: largest number on the command line, and most messages of a dimension in a step
@@ -98,11 +97,8 @@ class JobSize:
             return None
         if world_size is None:
             raise ConfigError("--parameters", parameters, "add --world-size, the ranks of the job")
-        for name, found in (
-            ("--replicas", replicas), ("--ranks-per-node", ranks_per_node),
-            ("--tensor-ranks", tensor_ranks),
-        ):  # fmt: skip
-            if found is not None and world_size % found:
+        for name in ("--replicas", "--ranks-per-node", "--tensor-ranks"):
+            if (found := options[name]) is not None and world_size % found:
                 raise ConfigError(name, found, f"it does not divide --world-size {world_size}")
         values = None if activation is None else int(activation)
         return cls(
@@ -225,8 +221,8 @@ class RanksOfReplica:
     def activations(self, split: int) -> StepMessages:
         """Return the messages between ``split`` tensor and pipeline ranks, if they are known.
 
-        Sums of ``tp`` take at least as much as its gathers. DeepSpeed's pipelines send one message
-        after the other; Megatron's hold one that they send beside one that arrives.
+        Sums of ``tp`` take at least as much as its gathers. DeepSpeed's pipelines send their
+        messages in turn; Megatron's hold a sent and a received message at the same time.
         """
         numel = self._activation()
         if numel is None:

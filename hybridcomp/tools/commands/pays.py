@@ -100,7 +100,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _device(options: argparse.Namespace, codecs: Iterable[Codec], dtype: torch.dtype) -> Coder:
-    """Return the codecs' speeds: given, else measured on a cluster, else documented ones."""
+    """Return the codecs' speeds: the option's, else a measured cluster's, else the documented."""
     if options.cluster is not None and options.codec_gbs is not None:
         todo = "--cluster has the measured speeds; give one of the two"
         raise ConfigError("--codec-gbs", options.codec_gbs, todo)
@@ -136,8 +136,7 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
 def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
     """Return the block of a preset, a file with a block, or a job's file; and that file.
 
-    A job's file without a block is asked about with the one that a newcomer would begin with.
-    Raises ConfigError.
+    A job's file without a block gets ``SUGGESTED``. Raises ConfigError.
     """
     if text in PRESETS:
         return CompressionConfig.parse({"preset": text}), None

@@ -29,8 +29,8 @@ AHEAD = 16
 def run(port: int) -> int:
     """Serve on ``port`` (0: any free one) until SIGINT or SIGTERM; return the exit status.
 
-    Prints who comes, leaves, is left out and meets. Raises ConfigError where the port cannot be
-    taken.
+    Prints which islands join, leave, are left out and meet. Raises ConfigError where the port
+    cannot be taken.
     """
     ended = threading.Event()
 

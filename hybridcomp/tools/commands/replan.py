@@ -190,6 +190,7 @@ def _write(
 ) -> None:
     """Write replan.json, start.sh and, with ``settings``, ds_config.json."""
     from hybridcomp.tools.compare.launch import fill
+    from hybridcomp.tools.plan.answer.start_command import write_script
 
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -207,9 +208,5 @@ def _write(
     end = ("--deepspeed_config", "{config}") if settings is not None else ()
     command: Sequence[str] = options.command or (*GENERAL, *end)
     words = fill(command, {f"{{{name}}}": str(values[name]) for name in PLACES})
-    start = out / "start.sh"
-    start.write_text(
-        f'#!/bin/sh\n# {now["ranks"]} ranks, step {job.step}\nexec {foreign.shell_words(words)}\n',
-        encoding="utf-8", errors="surrogateescape",
-    )  # fmt: skip
-    start.chmod(0o755)
+    about = f"# {now['ranks']} ranks, step {job.step}"
+    write_script(out / "start.sh", [about, f"exec {foreign.shell_words(words)}"])

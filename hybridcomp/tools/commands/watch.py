@@ -1,7 +1,7 @@
 """Show a running job's ledger as a table that updates: ``hybridcomp watch ledger.jsonl``.
 
-The file is all that is read, so that the job loses no time, and job and command may end and start
-again in any order. Imports no torch.
+Reads nothing but the file: the job loses no time, and job and command can be restarted in any
+order. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Show what a running job sends, from the file of "ledger": {"jsonl": FILE}, at ea
   hybridcomp watch ledger.jsonl --html watch.html   and as a page that a browser keeps current
   ssh HOST tail -F -n +1 run/ledger.jsonl | hybridcomp watch -
 
-The job is not asked for anything. When it is started again with the same file, the table begins
+The command only reads the file. When the job is started again with the same file, the table begins
 anew.
 """
 

@@ -90,15 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, print the table and the paths of all files. Raises CompareError."""
-    try:
-        return _run(options)
-    except OSError as error:  # on files that are read or written below
-        where = error.filename or "a file"
-        raise CompareError(f"{where}: {error.strerror or error}; name another one") from error
-
-
-def _run(options: argparse.Namespace) -> int:
+    """Compare, print the table and the paths of all files. Raises CompareError, OSError."""
     wishes = wishes_of(options)
     if options.launch:
         options.runs = train(options, wishes)

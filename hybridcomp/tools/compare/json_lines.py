@@ -100,10 +100,10 @@ def read_ledger(path: Path) -> Rows:
         raise CompareError(f"{path}: the summary at the end is missing; did the run end early?")
     rows: Rows = records[-1]["dimensions"]
     needed = {"codec", "raw_MB", "wire_MB", "ratio"}
-    for figure in (item for ways in rows.values() for row in ways.values() for item in row.items()):
-        _check_figure(path, *figure)
     for dimension, ways in rows.items():
         for way, row in ways.items():
+            for figure in row.items():
+                _check_figure(path, *figure)
             if not needed <= row.keys():
                 raise CompareError(
                     f"{path}: {dimension} {way} lacks {sorted(needed - row.keys())}; it was "

@@ -120,13 +120,9 @@ class RunPlan:
             )
         return [self.job(name, seed) for seed in self.seeds for name in self.blocks]
 
-    def folder(self, name: str, seed: int) -> Path:
-        """Return the folder with the files of one training."""
-        return self.out / name / f"seed{seed}"
-
     def job(self, name: str, seed: int) -> LaunchedTraining:
         """Write the files of one training and return its job. Raises CompareError."""
-        folder = self.folder(name, seed).resolve()
+        folder = (self.out / name / f"seed{seed}").resolve()
         folder.mkdir(parents=True, exist_ok=True)
         block = self.blocks[name]
         written = None if block is None else ledger_in(block, folder)
@@ -179,7 +175,7 @@ class RunPlan:
 
 def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replace the placeholders of ``command`` by ``values``; placeholders in values stay."""
-    places = re.compile("|".join(map(re.escape, values)) or "$^")
+    places = re.compile("|".join(map(re.escape, values)))
     return [places.sub(lambda found: values[found[0]], word) for word in command]
 
 

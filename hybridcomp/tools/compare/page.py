@@ -89,7 +89,7 @@ def _run(result: Result, number: int) -> dict[str, Any]:
 
 def _links(run: Run) -> str | None:
     """Draw the ledger's figures of links; None if no encoded message left a node."""
-    rows = [row for ways in run.ledger().values() for row in ways.values()]
+    rows = [row for _, row in run.rows()]
     native, sent = (
         sum(row.get(name) or 0.0 for row in rows) for name in ("inter_raw_MB", "inter_MB")
     )
@@ -241,7 +241,7 @@ def _bars(
     return [
         {"type": "bar", "meta": number, "offsetgroup": str(number),
          "x": [named(dimension, way) for dimension, ways in run.ledger().items() for way in ways],
-         "y": [value(row) for ways in run.ledger().values() for row in ways.values()],
+         "y": [value(row) for _, row in run.rows()],
          "name": f"{_name(run.label)}: {what}", "hovertemplate": "%{y:,.2f}",
          "marker": {"color": style_of(number)["color"], "opacity": 0.3 if faint else 1.0}}
         for number, run in enumerate(result.runs)

@@ -104,8 +104,8 @@ def _places(path: Path) -> list[Path]:
         return [path]
     if (state := trainer_state.place_in(path)) is not None:
         return [state]
-    seeds = [state for folder in _folders(path) if (state := trainer_state.place_in(folder))]
-    if seeds:
+    folders = sorted(place for place in path.iterdir() if place.is_dir())
+    if seeds := [state for folder in folders if (state := trainer_state.place_in(folder))]:
         return seeds
     for pattern in (
         f"*/{json_lines.LOG}",
@@ -118,10 +118,6 @@ def _places(path: Path) -> list[Path]:
     raise CompareError(f"{path}: found no run in this folder; expected {EXPECTED}")
 
 
-def _folders(path: Path) -> list[Path]:
-    return sorted(place for place in path.iterdir() if place.is_dir())
-
-
 def _read(parts: tuple[Path, ...], ledger: str) -> LoggedTraining:
     """Read one training. Raises CompareError, also for a damaged file or one that is no log."""
     path = parts[0]
@@ -129,18 +125,13 @@ def _read(parts: tuple[Path, ...], ledger: str) -> LoggedTraining:
         if path.is_dir() or path.suffix == ".wandb":
             folders = (part if part.is_dir() else part.parent for part in parts)
             return wandb_files.read_training(*folders)
-        return _read_as_named(path, ledger)
+        kind = trainer_state if path.suffix == ".json" else json_lines
+        return kind.read_training(path, ledger)
     except CompareError:
         raise
     except DAMAGED as error:
         said = one_line(f"{type(error).__name__}: {error}")
         raise CompareError(f"{path}: damaged, or no log ({said}); expected {EXPECTED}") from None
-
-
-def _read_as_named(path: Path, ledger: str) -> LoggedTraining:
-    if path.suffix == ".json":
-        return trainer_state.read_training(path, ledger)
-    return json_lines.read_training(path, ledger)
 
 
 def check_comparable(baseline: Run, run: Run) -> list[str]:

@@ -125,21 +125,20 @@ def bytes_of(runs: Sequence[Run]) -> list[list[str]]:
     """Return head and one row for each run, dimension and direction."""
     rows = [["run", "dimension", "codec", "native MB", "sent MB", "ratio", "error", "codec s"]]
     for run in runs:
-        for dimension, ways in run.ledger().items():
-            for way, row in ways.items():
-                codec_ms = row.get("codec_ms")
-                rows.append(
-                    [
-                        run.label,
-                        dimension if len(ways) == 1 else f"{dimension} {way}",
-                        short(row["codec"]),
-                        f"{row['raw_MB']:.1f}",
-                        f"{row['wire_MB']:.1f}",
-                        _optional(row["ratio"], ".2f"),
-                        _optional(row.get("error"), ".1e"),
-                        _optional(None if codec_ms is None else codec_ms / 1e3, ".1f"),
-                    ]
-                )
+        for name, row in run.rows():
+            codec_ms = row.get("codec_ms")
+            rows.append(
+                [
+                    run.label,
+                    name,
+                    short(row["codec"]),
+                    f"{row['raw_MB']:.1f}",
+                    f"{row['wire_MB']:.1f}",
+                    _optional(row["ratio"], ".2f"),
+                    _optional(row.get("error"), ".1e"),
+                    _optional(None if codec_ms is None else codec_ms / 1e3, ".1f"),
+                ]
+            )
     return rows
 
 

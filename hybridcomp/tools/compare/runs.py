@@ -85,13 +85,19 @@ class Run:
 
     def bits(self) -> str:
         """Name codecs and ratios: ``dp blockint(bits=4) 7.5x; zero ...``; "" for no codec."""
-        parts = []
-        for dimension, ways in self.ledger().items():
-            for way, row in ways.items():
-                if row["codec"] != "none" and row["ratio"]:  # a group of one rank sends nothing
-                    name = dimension if len(ways) == 1 else f"{dimension} {way}"
-                    parts.append(f"{name} {short(row['codec'])} {row['ratio']:.1f}x")
-        return "; ".join(parts)
+        return "; ".join(
+            f"{name} {short(row['codec'])} {row['ratio']:.1f}x"
+            for name, row in self.rows()
+            if row["codec"] != "none" and row["ratio"]  # a group of one rank sends nothing
+        )
+
+    def rows(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the ledger's rows by dimension, with the direction where there are several."""
+        return [
+            (dimension if len(ways) == 1 else f"{dimension} {way}", row)
+            for dimension, ways in self.ledger().items()
+            for way, row in ways.items()
+        ]
 
 
 def short(codec: str) -> str:

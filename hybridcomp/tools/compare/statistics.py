@@ -83,23 +83,14 @@ def align(runs: Sequence[Run], last: int) -> Aligned:
         )
     if any(not np.array_equal(other[: len(axis)], axis) for other in axes):
         notes.append(f"runs logged at different {unit}: interpolated")
-    clocks = all(training.seconds is not None for training in trainings)
-    return Aligned(
-        unit=unit,
-        axis=axis,
-        losses=[
-            np.stack([np.interp(axis, _axis(t, unit), t.losses) for t in run.trainings])
-            for run in runs
-        ],
-        seconds=[
-            np.stack([np.interp(axis, _axis(t, unit), _clock(t)) for t in run.trainings])
-            for run in runs
-        ]
-        if clocks
-        else None,
-        sent=[_sent(run, axis, unit) for run in runs],
-        notes=notes,
+    losses, seconds, sent = (
+        [_along(run, axis, unit, name) for run in runs] for name in ("losses", "seconds", "sent")
     )
+    clocks = [curves for curves in seconds if curves is not None]
+    return Aligned(
+        unit, axis, [curves for curves in losses if curves is not None],
+        clocks if len(clocks) == len(runs) else None, sent, notes,
+    )  # fmt: skip
 
 
 def _axis(training: LoggedTraining, unit: str) -> Curve:
@@ -108,15 +99,12 @@ def _axis(training: LoggedTraining, unit: str) -> Curve:
     return found
 
 
-def _sent(run: Run, axis: Curve, unit: str) -> Curve | None:
-    """Return the MB sent by a run's seeds along the axis; None if a ledger is missing."""
-    found = [np.interp(axis, _axis(t, unit), t.sent) for t in run.trainings if t.sent is not None]
-    return np.stack(found) if len(found) == len(run.trainings) else None
-
-
-def _clock(training: LoggedTraining) -> Curve:
-    assert training.seconds is not None
-    return training.seconds
+def _along(run: Run, axis: Curve, unit: str, name: str) -> Curve | None:
+    """Return a curve of a run's seeds along the axis: (seeds, points); None if a seed lacks it."""
+    curves = [(_axis(training, unit), getattr(training, name)) for training in run.trainings]
+    if any(curve is None for _, curve in curves):
+        return None
+    return np.stack([np.interp(axis, places, curve) for places, curve in curves])
 
 
 def compare(runs: Sequence[Run], aligned: Aligned, last: int) -> list[Comparison]:
@@ -145,21 +133,16 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
     moved = gaps_along((aligned.sent[number], aligned.sent[0]), aligned, number, order, last)
     seconds = None if aligned.seconds is None else float(aligned.seconds[number][:, -1].mean())
     return Comparison(
-        label=run.label,
-        final_loss=float(final.mean()),
-        gap=float(gaps.mean()),
-        gap_interval=half_width(gaps),
-        gaps=gaps.tolist(),
-        valid_loss=valid,
-        valid_gap=valid_gap,
-        seconds=seconds,
-        clock_gap=None if clock is None else float(clock.mean()),
-        clock_gap_interval=None if clock is None else half_width(clock),
-        clock_gaps=None if clock is None else clock.tolist(),
-        byte_gap=None if moved is None else float(moved.mean()),
-        byte_gap_interval=None if moved is None else half_width(moved),
-        byte_gaps=None if moved is None else moved.tolist(),
-    )
+        run.label, float(final.mean()), float(gaps.mean()), half_width(gaps), gaps.tolist(),
+        valid, valid_gap, seconds, *_summary(clock), *_summary(moved),
+    )  # fmt: skip
+
+
+def _summary(gaps: Curve | None) -> tuple[float | None, float | None, list[float] | None]:
+    """Return the mean of the seeds' gaps, its interval and the gaps; None for unknown gaps."""
+    if gaps is None:
+        return None, None, None
+    return float(gaps.mean()), half_width(gaps), gaps.tolist()
 
 
 def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> float | None:
@@ -223,16 +206,13 @@ def gaps_along(
     gaps = []
     for own, other in enumerate(order):
         clocks = spent[0][own], spent[1][other]
+        curves = aligned.losses[number][[own]], aligned.losses[0][[other]]
         stop = min(float(clock[-1]) for clock in clocks)
-        smooth = (
-            running_mean(aligned.losses[number][own : own + 1], last)[0],
-            running_mean(aligned.losses[0][other : other + 1], last)[0],
+        loss, base = (
+            float(np.interp(stop, clock, running_mean(curve, last)[0]))
+            for clock, curve in zip(clocks, curves, strict=True)
         )
-        at = [
-            float(np.interp(stop, clock, curve))
-            for clock, curve in zip(clocks, smooth, strict=True)
-        ]
-        gaps.append(100 * (at[0] / at[1] - 1))
+        gaps.append(100 * (loss / base - 1))
     return np.array(gaps)
 
 

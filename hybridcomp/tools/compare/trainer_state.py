@@ -1,10 +1,10 @@
 """Read trainings of Hugging Face's Trainer from the ``trainer_state.json`` that it saves.
 
 Its ``log_history`` has a record every ``logging_steps`` optimizer steps, whose ``loss`` is the mean
-since the record before, others of evaluations (``eval_loss``), and one that closes the run. A
-resumed run continues the history of the run before. With ``HybridcompCallback`` separate records
-hold the ledger's figures, which count where no file of the ledger is beside it. The file has
-neither seed nor clock: for these the Trainer's W&B run is the better source.
+since the previous record, records of evaluations (``eval_loss``), and a closing record. A resumed
+run continues the history of its checkpoint. ``HybridcompCallback`` adds records with the ledger's
+figures, which count where the ledger's file is absent. The file has neither seed nor clock: the
+Trainer's W&B run has both.
 """
 
 from __future__ import annotations

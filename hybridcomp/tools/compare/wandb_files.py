@@ -163,7 +163,7 @@ def payloads(path: Path) -> Iterator[bytes]:
 
 
 def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what compared runs must share: from hybridcomp's header, or without one the config."""
+    """Return the facts that compared runs must share, of hybridcomp's header, else the config."""
     from hybridcomp.tools.compare import json_lines
 
     if header:

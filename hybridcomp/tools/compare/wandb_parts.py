@@ -1,7 +1,7 @@
-"""Join the folders of a W&B run that was resumed without a network: each start leaves one.
+"""Join the folders that the starts of a W&B run leave where it is resumed without a network.
 
-All of them have the run's id. Offline, W&B does not know the run's progress, so a resumed part
-counts seconds from 0 again, and also rows unless the trainer numbers them.
+They share the run's id. Offline, W&B does not know the run's progress: each part counts seconds
+from 0 again, and rows, too, unless the trainer numbers them.
 """
 
 from __future__ import annotations

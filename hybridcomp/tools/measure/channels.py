@@ -2,9 +2,9 @@
 
 Small trainings measure data parallel messages in an engine (``trainings``). The other dimensions
 need layers and stages that a measurement does not build; but their messages go through the same
-wrappers and channels here, with the choice of the codec, records, headers and waits. Each is sent
-by torch.distributed alone, through a channel that leaves it native, and through channels with
-codecs, in turns: alone, and in all groups of the shape at once, as in a training.
+wrappers and channels here, with the choice of the codec, records, headers and waits. Runs take
+turns: by torch.distributed without a channel, through a channel without a codec, and through
+channels with codecs; in one group, and in all groups of the shape at once, as in a training.
 
 tp  the all-reduce behind a layer, and with sequence parallelism a gather and a reduce-scatter
 pp  an activation to the next stage and the gradient back, blocking, as in DeepSpeed's pipeline
@@ -39,6 +39,7 @@ from hybridcomp.patches.common.collective_wrappers import (
 )
 from hybridcomp.patches.common.routes import Layers
 from hybridcomp.tools.measure.clock import CallClock, Run, least_calls
+from hybridcomp.tools.measure.coders import random_values
 from hybridcomp.tools.measure.links import Key, in_turns
 from hybridcomp.tools.measure.messages import CODECS, payload_nbytes
 from hybridcomp.tools.measure.team import GroupShape, MeasuredPart, Team
@@ -90,8 +91,8 @@ def channel_rows(
             left_out.append(_left_out(case, dtype, timed[case.kind]))
             continue
         runs = {}
-        if case.key.active(team):
-            values = _values(case, DTYPES[dtype], team)
+        if case.key.active:
+            values = random_values(case.numel, DTYPES[dtype], team.device)
             runs = {name: runner(case.name, case.key, values, found, team)
                     for name, found in {DIRECT: None, **channels}.items()}  # fmt: skip
         taken = in_turns(team, clock, [DIRECT, *channels], runs, allowance)
@@ -120,11 +121,10 @@ def _cases(shapes: list[GroupShape], numels: tuple[int, int]) -> Iterator[_Timed
     for numel, (name, operation), shape in every(numels, MESSAGES, shapes):
         if operation == "send" and shape.ranks > 2:
             continue
-        yield _TimedMessage(name, _divisible(numel, shape.ranks), Key(operation, shape, "alone"))
+        whole = -(-numel // shape.ranks) * shape.ranks  # every rank has an equal part
+        yield _TimedMessage(name, whole, Key(operation, shape, "alone"))
         if len(shape.groups) > 1:
-            yield _TimedMessage(
-                name, _divisible(numel, shape.ranks), Key(operation, shape, "groups")
-            )
+            yield _TimedMessage(name, whole, Key(operation, shape, "groups"))
 
 
 def _left_out(case: _TimedMessage, dtype: str, timed: int) -> LeftOut:
@@ -135,21 +135,12 @@ def _left_out(case: _TimedMessage, dtype: str, timed: int) -> LeftOut:
     )  # fmt: skip
 
 
-def _divisible(numel: int, ranks: int) -> int:
-    return -(-numel // ranks) * ranks
-
-
 def channels_of(codec: str, settings: Mapping[str, Any]) -> Channels:
     """Build the channels of a block that gives all of these dimensions one codec."""
     block: dict[str, Any] = {"min_bytes": 0, "ledger": {"sample_every": 0}}
     for name, _ in MESSAGES:
         block[name] = {"codec": codec, **settings}
     return Channels(CompressionConfig.parse(block))
-
-
-def _values(case: _TimedMessage, dtype: torch.dtype, team: Team) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(case.numel, generator=generator).to(team.device, dtype)
 
 
 def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team: Team) -> Run:
@@ -207,7 +198,11 @@ def _there_and_back(
             native()
             return
         ends = (team.rank, other) if sends else (other, team.rank)
-        message = _move(values, out, group, direction, ends, sends)
+        fields: Any = {"numel": values.numel(), "dtype": values.dtype, "group": group,
+                       "direction": direction, "between": ends}  # fmt: skip
+        message: Message[None] = (
+            Send(values=values, **fields) if sends else Receive(out=out, **fields)
+        )
         channel.run(message, native=native, encoded=lambda _: None)
 
     def run() -> None:
@@ -215,17 +210,6 @@ def _there_and_back(
         move("backward", not first)
 
     return run
-
-
-def _move(
-    values: Tensor, out: Tensor, group: Any, direction: Direction, ends: tuple[int, int],
-    sends: bool,
-) -> Message[None]:  # fmt: skip
-    fields: Any = {
-        "numel": values.numel(), "dtype": values.dtype, "group": group, "direction": direction,
-        "between": ends,
-    }  # fmt: skip
-    return Send(values=values, **fields) if sends else Receive(out=out, **fields)
 
 
 def _hop(shape: GroupShape, values: Tensor, channels: Channels | None, team: Team) -> Run:

@@ -48,7 +48,7 @@ class CallClock(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave no thread behind; a call that still runs is not waited for."""
+        """End the clock's thread, without waiting for a running call."""
         ...
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from itertools import product as every
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -21,9 +22,9 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.measure.clock import LEAST, CallClock, HostCallClock, Run, samples
-from hybridcomp.tools.measure.kernels import dtypes_of
+from hybridcomp.tools.measure.kernels import dtypes_of, matrix_product
 from hybridcomp.tools.measure.team import MeasuredPart, Team
-from hybridcomp.tools.plan.machines.estimates import Estimate, median, summary
+from hybridcomp.tools.plan.machines.estimates import Estimate, summary
 from hybridcomp.tools.plan.machines.rows import Beside, Coding, Copy, Direction
 
 #: values of one call; the first gives the constant seconds of a call
@@ -39,7 +40,7 @@ SIDE = {"cpu": 192, "cuda": 2048}
 
 
 def settings() -> list[Codec]:
-    """Return the codecs to time: those of the presets, and every other one with its defaults.
+    """Return the codecs to time: those of the presets, and all others with their defaults.
 
     Codecs that only reduce gradients, and encode nothing, are left out.
     """
@@ -99,23 +100,22 @@ def host_rows(team: Team, part: MeasuredPart) -> list[Coding]:
 
 def product_beside(clock: CallClock, device: torch.device) -> tuple[Run, float]:
     """Build the matrix product that runs beside other work; return it and its seconds alone."""
-    side = SIDE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    one, two = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(one)
-
-    def run() -> object:
-        return torch.mm(one, two, out=out)
-
+    run = matrix_product(SIDE[device.type], device, dtype)()
     return run, median(samples(clock, run, 0.05))
+
+
+def random_values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return normal values, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(numel, generator=generator).to(device, dtype)
 
 
 def _runs(
     codec: Codec, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Direction, Run]]:
     """Yield the calls of a codec to time; none where it cannot take the dtype or the device."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(numel, generator=generator).to(device, dtype)
+    values = random_values(numel, dtype, device)
     if codec.references:
         yield from _step_runs(codec, values) if codec.takes(dtype) else ()
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from hybridcomp.tools.measure import options
 from hybridcomp.tools.measure.block import BlockSize, TransformerBlock, kept_nbytes
 from hybridcomp.tools.measure.clock import LEAST, CallClock, HostCallClock, Run, samples
 from hybridcomp.tools.measure.team import MeasuredPart, Team
-from hybridcomp.tools.plan.machines.estimates import median, summary
+from hybridcomp.tools.plan.machines.estimates import summary
 from hybridcomp.tools.plan.machines.rows import Kernel, Kind
 
 #: a size is left out if two calls and LEAST timings may take this many times the allowance, and
@@ -119,7 +120,7 @@ def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Timed
     sizes = GPU if device.type == "cuda" else CPU
     for name, dtype in dtypes_of(device).items():
         for block in blocks or sizes.blocks:
-            made = _Prepared(block, device, dtype)
+            made = PreparedBlock(block, device, dtype)
             yield _TimedKernel(
                 "block_forward", name, block.flops, made.forward, block.describe(), made.kept_nbytes
             )
@@ -128,7 +129,7 @@ def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Timed
             )
         for side in sizes.products:
             yield _TimedKernel(
-                "product", name, 2.0 * side**3, _product(side, device, dtype), str(side)
+                "product", name, 2.0 * side**3, matrix_product(side, device, dtype), str(side)
             )
         for numel in sizes.elements:
             nbytes = 2.0 * numel * dtype.itemsize
@@ -139,7 +140,9 @@ def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Timed
         yield _TimedKernel("host_adam", "fp32", float(numel), _adam(numel, torch.device("cpu")))
 
 
-def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Run]:
+def matrix_product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Run]:
+    """Return a function that prepares a product of square matrices and returns the call of it."""
+
     def prepare() -> Run:
         one, two = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(one)
@@ -166,7 +169,7 @@ def _adam(numel: int, device: torch.device) -> Callable[[], Run]:
     return prepare
 
 
-class _Prepared:
+class PreparedBlock:
     """Prepares the passes of a block over random values."""
 
     def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ out, and the planner extrapolates linearly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,10 +61,9 @@ class Key:
     beside: Beside
 
     @property
-    def active(self) -> Callable[[Team], bool]:
-        """Return a function that returns whether a rank takes part."""
-        shape, alone = self.shape, self.beside == "alone"
-        return lambda team: bool(shape.own) and (shape.first or not alone)
+    def active(self) -> bool:
+        """Return whether this rank takes part."""
+        return bool(self.shape.own) and (self.shape.first or self.beside != "alone")
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _rows(
         if expected * least_calls(expected) > _patience(nbytes, key, allowance, part):
             limits[key] = nbytes - 1
             continue
-        run = runner(key.operation, key.shape, nbytes, dtype, team) if key.active(team) else None
+        run = runner(key.operation, key.shape, nbytes, dtype, team) if key.active else None
         found = timed(team, clock, run, key, allowance, product)
         half = 0.5 if key.operation == "send" else 1.0  # the message goes there and back
         left_after = None
@@ -159,7 +158,7 @@ def timed(
     team: Team, clock: CallClock, run: Run | None, key: Key, allowance_s: float,
     product: tuple[Run, float],
 ) -> TimedCase:  # fmt: skip
-    """Time ``run`` on the ranks that have one, all at once; a collective over the job.
+    """Time ``run`` on all ranks that have a run, at the same time; a collective over the job.
 
     All ranks begin each timing together, so that no timing includes a wait for a late rank.
     """
@@ -204,7 +203,7 @@ def in_turns(
 def _first_calls(
     team: Team, clock: CallClock, names: Sequence[str], runs: Mapping[str, Run]
 ) -> dict[str, float]:
-    """Return the slowest rank's seconds of one call, by name: of a second one unless it is long."""
+    """Return the slowest rank's seconds of a second call, by name; of the first if it is long."""
     slowest: dict[str, float] = {}
     for _ in range(2):
         once = []
@@ -228,7 +227,7 @@ def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Estimate 
     seconds = [0.0] * LEAST
     for index in range(LEAST):
         team.barrier()
-        if not key.active(team):
+        if not key.active:
             continue
         one, two = key.shape.own
         if team.rank == two:

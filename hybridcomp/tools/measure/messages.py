@@ -14,19 +14,18 @@ from hybridcomp import collectives
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives import Group, Meter, Reduction, Transfer
-from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.measure.clock import CallClock, Run, least_calls
-from hybridcomp.tools.measure.coders import product_beside
+from hybridcomp.tools.measure.coders import product_beside, random_values
 from hybridcomp.tools.measure.links import Key, timed
 from hybridcomp.tools.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.tools.plan.machines.rows import Encoded, LeftOut, Operation
 
-#: a codec of fixed size, and one of variable size, which exchanges sizes first
+#: a codec of fixed size, and a codec of variable size, which exchanges sizes first
 CODECS: tuple[tuple[str, dict[str, int]], ...] = (("blockint", {"bits": 8}), ("expcode", {}))
 #: values of the two messages
 NUMELS = (1 << 15, 1 << 20)
-#: the longer one is left out if its least number of calls may take this many times the allowance;
-#: the shorter one's seconds, mostly constant, overestimate it
+#: the longer message is left out if its fewest calls may take this many times the allowance; the
+#: seconds of the shorter message, mostly constant, overestimate it
 PATIENCE = 6.0
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
@@ -53,7 +52,7 @@ def message_rows(
             left_out.append(LeftOut(key.operation, dtype, *size, numel, known, setting=codec.spec))
             continue
         run = None
-        if key.active(team):
+        if key.active:
             run = runner(key.operation, codec, key.shape, numel, DTYPES[dtype], team)
         found = timed(team, clock, run, key, allowance, product)
         rates[kind] = found.seconds.value / numel, numel
@@ -70,7 +69,7 @@ def message_rows(
 
 def payload_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of the payload of these messages' values, of fixed or variable size."""
-    values = _values(numel, dtype, torch.device("cpu"))
+    values = random_values(numel, dtype, torch.device("cpu"))
     room = torch.zeros(codec.wire_nbytes(numel, dtype), dtype=torch.uint8)
     return codec.encode(values, room)
 
@@ -83,14 +82,11 @@ def runner(
     dtype: torch.dtype,
     team: Team,
 ) -> Run:
-    """Build one call of an encoded collective on this rank's group; a send goes there and back.
-
-    Raises HybridcompError where the message cannot be cut for the group.
-    """
+    """Build one call of an encoded collective on this rank's group; a send goes there and back."""
     if numel % shape.ranks:
         numel += shape.ranks - numel % shape.ranks
     group = Group.of(shape.group)
-    values = _values(numel, dtype, team.device)
+    values = random_values(numel, dtype, team.device)
     out = torch.zeros_like(values)
     shards = list(torch.split(values, numel // shape.ranks))
     mine = shards[group.rank]
@@ -118,11 +114,4 @@ def runner(
         "all_gather": lambda: collectives.all_gather(mine, out, Transfer(codec, group, Meter())),
         "all_to_all": lambda: collectives.all_to_all(out, values, Transfer(codec, group, Meter())),
     }
-    if operation not in runs:
-        raise HybridcompError(f"{operation} has no encoded form")
     return runs[operation]
-
-
-def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(numel, generator=generator).to(device, dtype)

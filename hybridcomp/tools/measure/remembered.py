@@ -1,4 +1,4 @@
-"""Leave what was measured where runs that decide by themselves look for it."""
+"""Keep a measurement's table where runs with ``"when": "auto"`` look for it."""
 
 from __future__ import annotations
 

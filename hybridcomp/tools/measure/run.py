@@ -178,9 +178,10 @@ def _gathered(
     """Gather the rows of all ranks' devices into a cluster; a collective over the job."""
     of_rank = team.nodes.of_rank
     node = of_rank[team.rank]
+    products = sorted((row for row in kernels if row.kind == "product"), key=lambda row: row.size)
     own = Rank(
         node, device_name(team.device), memory_nbytes(team.device, of_rank.count(node)),
-        {row.dtype: row.seconds.inverse(row.size) for row in _largest(kernels)},
+        {row.dtype: row.seconds.inverse(row.size) for row in products},  # of the largest
     )  # fmt: skip
     said = team.gather((own, tuple(kernels), tuple(codecs), tuple(copies)))
     return Cluster(
@@ -194,15 +195,6 @@ def _gathered(
 def _all_ranks(team: Team, own: Sequence[Row]) -> list[Row]:
     """Gather and merge the rows of all ranks; a collective over the job."""
     return _merged(row for rows in team.gather(tuple(own)) for row in rows)
-
-
-def _largest(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Return the largest matrix product of every dtype."""
-    found: dict[str, Kernel] = {}
-    for row in kernels:
-        if row.kind == "product" and (row.dtype not in found or row.size > found[row.dtype].size):
-            found[row.dtype] = row
-    return list(found.values())
 
 
 def _merged(rows: Iterable[Row]) -> list[Row]:

@@ -185,7 +185,7 @@ class TimeBudget:
         return self.team.most([time.monotonic() - self._start])[0]
 
     def place(self, spent: float) -> str:
-        """Return how many seconds are spent and how many are left, in words."""
+        """Format the seconds spent and left."""
         left = max(0.0, self.seconds - spent)
         return f"{spent:5.1f} s of {self.seconds:g}, {left_of(left)}"
 

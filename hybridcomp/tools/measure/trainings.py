@@ -15,17 +15,20 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product as every
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hybridcomp
+from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.job import small_messages
 from hybridcomp.log import say
 from hybridcomp.patches.ds.engine_of import engine_of
 from hybridcomp.tools.measure.block import BlockSize, TransformerBlock
 from hybridcomp.tools.measure.clock import PERIODS, CallClock, Run, times_over
+from hybridcomp.tools.measure.kernels import PreparedBlock
 from hybridcomp.tools.measure.team import MeasuredPart, Team
 from hybridcomp.tools.plan.machines.estimates import summary
 from hybridcomp.tools.plan.machines.rows import Kernel, TrainedSmall
@@ -84,7 +87,7 @@ class _Job:
 def training_rows(
     team: Team, clock: CallClock, part: MeasuredPart, size: BlockSize, memory_nbytes: int
 ) -> tuple[list[TrainedSmall], list[Kernel]]:
-    """Time trainings of blocks of ``size``, and in turns with them one block alone.
+    """Time trainings of blocks of ``size`` in turns with a single block outside the engine.
 
     Returns rows of the trainings, the same on all ranks, and this rank's rows of the block. A
     collective over the job. Returns nothing, and prints why, where a rank has no DeepSpeed or too
@@ -94,8 +97,11 @@ def training_rows(
     trainings: list[tuple[int, Mapping[str, Any], int]] = [
         (stage, {}, count) for stage in ZERO_STAGES for count in (FEW, MANY)
     ]
-    trainings += [(stage, _acting(style, stage), MANY) for stage in ZERO_STAGES for style in STYLES]
-    if not trainings:
+    for stage, style in every(ZERO_STAGES, STYLES):
+        # a block with zero is refused at stage 0
+        block = {name: one for name, one in style.items() if name != "zero" or stage}
+        trainings.append((stage, block, MANY))
+    if not trainings:  # in tests
         return [], []
     needed = VALUE_NBYTES * parameters * sum(count for *_, count in trainings)
     missing = importlib.util.find_spec("deepspeed") is None
@@ -110,10 +116,9 @@ def training_rows(
     with _installed():
         jobs = [_started(team, size, dtype, *training) for training in trainings]
         _rounds(team, clock, part, jobs, alone)
-    return (
-        [_row(team, job, size, parameters, _name(dtype)) for job in jobs],
-        alone.rows(team.rank, _name(dtype)),
-    )
+    name = DTYPE_NAMES[dtype]
+    rows = [_row(team, job, size, parameters, name) for job in jobs]
+    return rows, alone.rows(team.rank, name)
 
 
 @contextlib.contextmanager
@@ -135,11 +140,6 @@ def _installed() -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         hybridcomp.uninstall()
-
-
-def _acting(style: Mapping[str, Any], zero_stage: int) -> Mapping[str, Any]:
-    """Return ``style`` without ``zero`` at stage 0, where a block with it is refused."""
-    return {name: one for name, one in style.items() if name != "zero" or zero_stage}
 
 
 def _rounds(
@@ -190,28 +190,19 @@ class Alone:
     """The block alone, forward and backward, as ``kernels`` times it."""
 
     def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:
-        self._size = size
-        block = TransformerBlock(size).to(device, dtype)
-        hidden = torch.randn(size.batch, size.length, size.width, device=device, dtype=dtype)
-        out = block(hidden.requires_grad_())
-        gradient, wanted = torch.randn_like(out), [hidden, *block.parameters()]
-        self._runs: tuple[Run, Run] = (
-            lambda: block(hidden),
-            lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True),
-        )
+        self._size, block = size, PreparedBlock(size, device, dtype)
+        self._runs: tuple[Run, Run] = block.forward(), block.backward()
         self._seconds: tuple[list[float], list[float]] = ([], [])
         self._counts: list[int] = []
 
-    def time(self, clock: CallClock) -> float:
-        """Time both directions some times; return mean seconds of forward and backward together."""
+    def time(self, clock: CallClock) -> None:
+        """Time both directions some times."""
         least = PERIODS * clock.period_s
         if not self._counts:
             self._counts = [times_over(clock, run, least) if least else 1 for run in self._runs]
-        times = LONG_TIMES if least else BLOCK_TIMES
-        for _ in range(times):
+        for _ in range(LONG_TIMES if least else BLOCK_TIMES):
             for run, count, seconds in zip(self._runs, self._counts, self._seconds, strict=True):
                 seconds.append(clock.seconds(run, count))
-        return sum(sum(seconds[-times:]) for seconds in self._seconds) / times
 
     def rows(self, rank: int, dtype: str) -> list[Kernel]:
         """Return the rows of both directions."""
@@ -236,7 +227,3 @@ def _row(team: Team, job: _Job, size: BlockSize, parameters: int, dtype: str) ->
 def _synchronize(values: Tensor) -> None:
     if values.is_cuda:
         torch.cuda.synchronize(values.device)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return "bf16" if dtype == torch.bfloat16 else "fp32"

@@ -1,4 +1,4 @@
-"""Render pages of HTML from the templates beside this file, each one file without a network."""
+"""Render the templates beside this file into pages of HTML that load nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def missing(*needed: str) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill ``values`` into a template of this folder; texts are escaped, so foreign ones stay data.
+    """Fill ``values`` into a template of this folder, with all texts escaped.
 
     Raises HybridcompError where Jinja is not installed.
     """

@@ -1,7 +1,7 @@
-"""Count the bits a parameter that cross nodes in a step: natively, under ZeRO++, and with a block.
+"""Count the bits per parameter that cross nodes in a step: natively, under ZeRO++, with a block.
 
-Beside them stand settings that send less for memory: secondary copies and ZeRO 1. All figures
-are those among many nodes; n nodes send (n - 1) / n of them.
+``JobTraffic.lighter`` has settings that send less and take more memory: secondary copies, ZeRO 1.
+All figures are those among many nodes; n nodes send (n - 1) / n of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridcomp.tools.plan.plan import Plan
 #: values (partition_parameters.py, CUDAQuantizer), int4 in as many groups as the longer side has
 #: values (coalesced_collectives.py)
 QWZ, QGZ = 8 + 32 / 8192, 4 + 32 / 4096
-#: bytes a parameter of Adam's moments, and of its master beside 16-bit weights
+#: bytes a parameter of Adam's fp32 moments, and of its fp32 master beside 16-bit weights
 MOMENTS, MASTER = 8, 4
 #: bytes a parameter of a node's copy
 COPY_NBYTES: dict[str, float] = {"native": 2.0, "exact": 2.0, "bits8": 33 / 32}
@@ -40,8 +40,8 @@ class JobTraffic:
         dtype: of parameters.
         summed: dtype of gradients between ranks.
         micro_batches: of a step.
-        copy: secondary copy of each node, from which all gathers of a step but the first are made
-            (hpZ), or all of them; "none": every gather crosses nodes.
+        copy: secondary copy of each node, which serves all gathers of a step but the first (hpZ),
+            or all of them; "none": every gather crosses nodes.
         reduced_whole: whether all ranks get all gradients, as at stage 0.
         in_node: whether micro-batches are summed inside nodes, and cross them once a step.
         shards_in_node: whether each node has all shards, as under HSDP, and nothing is gathered

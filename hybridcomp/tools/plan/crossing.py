@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hybridcomp.channels.accounting.rank_messages import RankMessages, Way
 from hybridcomp.codecs.base import Codec
 from hybridcomp.tools.plan.cost.prices import native_nbytes
-from hybridcomp.tools.plan.machines.rings import crossing_nbytes, encoded_shape
+from hybridcomp.tools.plan.machines.rings import crossing_nbytes, encoded_shape, level_parts
 from hybridcomp.tools.plan.machines.rows import Operation
 from hybridcomp.tools.plan.pays import bits
 
@@ -73,13 +73,10 @@ def _encoded(message: RankMessages, numel: float, codec: Codec, local: int) -> L
     spread = nodes if message.width == 1 else ranks
     sent = sum(_sent(part, nbytes, ranks) for part, nbytes in parts)
     between = sum(crossing_nbytes(part, nbytes, ranks, spread) for part, nbytes in parts)
-    inside = 0.0
-    if message.width > 1:
-        ways: dict[Operation, tuple[Operation, ...]] = {
-            "reduce_scatter": ("all_to_all",), "all_gather": ("all_gather",),
-        }  # fmt: skip
-        for part in ways.get(operation, ("all_to_all", "all_gather")):
-            inside += native_nbytes(part, numel, message.dtype, message.width)
+    inside = sum(
+        native_nbytes(part, numel, message.dtype, message.width)
+        for part in level_parts(operation) if message.width > 1
+    )  # fmt: skip
     return LinkNbytes(inside + sent - between, between)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.tools.plan.layout import ContextWay, Copy, Frozen, Layout, Sums
+from hybridcomp.tools.plan.layout import DEGREES, ContextWay, Copy, Frozen, Layout, Sums
 
-DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
-           "accumulation", "mesh", "hpz", "shards")  # fmt: skip
 SWITCHES = ("sequence", "offload", "stays")
 #: follow from the cuts of a model that is no chain, from ``ratio``, and from the hosts' memory
 DERIVED = {"nodes", "sub_group", "drive"}
-_KINDS: dict[str, Any] = {"copy": Copy, "frozen": Frozen, "accumulate": Sums}
+_KINDS: dict[str, Any] = {
+    "context_way": ContextWay, "copy": Copy, "frozen": Frozen, "accumulate": Sums,
+}  # fmt: skip
 
 
 def check(name: str, value: Any) -> None:
@@ -37,9 +37,6 @@ def _unfit(name: str, value: Any) -> str:
         return "" if fits else "true, false, or ranks of a node and nodes of a site, such as [8, 4]"
     if name == "zero_stage":
         return "" if _is_whole(value) and value in range(4) else "0, 1, 2 or 3"
-    if name == "context_way":
-        ways = get_args(ContextWay)
-        return "" if value in ways else " or ".join(f'"{way}"' for way in ways)
     if name in _KINDS:
         kinds = get_args(_KINDS[name])
         return "" if value in kinds else " or ".join(f'"{kind}"' for kind in kinds)

@@ -2,13 +2,13 @@
 
 Megatron recomputes the first layers of every chunk (``--recompute-method block``), as many in each,
 or all of them in segments of one length (``uniform``). GPT-NeoX cuts the modules of a stage into
-groups of one length and recomputes those that hold nothing but blocks. A script under DeepSpeed
-says itself which layers it recomputes.
+groups of one length and recomputes the groups of blocks alone. Under DeepSpeed the script decides
+which layers it recomputes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hybridcomp.tools.plan.layout import Layout
 
@@ -26,6 +26,17 @@ RECOMPUTE_REASONS = {
 BEFORE, BEHIND = 2, 3
 
 Segments = tuple[tuple[int, int], ...]
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the runs ``[start, stop)`` of consecutive numbers."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found
 
 
 def block_chunks(layout: Layout, blocks: range) -> list[tuple[int, ...]]:

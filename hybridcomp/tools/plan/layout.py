@@ -20,6 +20,9 @@ Group = Literal["tensor", "row", "column", "context", "data", "expert", "pipelin
 #: context parallelism: DeepSpeed's Ulysses (all-to-all), or a ring (sends), as Megatron and
 #: hybridcomp.nn have it
 ContextWay = Literal["ulysses", "ring"]
+#: fields that are 1 or more
+DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
+           "accumulation", "mesh", "hpz", "shards")  # fmt: skip
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
@@ -99,9 +102,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1 and fields that contradict each other."""
-        degrees = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
-                   "accumulation", "mesh", "hpz", "shards")  # fmt: skip
-        for name in degrees:
+        for name in DEGREES:
             if getattr(self, name) < 1:
                 raise HybridcompError(f"layout: {name} {getattr(self, name)}; expected 1 or more")
         if self.zero_stage not in (0, 1, 2, 3):
@@ -262,17 +263,11 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON types, and those that follow from them (``DERIVED``)."""
-        found = {"world_size": self.ranks, "pipeline": self.stages, **dataclasses.asdict(self)}
-        found["cuts"] = list(self.cuts)
-        found["nodes"] = [list(stage) for stage in self.nodes]
-        found["recompute"] = [list(segment) for segment in self.recompute]
-        found["slices"], found["knobs"] = list(self.slices), list(self.knobs)
-        if isinstance(self.hierarchy, tuple):
-            found["hierarchy"] = list(self.hierarchy)
-        for name in LATER:
-            if getattr(self, name) == type(self).__dataclass_fields__[name].default:
-                del found[name]
-        return found
+        fields = {
+            field.name: _lists(getattr(self, field.name)) for field in dataclasses.fields(self)
+            if field.name not in LATER or getattr(self, field.name) != field.default
+        }  # fmt: skip
+        return {"world_size": self.ranks, "pipeline": self.stages, **fields}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
@@ -284,10 +279,9 @@ class Layout:
             raise HybridcompError(f"layout: unknown keys {shown}; expected some of "
                                   f"{', '.join(sorted(known))}")  # fmt: skip
         values = dict(data)
-        values["cuts"] = tuple(values.get("cuts", ()))
+        for name in ("cuts", "slices", "knobs"):
+            values[name] = tuple(values.get(name, ()))
         values["nodes"] = tuple(map(tuple, values.get("nodes", ())))
-        values["slices"] = tuple(values.get("slices", ()))
-        values["knobs"] = tuple(values.get("knobs", ()))
         if isinstance(values.get("hierarchy"), list):
             values["hierarchy"] = tuple(values["hierarchy"])
         values["recompute"] = tuple(
@@ -320,6 +314,11 @@ class Layout:
             if isinstance(self.hierarchy, tuple) else "",
         ]  # fmt: skip
         return " ".join(word for word in words if word)
+
+
+def _lists(value: Any) -> Any:
+    """Convert tuples to lists, as JSON has them."""
+    return [_lists(one) for one in value] if isinstance(value, tuple) else value
 
 
 def even_cuts(layers: int, chunks: int) -> tuple[int, ...]:

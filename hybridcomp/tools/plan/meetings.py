@@ -36,13 +36,13 @@ BITS = 4
 
 @dataclass(frozen=True)
 class MeetingCost:
-    """Bytes that one rank sends in a meeting, and the seconds that it takes it."""
+    """Bytes that one rank sends in a meeting, and the seconds of the meeting."""
 
     nbytes: float
     seconds: float
 
     def every(self, step_s: float) -> int:
-        """Return the fewest steps of ``step_s`` between meetings that leave them ``SHARE``."""
+        """Return the fewest steps of ``step_s`` after which meetings take ``SHARE`` or less."""
         steps = self.seconds * (1 - SHARE) / (SHARE * step_s)
         return max(LEAST, _rounded_up(steps))
 

@@ -319,7 +319,7 @@ def sends_steps(config: CompressionConfig, job: MessageGroup) -> bool:
 def sent_by(
     config: CompressionConfig, name: Dimension, codec: Codec, job: MessageGroup, device: Coder
 ) -> tuple[Codec, float]:
-    """Return the codec of all messages but the first, whose first has ``codec``, and its bits."""
+    """Return the codec of all messages but the first, which has ``codec``, and bits a value."""
     copy = copy_of(config)
     if name == "zero" and copy is not None and sends_steps(config, job):
         return _steps(device, codec), STEP_BITS[copy]
@@ -327,9 +327,9 @@ def sent_by(
 
 
 def _steps(device: Coder, whole: Codec) -> Codec:
-    """Return the codec whose speed is that of steps: ``whole``, of the copy, where it is unknown.
+    """Return stepcode, or ``whole`` (the copy's codec) where the speed of stepcode is unknown.
 
-    So it is on GPUs; on CPUs steps are no slower.
+    It is unknown on GPUs; on CPUs stepcode is at least as fast as the copy's codec.
     """
     steps = make_codec("stepcode")
     return steps if {steps.name, steps.spec} & set(device.speeds) else whole

@@ -105,12 +105,11 @@ class Plan:
     """One answer of the search.
 
     model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
-    weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
-    ``"deepspeed"``, ``"megatron"``, ``"neox"`` or ``"fsdp2"``. blocks: the first of the model's
-    layers that is a block, and the one behind the last; None where nobody says.
-    machines: node and device of every rank that was measured, a node below 0 where nobody
-    knows it; empty for a cluster described by hand. frozen: share of the parameters that do not
-    train.
+    weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: runs the plan,
+    ``"deepspeed"``, ``"megatron"``, ``"neox"`` or ``"fsdp2"``. blocks: index of the model's first
+    block, and the index after its last one; None: unknown.
+    machines: node and device of every measured rank, a negative node where it is unknown; empty for
+    a cluster described by hand. frozen: share of the parameters that do not train.
     """
 
     layout: Layout

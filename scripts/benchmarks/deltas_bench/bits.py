@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridcomp.codecs import Codec, StepCode, make_codec
+from hybridcomp.codecs import StepCode, make_codec
 
 Numbers = NDArray[np.int64]
 
@@ -43,16 +44,11 @@ def entropy_bits(exponents: Numbers, moved: Numbers) -> float:
     return float(sum(-(n * np.log2(n / n.sum())).sum() for n in counts_of(exponents, moved)))
 
 
-def payload_bits(codec: Codec, values: Tensor) -> int:
-    """Return bits of a codec that uses no reference."""
-    room = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
-    return 8 * codec.encode(values, room)
-
-
-def step_code_bits(reference: Tensor, values: Tensor) -> int:
-    """Return bits of stepcode, header and model included."""
-    room = torch.empty(StepCode().wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
-    return 8 * StepCode().encode(values, reference, room)
+def payload_bits(codec: Any, *values: Tensor) -> int:
+    """Return the bits of a payload; of ``stepcode`` the reference follows the values."""
+    room = torch.empty(codec.wire_nbytes(values[0].numel(), values[0].dtype), dtype=torch.uint8)
+    used: int = codec.encode(*values, room)
+    return 8 * used
 
 
 def compressors() -> dict[str, Callable[[bytes], bytes]]:
@@ -91,7 +87,7 @@ def sent(reference: Tensor, values: Tensor) -> dict[str, float]:
     change = (values.view(torch.int16) - reference.view(torch.int16)).view(torch.bfloat16)
     bits: dict[str, float] = {
         "entropy": entropy_bits(exponents, moved),
-        "stepcode": step_code_bits(reference, values),
+        "stepcode": payload_bits(StepCode(), values, reference),
         "int32 + bf16": 48 * changed,
     }
     gaps, masked = gaps_and_values(reference, values), _halves(differs)

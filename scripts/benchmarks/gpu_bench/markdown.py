@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.gpu_bench.measure import Point
-from benchmarks.gpu_bench.report import published, size_name
 from benchmarks.gpu_bench.targets import MB, below, target_of
+from benchmarks.shared import table
 
 ABOUT_SHARES = (
     "Shares are of a device copy (`Tensor.copy_`) of as many bytes, read and written, in the same "
@@ -23,21 +23,25 @@ ABOUT_SMALL = (
 Cell = Callable[[Point], str]
 
 
-def document(points: Sequence[Point], facts: dict[str, Any], command: str) -> str:
+def document(points: Sequence[Point], facts: dict[str, Any]) -> str:
     """Return the page of a run."""
     versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
-    lines = [
-        "# Codecs on a GPU", "", f"{facts['device']}, {versions}. Measured by `{command}`.", "",
-        ABOUT_SHARES,
-    ]  # fmt: skip
+    lines = ["# Codecs on a GPU", "", f"{facts['device']}, {versions}.", "", ABOUT_SHARES]
     for size in sorted({p.message_nbytes for p in points}, reverse=True):
         lines += ["", *section([p for p in points if p.message_nbytes == size])]
     lines += ["", "## Targets", ""]
     missed = facts["missed"]
     lines += [f"* missed: {line}" for line in missed] or ["All were met."]
     lines += [f"* left out: {name}: {why}" for name, why in facts["left_out"].items()]
-    lines += ["", "## Others", ""] + [f"* {line}" for line in published()[1:]]
     return "\n".join(lines) + "\n"
+
+
+def size_name(nbytes: int) -> str:
+    """Format a size: 64 KB, 256 MB, 1 GB."""
+    for unit, name in ((2**30, "GB"), (2**20, "MB"), (2**10, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
 
 
 def section(points: Sequence[Point]) -> list[str]:
@@ -59,16 +63,15 @@ def _small(point: Point) -> str:
     return f"{_share(point)}, {point.seconds * 1e6:.1f} / {point.host_us:.1f}"
 
 
-def _table(points: Sequence[Point], cell: Cell) -> Iterator[str]:
-    """Yield a row for each subject and phase, a column for each dtype."""
+def _table(points: Sequence[Point], cell: Cell) -> list[str]:
+    """Return a row for each subject and phase, a column for each dtype."""
     dtypes = list(dict.fromkeys(p.dtype for p in points))
     found = {(p.subject, p.phase, p.dtype): p for p in points}
-    yield "| | | target | " + " | ".join(dtypes) + " |"
-    yield "|---|---|---|" + "---|" * len(dtypes)
+    rows = []
     for subject, phase in dict.fromkeys((p.subject, p.phase) for p in points):
         row = [found.get((subject, phase, dtype)) for dtype in dtypes]
         wanted = dict.fromkeys(
             f"{share:.2f}" for p in row if p and (share := target_of(p)) is not None
         )
-        cells = [cell(p) if p else "-" for p in row]
-        yield f"| {subject} | {phase} | {' / '.join(wanted)} | " + " | ".join(cells) + " |"
+        rows.append([subject, phase, " / ".join(wanted), *(cell(p) if p else "-" for p in row)])
+    return table(["", "", "target", *dtypes], rows)

@@ -26,12 +26,21 @@ from benchmarks.gpu_bench.measure import Work, cuda
 Peer = Callable[[Tensor], Iterator[Work]]
 
 
+def both(
+    name: str, values: Tensor, payload: int, encode: Callable[[], object],
+    decode: Callable[[], object], note: str = "",
+) -> Iterator[Work]:  # fmt: skip
+    """Yield encoding and decoding of ``values`` to and from ``payload`` bytes."""
+    nbytes, bits = values.nbytes + payload, 8 * payload / values.numel()
+    yield Work(name, "encode", nbytes, encode, bits, note)
+    yield Work(name, "decode", nbytes, decode, bits, note)
+
+
 def fp8_cast(values: Tensor) -> Iterator[Work]:
     """Yield casts to float8_e4m3fn and back by ``Tensor.copy_``, without a scale."""
-    payload, out = torch.empty_like(values, dtype=torch.float8_e4m3fn), torch.empty_like(values)
-    nbytes = values.nbytes + payload.nbytes
-    yield Work("torch fp8 cast", "encode", nbytes, lambda: payload.copy_(values), 8.0)
-    yield Work("torch fp8 cast", "decode", nbytes, lambda: out.copy_(payload), 8.0)
+    cast, out = torch.empty_like(values, dtype=torch.float8_e4m3fn), torch.empty_like(values)
+    encode, decode = partial(cast.copy_, values), partial(out.copy_, cast)
+    yield from both("torch fp8 cast", values, cast.nbytes, encode, decode)
 
 
 @cache
@@ -50,53 +59,37 @@ def _compiled() -> tuple[Any, Any]:
 
 def compiled(bits: int, values: Tensor) -> Iterator[Work]:
     """Yield blocks.py under ``torch.compile``."""
-    name = f"torch.compile int{bits}"
     encode, decode = _compiled()
     levels, scales = encode(values, bits)
-    nbytes = values.nbytes + levels.nbytes + scales.nbytes
-    rate = 8 * (levels.nbytes + scales.nbytes) / values.numel()
-    yield Work(name, "encode", nbytes, lambda: encode(values, bits), rate)
-    yield Work(name, "decode", nbytes, lambda: decode(levels, scales, bits, values.dtype), rate)
+    yield from both(
+        f"torch.compile int{bits}", values, levels.nbytes + scales.nbytes,
+        partial(encode, values, bits), partial(decode, levels, scales, bits, values.dtype),
+    )  # fmt: skip
 
 
 def triton(bits: int, values: Tensor) -> Iterator[Work]:
     """Yield triton_blocks.py."""
     kernels: Any = importlib.import_module("benchmarks.gpu_bench.triton_blocks")
-    name, out = f"Triton int{bits}", torch.empty_like(values)
+    out = torch.empty_like(values)
     levels, scales = kernels.buffers(values, bits)
-    kernels.encode(values, levels, scales, bits)
-    nbytes = values.nbytes + levels.nbytes + scales.nbytes
-    rate = 8 * (levels.nbytes + scales.nbytes) / values.numel()
-    yield Work(name, "encode", nbytes, lambda: kernels.encode(values, levels, scales, bits), rate)
-    yield Work(name, "decode", nbytes, lambda: kernels.decode(levels, scales, out, bits), rate)
+    encode = partial(kernels.encode, values, levels, scales, bits)
+    encode()
+    decode = partial(kernels.decode, levels, scales, out, bits)
+    yield from both(f"Triton int{bits}", values, levels.nbytes + scales.nbytes, encode, decode)
 
 
-def bitsandbytes_8bit(values: Tensor) -> Iterator[Work]:
-    """Yield ``quantize_blockwise``: 8-bit dynamic map, blocks of 256."""
+def bitsandbytes(bits: int, values: Tensor) -> Iterator[Work]:
+    """Yield its 8-bit dynamic map in blocks of 256, or NF4 in blocks of 64."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
-    levels, state = functional.quantize_blockwise(values, blocksize=256)
-    nbytes = values.nbytes + levels.nbytes + state.absmax.nbytes
-    rate = 8 * (levels.nbytes + state.absmax.nbytes) / values.numel()
-    yield Work(
-        "bitsandbytes 8 bit", "encode", nbytes,
-        lambda: functional.quantize_blockwise(values, blocksize=256), rate, "blocks of 256",
-    )  # fmt: skip
-    yield Work(
-        "bitsandbytes 8 bit", "decode", nbytes,
-        lambda: functional.dequantize_blockwise(levels, state), rate, "blocks of 256",
-    )  # fmt: skip
-
-
-def bitsandbytes_nf4(values: Tensor) -> Iterator[Work]:
-    """Yield ``quantize_4bit`` to NF4, blocks of 64."""
-    functional: Any = importlib.import_module("bitsandbytes.functional")
-    encode = partial(functional.quantize_4bit, values, blocksize=64, quant_type="nf4")
+    if bits == 8:
+        encode = partial(functional.quantize_blockwise, values, blocksize=256)
+        name, undo, note = "bitsandbytes 8 bit", functional.dequantize_blockwise, "blocks of 256"
+    else:
+        encode = partial(functional.quantize_4bit, values, blocksize=64, quant_type="nf4")
+        name, undo, note = "bitsandbytes nf4", functional.dequantize_4bit, "blocks of 64"
     levels, state = encode()
-    nbytes = values.nbytes + levels.nbytes + state.absmax.nbytes
-    rate = 8 * (levels.nbytes + state.absmax.nbytes) / values.numel()
-    yield Work("bitsandbytes nf4", "encode", nbytes, encode, rate, "blocks of 64")
-    decode = partial(functional.dequantize_4bit, levels, state)
-    yield Work("bitsandbytes nf4", "decode", nbytes, decode, rate, "blocks of 64")
+    payload = levels.nbytes + state.absmax.nbytes
+    yield from both(name, values, payload, encode, partial(undo, levels, state), note)
 
 
 #: group size of DeepSpeed's kernels, as qgZ and qwZ choose for large tensors
@@ -202,10 +195,10 @@ def nvcomp(algorithm: str, values: Tensor) -> Iterator[Work]:
     back = codec.decode(payload, "|u1")
     if int(back.buffer_size) != values.nbytes:
         raise RuntimeError(f"decoded {back.buffer_size} bytes of {values.nbytes}")
-    nbytes, rate, name = values.nbytes + used, 8 * used / values.numel(), f"nvCOMP {algorithm}"
-    note = "lossless, allocates its result"
-    yield Work(name, "encode", nbytes, lambda: codec.encode(array), rate, note)
-    yield Work(name, "decode", nbytes, lambda: codec.decode(payload, "|u1"), rate, note)
+    yield from both(
+        f"nvCOMP {algorithm}", values, used, partial(codec.encode, array),
+        partial(codec.decode, payload, "|u1"), "lossless, allocates its result",
+    )  # fmt: skip
 
 
 PEERS: dict[str, Peer] = {
@@ -214,8 +207,8 @@ PEERS: dict[str, Peer] = {
     "torch.compile int4": partial(compiled, 4),
     "Triton int8": partial(triton, 8),
     "Triton int4": partial(triton, 4),
-    "bitsandbytes 8 bit": bitsandbytes_8bit,
-    "bitsandbytes nf4": bitsandbytes_nf4,
+    "bitsandbytes 8 bit": partial(bitsandbytes, 8),
+    "bitsandbytes nf4": partial(bitsandbytes, 4),
     "DeepSpeed": deepspeed,
     "nvCOMP ANS": partial(nvcomp, "ANS"),
     "nvCOMP Bitcomp": partial(nvcomp, "Bitcomp"),

@@ -13,8 +13,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,20 +36,6 @@ NUMEL = 1 << 26
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Host seconds of one size exchange, during which the device is idle."""
-
-    wait_s: float  # copy of the device's words to pinned memory, and the wait for its event
-    exchange_s: float | None  # behind the message, in a group of this process alone
-    left_out: str = ""  # reason for a missing ``exchange_s``
-
-    @property
-    def seconds(self) -> float:
-        """Return the best known figure."""
-        return self.wait_s if self.exchange_s is None else self.exchange_s
-
-
-@dataclass(frozen=True)
 class Choice:
     """Both codecs of ``auto`` for a bound; bits saved and seconds added by radix are per value."""
 
@@ -66,46 +51,28 @@ class Choice:
         return cost_s / gain if gain > 0 else None
 
 
-def cost(device: torch.device, repeats: int = 50) -> Cost:
-    """Measure on ``device``; destroys the process group that it creates."""
+def cost(device: torch.device, repeats: int = 50) -> float:
+    """Return the host's seconds of one size exchange, in a group of this process alone.
+
+    Creates and destroys the default process group.
+    """
     words = torch.zeros(2 * RANKS, dtype=torch.int64, device=device)
-    wait_s = _median(lambda: payload_sizes.SIZES.copied(words).wait(), repeats)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    try:
-        with _alone(backend):
-            return Cost(wait_s, _median(lambda: _exchange(words), repeats))
-    except Exception as error:  # a failing backend may raise anything
-        reason = " ".join(str(error).split())[:200]
-        return Cost(wait_s, None, f"{backend}: {type(error).__name__}: {reason}")
-
-
-def _exchange(words: Tensor) -> None:
-    theirs, mine = words[RANKS:], words[:RANKS]
-    group = Group.of(None)
-    message = transport.all_to_all(theirs, mine, [RANKS], [RANKS], group, Meter())
-    for work in payload_sizes.SIZES.fetch(words, message, group):
-        work.wait()
-
-
-@contextmanager
-def _alone(backend: str) -> Iterator[None]:
-    """Yield a default group of this process alone."""
     with tempfile.TemporaryDirectory() as folder:
-        method = f"file://{folder}/store"
+        backend, method = "nccl" if device.type == "cuda" else "gloo", f"file://{folder}/store"
         dist.init_process_group(backend, init_method=method, rank=0, world_size=1)
         try:
-            yield
+            return statistics.median(_exchange(words) for _ in range(repeats))
         finally:
             dist.destroy_process_group()
 
 
-def _median(run: Callable[[], object], repeats: int) -> float:
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+def _exchange(words: Tensor) -> float:
+    start, group = time.perf_counter(), Group.of(None)
+    theirs, mine = words[RANKS:], words[:RANKS]
+    message = transport.all_to_all(theirs, mine, [RANKS], [RANKS], group, Meter())
+    for work in payload_sizes.SIZES.fetch(words, message, group):
+        work.wait()
+    return time.perf_counter() - start
 
 
 def candidates() -> Iterator[tuple[float, Codec, Codec]]:
@@ -131,12 +98,8 @@ def choices(bench: Bench, device: torch.device, numel: int = NUMEL) -> list[Choi
         fixed_s, fixed_nbytes = _times(bench, fixed, values)
         variable_s, nbytes = _times(bench, variable, values)
         variable_s += bench.copy_seconds(2 * nbytes)  # payloads are compacted
-        found.append(
-            Choice(
-                bound, fixed.spec, variable.spec, 8 * (fixed_nbytes - nbytes) / numel,
-                (variable_s - fixed_s) / numel,
-            )
-        )  # fmt: skip
+        saved, slower = 8 * (fixed_nbytes - nbytes) / numel, (variable_s - fixed_s) / numel
+        found.append(Choice(bound, fixed.spec, variable.spec, saved, slower))
     return found
 
 
@@ -149,45 +112,32 @@ def _times(bench: Bench, codec: Codec, values: Tensor) -> tuple[float, int]:
     return encode_s + bench.seconds(lambda: codec.decode(room, out)), int(size)
 
 
-def lines(known: Cost, found: Sequence[Choice]) -> list[str]:
-    """Yield lines of text."""
-    said = [
-        f"sizes on their way to the host take {known.wait_s * 1e6:.0f} us, "
-        + (
-            f"with their exchange in a group of one rank (no link) {known.exchange_s * 1e6:.0f} us"
-            if known.exchange_s is not None
-            else f"their exchange was not measured ({known.left_out})"
-        )
-    ]
+def lines(cost_s: float, found: Sequence[Choice]) -> list[str]:
+    """Describe the cost, and the message length from which each choice is worth it."""
+    said = [f"an exchange of sizes in a group of one rank (no link) takes {cost_s * 1e6:.0f} us"]
     for choice in found:
-        ends = (f"at {gbps:g} GB/s {_from(choice, known, gbps)}" for gbps in LINKS)
+        ends = []
+        for gbps in LINKS:
+            numel = choice.break_even(cost_s, gbps)
+            where = "never" if numel is None else f"from {numel:.3g} values"
+            ends.append(f"at {gbps:g} GB/s {where}")
         said.append(
             f"fp16 within {choice.bound:g}: {choice.variable} saves {choice.saved_bits:.2f} bits "
             f"of a value over {choice.fixed} and takes {choice.slower_s * 1e12:+.2f} ps more; "
             f"worth it {', '.join(ends)}"
         )
-    said.append(f"auto takes it from {SMALL_NUMEL} values on (codecs/cheapest.py, SMALL_NUMEL)")
-    return said
+    return [*said, f"auto takes it from {SMALL_NUMEL} values on (codecs/cheapest.py, SMALL_NUMEL)"]
 
 
-def _from(choice: Choice, known: Cost, gbps: float) -> str:
-    numel = choice.break_even(known.seconds, gbps)
-    return "never" if numel is None else f"from {numel:.3g} values"
+Measured = tuple[float, list[Choice]]
 
 
-Measured = tuple[Cost, list[Choice]]
-
-
-def facts(known: Cost, found: Sequence[Choice]) -> dict[str, Any]:
+def facts(cost_s: float, found: Sequence[Choice]) -> dict[str, Any]:
     """Return the facts for the JSON."""
-    rows = [
-        {
-            **asdict(choice),
-            "break_even": {f"{gbps:g}": choice.break_even(known.seconds, gbps) for gbps in LINKS},
-        }
-        for choice in found
-    ]
-    return {"cost": asdict(known), "choices": rows, "threshold_numel": SMALL_NUMEL}
+    return {
+        "seconds": cost_s, "choices": [asdict(choice) for choice in found],
+        "threshold_numel": SMALL_NUMEL,
+    }  # fmt: skip
 
 
 def measured(bench: Bench) -> Measured:

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu_bench.measure import Point
-from benchmarks.gpu_bench.published import cuzfp_share
 
 MB = 1 << 20
 #: message size of most targets
 MESSAGE_NBYTES = 256 * MB
 #: a shorter message, whose share may be lower by SLACK
 SHORTER_NBYTES, SLACK = 64 * MB, 0.1
-#: our share over cuZFP's published share
+#: our share over cuZFP's, whose published GB/s of fp32 values on an A100 (2039 GB/s, of which a
+#: copy reaches 90 %) count a quarter more for the written payload, as at 8 bits:
+#: https://github.com/llnl/zfp/issues/144 (comment of 2023-09-20)
 TIMES_CUZFP = 5.0
+CUZFP_SHARES = {phase: g * 1.25 / (0.9 * 2039) for phase, g in (("encode", 180), ("decode", 130))}
 #: differences below this count as noise: medians of two runs differ by as much
 NOISE = 0.02
 ALL = ("fp32", "bf16", "fp16")
@@ -79,10 +81,7 @@ TARGETS = (
     Target("radix", "encode", 0.45),
     Target("radix", "decode", 0.90, ("fp32",)),
     Target("radix", "decode", 0.75, ("bf16", "fp16")),
-    *(
-        Target("zfp 8", phase, TIMES_CUZFP * cuzfp_share(phase), ("fp32",))
-        for phase in ("encode", "decode")
-    ),
+    *(Target("zfp 8", p, TIMES_CUZFP * share, ("fp32",)) for p, share in CUZFP_SHARES.items()),
     *(Target("mpc", phase, 0.40, ("fp32",)) for phase in ("encode", "decode")),
 )
 

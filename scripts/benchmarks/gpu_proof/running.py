@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_proof.steps import Step
+from benchmarks.shared import TIME_IS_UP
 
 ROOT = Path(__file__).resolve().parents[3]
 #: lines shown of a failed step, and the marks of lines shown of a successful one
 TAIL, MARKS = 12, ("FAILED", "MISSED")
-#: exit status of a step that stopped in time with work left, as in the benchmarks
-TIME_IS_UP = 75
 #: seconds in which a step whose time is up can print its results
 FAREWELL_S = 8.0
 #: name of the file that records how steps ended

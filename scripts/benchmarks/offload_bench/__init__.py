@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import statistics
 import sys
 from typing import Any
 
 import torch
+
+from benchmarks.training_bench.report import speed_up
 
 #: variants: native, and encoded with micro-batches accumulated on the device or on the host
 VARIANTS = ("native", "device", "host")
@@ -18,13 +19,6 @@ VARIANTS = ("native", "device", "host")
 def say(text: str) -> None:
     """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """Return the 95% bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[-51]
 
 
 def per_step(rows: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -47,11 +41,9 @@ def summary(
     native = statistics.median(seconds["native"])
     variants = {}
     for name in VARIANTS[1:]:
-        ratios = [a / b for a, b in zip(seconds["native"], seconds[name], strict=True)]
-        low, high = interval(ratios)
+        pairs = [a / b for a, b in zip(seconds["native"], seconds[name], strict=True)]
         variants[name] = {
-            "ms": statistics.median(seconds[name]) * 1e3,
-            "speedup": statistics.median(ratios), "speedup_low": low, "speedup_high": high,
+            "ms": statistics.median(seconds[name]) * 1e3, **speed_up(pairs),
             "moved": per_step(found["rows"][name], arguments.steps),
         }  # fmt: skip
     moved = variants["device"]["moved"]
@@ -61,7 +53,6 @@ def summary(
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "stage": arguments.stage, "optimizer": arguments.optimizer, "codec": arguments.codec,
         "accumulation": arguments.accumulation, "tokens": arguments.tokens,
-        "pin_memory": arguments.pin_memory,
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
         "native_ms": native * 1e3, "variants": variants, "turns": len(seconds["native"]),
         "bus_GBps": {"to_device": to_device, "to_host": to_host},
@@ -74,11 +65,10 @@ def summary(
 
 def show(row: dict[str, Any]) -> None:
     """Print one run."""
-    memory = "pinned" if row["pin_memory"] else "pageable"
     print(
         f"{row['device']}, ZeRO-{row['stage']}, {row['parameters'] / 1e6:.1f} M parameters in "
         f"bf16, {row['accumulation']} micro-batches of {row['tokens']} tokens, "
-        f"{row['optimizer']} on {row['threads']} threads, {memory} memory, load {row['load']:.1f}"
+        f"{row['optimizer']} on {row['threads']} threads, load {row['load']:.1f}"
     )
     share = row["bus_share_of_native"]
     print(
@@ -88,8 +78,8 @@ def show(row: dict[str, Any]) -> None:
     names = {"forward": "parameters to the device", "backward": "gradients to the host"}
     for name, found in row["variants"].items():
         print(
-            f"{f'sums on the {name}':20} {found['ms']:8.1f} ms, faster by {found['speedup']:.3f}x "
-            f"[{found['speedup_low']:.3f}, {found['speedup_high']:.3f}]"
+            f"{f'sums on the {name}':20} {found['ms']:8.1f} ms, faster by {found['speed_up']:.3f}x "
+            f"[{found['low']:.3f}, {found['high']:.3f}]"
         )
         for way, moved in found["moved"].items():
             ratio = moved["native_MB"] / moved["sent_MB"]

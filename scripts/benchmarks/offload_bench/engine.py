@@ -70,9 +70,7 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 
         found: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, 1e-4)
         return found
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, 1e-4, fused=True)
-    return torch.optim.SGD(parameters, 1e-4, foreach=False)
+    return torch.optim.AdamW(parameters, 1e-4, fused=True)
 
 
 def build(arguments: argparse.Namespace, **more: Any) -> Any:
@@ -88,7 +86,7 @@ def build(arguments: argparse.Namespace, **more: Any) -> Any:
     with torch.device(arguments.device):
         model = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.layers)))
     model.bfloat16()
-    offload = {"device": "cpu", "pin_memory": arguments.pin_memory}
+    offload = {"device": "cpu", "pin_memory": True}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": arguments.accumulation,

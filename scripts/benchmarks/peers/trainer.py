@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt.data import Batch, Share
+from gpt.loop import mean_over_ranks
 from torch import Tensor, nn
 
 from benchmarks.peers.methods import Sharded
@@ -57,7 +58,7 @@ class PeerTrainer:
         self.raw_nbytes += self._native
         if self._scheduler is not None:
             self._scheduler.step()
-        return self._mean(losses)
+        return mean_over_ranks(losses)
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
         """Return the loss of a forward pass."""
@@ -66,7 +67,7 @@ class PeerTrainer:
         with torch.no_grad():
             losses = [self._loss(model(tokens), labels) for tokens, labels in batches]
         model.train()
-        return self._mean(losses)
+        return mean_over_ranks(losses)
 
     def write_ledger(self, path: Path, name: str) -> None:
         """Write the totals of all ranks in hybridcomp's ledger format; collective.
@@ -74,11 +75,6 @@ class PeerTrainer:
         All bytes count under ``dp``; native is an all-reduce in the parameters' dtype.
         """
         write_ledger(path, name, self.raw_nbytes, self._wire.sent, self.engine.device)
-
-    def _mean(self, losses: list[Tensor]) -> float:
-        total = torch.stack(losses).float().mean()
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
 
 
 def write_ledger(path: Path, name: str, raw: float, sent: float, device: torch.device) -> None:

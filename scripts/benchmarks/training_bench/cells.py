@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ SCRIPTS = Path(__file__).resolve().parents[2]
 CONFIGS = SCRIPTS.parent / "configs"
 REFERENCE = "native bf16"
 #: layouts without unsharded parameters that a delta could be added to
-NO_DELTAS = ("zero3", "zero3_twice", "hpz", "hpz_2x4", "fsdp2", "hsdp")
+NO_DELTAS = ("zero3", "zero3_twice", "hpz", "fsdp2", "hsdp")
 #: prefix of schemes that compress fp32 messages, as in the paper
 FP32 = "fp32 "
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
@@ -80,12 +79,6 @@ LAYOUTS = {
         ("dp", "zero"),
         zero=(*TWICE, ("zero_hpz_partition_size", 2)),
     ),
-    "hpz_2x4": Layout(
-        "ds_zero3_recommended.json",
-        "2x4",
-        ("dp", "zero"),
-        zero=(*TWICE, ("zero_hpz_partition_size", 4)),
-    ),
     "tp2": Layout("ds_zero0_recommended.json", "2", ("tp",), ("--tp", "2")),
     "pp2": Layout("ds_pipe2_recommended.json", "2", ("pp",), ("--pp", "2")),
     "tp2pp2": Layout("ds_pipe2_recommended.json", "4", ("tp", "pp"), ("--tp", "2", "--pp", "2")),
@@ -131,7 +124,6 @@ class Arm:
     block: tuple[tuple[str, Any], ...] | None = None  # items of a "compression" block
     zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
     peer: str | None = None  # a module of scripts/benchmarks/peers
-    rate: float | None = None  # learning rate, None: the file's
 
     @property
     def stem(self) -> str:
@@ -156,7 +148,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     switching = {name: {"when": "auto"} for name in dimensions}
     blocks["recommended"]["when"] = "always"  # force it on
     blocks["recommended when auto"] = {"preset": "recommended", **switching}
-    if layout.startswith("hpz"):
+    if layout == "hpz":
         for name, secondary in (("secondary", "exact"), ("secondary 8 bits", {"bits": 8})):
             blocks[name] = {**blocks["recommended"], "zero": {"secondary": secondary}}
     if LAYOUTS[layout].per_node > 1:
@@ -242,8 +234,6 @@ def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, 
     # a single ledger report, at the last step
     settings["steps_per_print"] = sizes.warm + sizes.steps
     settings["bf16"] = {"enabled": arm.bf16}
-    if arm.rate is not None:
-        settings["optimizer"]["params"]["lr"] = arm.rate
     settings["zero_optimization"] |= dict(LAYOUTS[layout].zero) | dict(arm.zero)
     if arm.block is not None:
         settings["compression"] = {**dict(arm.block), "ledger": {"jsonl": str(ledger)}}
@@ -266,8 +256,3 @@ def command_of(
         "--deepspeed_config", str(config), "--data", str(data), "--seed", str(seed),
         *sizes.arguments(), *more,
     ]  # fmt: skip
-
-
-def digest(*parts: Any) -> str:
-    """Hash everything that a result depends on; a cell with another digest is measured again."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

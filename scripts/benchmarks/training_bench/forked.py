@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -18,6 +18,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import say
 from benchmarks.training_bench import preloaded
 from benchmarks.training_bench.spec import Spec
 
@@ -32,9 +33,7 @@ class JobError(RuntimeError):
     """A rank ended or timed out; the message quotes its log."""
 
 
-def server(
-    timeout: float, say: Callable[[str], None], tensor_parallel: bool = False
-) -> ForkServerContext:
+def server(timeout: float, tensor_parallel: bool = False) -> ForkServerContext:
     """Start the fork server with all imports done. Raises JobError if its ranks cannot work.
 
     It imports torch alone if another package touches the GPU during its import.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +79,12 @@ class Method:
         """Return the step of the first evaluation; the last evaluation is at the last step."""
         return max(1, self.steps - (self.evaluations - 1) * self.eval_every)
 
-    def differences(self, other: dict[str, Any]) -> list[str]:
-        """Describe how ``other``, a method in the form of ``asdict``, differs from this one."""
-        own = asdict(self)
-        return [
-            f"{name} {other.get(name)!r} there, {own[name]!r} here"
-            for name in own
-            if other.get(name) != own[name]
-        ]
-
 
 @dataclass(frozen=True)
 class Text:
-    """The two datasets: digest, and number of tokens of each."""
+    """Both datasets' digest, and the held-out tokens."""
 
     digest: str
-    train: int
     valid: int
 
     @classmethod
@@ -106,7 +96,7 @@ class Text:
         )
         seen = [each.fingerprint() for each in (train, valid)]
         digest = " ".join(f"{one['tokens']}:{one['content']}" for one in seen)
-        return cls(digest, int(seen[0]["tokens"]), int(seen[1]["tokens"]))
+        return cls(digest, int(seen[1]["tokens"]))
 
 
 @dataclass(frozen=True)
@@ -119,17 +109,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name} seed {self.seed}"
 
-    @property
-    def stem(self) -> str:
-        """Return the stem of its result file."""
-        return f"{self.name}.seed{self.seed}"
-
     def folder(self, out: Path) -> Path:
-        """Return the output folder of its ranks."""
-        return out / LAYOUT / self.name / f"seed{self.seed}"
+        """Return the folder of its log, ledger, settings and output."""
+        return out / self.name / f"seed{self.seed}"
 
 
-def turns_of(arms: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Case, ...]]:
+def pairs_of(arms: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Case, ...]]:
     """List trainings that start together: those of a seed, two at a time.
 
     The first two arms come first for all seeds.
@@ -160,8 +145,8 @@ def settings_of(case: Case, method: Method, ledger: Path) -> dict[str, Any]:
 
 
 def specs_of(case: Case, method: Method, asked: argparse.Namespace) -> list[Spec]:
-    """Write a case's settings below ``asked.logs`` and return the specs of both ranks."""
-    folder = case.folder(asked.logs)
+    """Write a case's settings below ``asked.out`` and return the specs of both ranks."""
+    folder = case.folder(asked.out)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "ds_config.json"
     settings = settings_of(case, method, folder / "ledger.jsonl")

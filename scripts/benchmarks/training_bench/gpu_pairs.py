@@ -87,40 +87,26 @@ class Pair:
                 raise RuntimeError(f"turn {self._turn}: the other rank does not come")
 
 
-def told(arguments: Sequence[Any], handles: Sequence[bytes]) -> bytes:
+def told(arguments: Sequence[Any]) -> bytes:
     """Serialize for the other rank the numbers and handles that rebuild a tensor, as JSON."""
-    return json.dumps([[_plain(a) for a in arguments], [_plain(h) for h in handles]]).encode()
+    plain = [a.hex() if isinstance(a, bytes) else a if type(a) is int else None for a in arguments]
+    return json.dumps(plain).encode()
 
 
-def heard(message: bytes, own: Sequence[Any]) -> tuple[list[Any], list[bytes]]:
+def heard(message: bytes, own: Sequence[Any]) -> list[Any]:
     """Return the ``own`` arguments with the other rank's numbers and handles, from ``told``.
 
     Classes and dtypes are taken from ``own``, so no code comes from the store. Raises RuntimeError
     on anything else.
     """
     try:
-        theirs, handles = json.loads(message)
-        pairs = zip(own, theirs, strict=True)
-        return [_like(mine, other) for mine, other in pairs], [bytes.fromhex(h) for h in handles]
+        return [
+            bytes.fromhex(other) if isinstance(mine, bytes)
+            else int(other) if type(mine) is int else mine
+            for mine, other in zip(own, json.loads(message), strict=True)
+        ]  # fmt: skip
     except (TypeError, ValueError) as error:
         raise RuntimeError(f"expected the handles of the other rank ({error})") from None
-
-
-def _plain(value: Any) -> int | str | None:
-    """Return a number, or a handle as hex; None for arguments that both ranks share."""
-    if isinstance(value, bytes):
-        return value.hex()
-    return value if type(value) is int else None
-
-
-def _like(mine: Any, other: Any) -> Any:
-    if isinstance(mine, bytes):
-        return bytes.fromhex(other)
-    if type(mine) is not int:
-        return mine
-    if type(other) is not int:
-        raise TypeError(f"expected a number, found {other!r}")
-    return other
 
 
 class DevicePair(Pair):
@@ -139,13 +125,14 @@ class DevicePair(Pair):
         for event in self._told:
             event.record(self._stream)
         torch.cuda.synchronize()
-        rebuild, own = SHARE(self._own)
-        store.set(f"pair{rank}", told(own, [event.ipc_handle() for event in self._told]))
+        rebuild, arguments = SHARE(self._own)
+        own = [*arguments, *(event.ipc_handle() for event in self._told)]
+        store.set(f"pair{rank}", told(own))
         store.wait([f"pair{1 - rank}"], timedelta(seconds=SETUP_S))
-        arguments, handles = heard(store.get(f"pair{1 - rank}"), own)
+        *arguments, first, second = heard(store.get(f"pair{1 - rank}"), own)
         self._theirs = rebuild(*arguments)
         device = torch.device("cuda", torch.cuda.current_device())
-        self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in handles]
+        self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in (first, second)]
 
     def swap(self, give: Tensor | None, take: Tensor | None) -> None:
         """Exchange on a side stream, for which the caller's stream waits."""

@@ -18,6 +18,7 @@ from gpt import torch_engines
 from benchmarks.training_bench import empty
 from benchmarks.training_bench.spec import Spec
 from benchmarks.training_bench.worker import name_block
+from benchmarks.training_bench.worker import run as run_script
 from benchmarks.waits_bench.recorder import Recorder
 from lab.namespaces import end_with_parent
 
@@ -136,18 +137,8 @@ def run(pipe: Connection, spec: Spec) -> None:
     name_block(spec.arguments)
     if spec.patched:
         importlib.import_module("hybridcomp").install()
-    sys.argv = [spec.program, *spec.arguments]
-    script = importlib.import_module(spec.program)
-    trainers: list[Any] = [torch_engines.TorchTrainer]
-    if spec.program == "benchmarks.train_peer":
-        trainers.append(importlib.import_module("benchmarks.peers.trainer").PeerTrainer)
-    else:
-        loop = importlib.import_module("gpt.loop")
-        trainers += [loop.PlainTrainer, loop.PipeTrainer]
     seat = Seat(pipe, spec.rank)
-    for trainer in trainers:
-        trainer.step = watched(trainer.step, seat)
-    status = script.main()
+    status = run_script(spec.program, spec.arguments, lambda step: watched(step, seat))
     if status:
         raise SystemExit(f"Error: {spec.program} ended with {status}")
 

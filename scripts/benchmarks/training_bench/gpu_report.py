@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import table
 from benchmarks.training_bench.cells import LAYOUTS, REFERENCE
 from benchmarks.training_bench.gpu_cells import COMPUTE, SIZES
-from benchmarks.training_bench.report import ideal, outside
+from benchmarks.training_bench.report import ideal, speed_up
 
 Record = dict[str, Any]
 #: key of a session's round: records with equal keys are compared
@@ -73,22 +74,18 @@ def _figures(
 ) -> Record:
     """Return an arm's figures. ``length``: tokens per sample."""
     both = [place for place in own if place in native]
-    pairs = sorted(
+    pairs = [
         n / s
         for place in both
         for n, s in zip(native[place]["seconds"], own[place]["seconds"], strict=False)
-    )
-    out = outside(len(pairs))
+    ]
     seconds = statistics.median(s for place in both for s in own[place]["seconds"])
     sent = statistics.median(own[place]["sent"] for place in both)
     native_sent = statistics.median(native[place]["sent"] for place in both)
     row: Record = {
         "ms": 1e3 * seconds,
         "tokens_per_second": own[both[0]]["samples"] * length / seconds,
-        "speed_up": statistics.median(pairs),
-        "low": pairs[out],
-        "high": pairs[-1 - out],
-        "pairs": len(pairs),
+        **speed_up(pairs),
         "sent_MB": sent / 1e6,
         "saving": native_sent / sent,
         "loss": own[both[-1]]["loss"],
@@ -109,15 +106,6 @@ def _middle(turns: dict[Round, Record], place: Round) -> float:
 
 
 HEAD = ("arm", "ms a step", "tokens/s", "of native", "MB a step", "bytes", "allowed", "reached")
-
-
-def table(rows: Sequence[Record], size: str, layout: str) -> list[str]:
-    """Return the table of a layout."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    for row in rows:
-        if (row["size"], row["layout"]) == (size, layout):
-            lines.append("| " + " | ".join(_cells(row)) + " |")
-    return lines
 
 
 def _cells(row: Record) -> list[str]:
@@ -162,7 +150,7 @@ def page(file: Path) -> str:
     for size, layout in dict.fromkeys((row["size"], row["layout"]) for row in rows):
         own = [row for row in rows if (row["size"], row["layout"]) == (size, layout)]
         parts += ["", f"## {size} parameters, {layout}", "", *_told(own)]
-        parts += table(rows, size, layout)
+        parts += table(HEAD, map(_cells, own))
     return "\n".join([*parts, ""])
 
 
@@ -195,16 +183,18 @@ def missed(rows: Sequence[Record]) -> list[str]:
 
 def verdict(rows: Sequence[Record]) -> list[str]:
     """Return the table of targets: SHARE for ``recommended``, AUTO_SHARE for ``auto``."""
-    held = [row for row in rows if "share" in row and row["arm"] == ALWAYS]
-    lines = [
-        "| model | layout | r | `recommended` | of what its bytes allow | `auto` of the better |",
-        "|---|---|---|---|---|---|",
-    ]
-    auto = {(size, layout): value for size, layout, value in auto_of(rows)}
-    for row in held:
-        chosen = auto.get((row["size"], row["layout"]))
-        lines.append(
-            f"| {row['size']} | {row['layout']} | {row['r']:.2f} | {row['speed_up']:.2f} | "
-            f"{row['share']:.2f} | {'' if chosen is None else f'{chosen:.2f}'} |"
-        )
-    return lines
+    auto = {(size, layout): f"{value:.2f}" for size, layout, value in auto_of(rows)}
+    cells = (
+        (row["size"], row["layout"], f"{row['r']:.2f}", f"{row['speed_up']:.2f}",
+         f"{row['share']:.2f}", auto.get((row["size"], row["layout"]), ""))
+        for row in rows if "share" in row and row["arm"] == ALWAYS
+    )  # fmt: skip
+    head = (
+        "model",
+        "layout",
+        "r",
+        f"`{ALWAYS}`",
+        "of what its bytes allow",
+        "`auto` of the better",
+    )
+    return table(head, cells)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import one_gpu
+from benchmarks.shared import say
 from benchmarks.training_bench import forked
 from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from benchmarks.training_bench.forked import Job, JobError
@@ -22,9 +24,7 @@ from benchmarks.training_bench.worker import sent_nbytes
 TOGETHER = 3
 
 
-def server_of(
-    layouts: Iterable[str], gpu: bool, folder: Path, timeout: float, say: Callable[[str], None]
-) -> ForkServerContext:
+def server_of(layouts: Iterable[str], gpu: bool, folder: Path, timeout: float) -> ForkServerContext:
     """Start the fork server for the ranks of ``layouts``, with this process's environment.
 
     ``folder``: for DeepSpeed's builds unless the environment names one. Raises JobError.
@@ -32,7 +32,7 @@ def server_of(
     os.environ.update(forked.environment(gpu))
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     tensor_parallel = any("--tp" in LAYOUTS[layout].arguments for layout in layouts)
-    return forked.server(timeout, say, tensor_parallel)
+    return forked.server(timeout, tensor_parallel)
 
 
 def slowest(answers: Sequence[Any]) -> list[float]:
@@ -125,11 +125,10 @@ class Session:
 
     def __init__(
         self, context: ForkServerContext, options: Options, plan: Plan, book: Book,
-        say: Callable[[str], None], deadline: float, part: Part,
+        deadline: float, part: Part,
     ) -> None:  # fmt: skip
         self._context, self._options, self._plan = context, options, plan
-        self._book, self._say, self._deadline = book, say, deadline
-        self._part = part
+        self._book, self._deadline, self._part = book, deadline, part
         self._head = {
             "size": options.size, "layout": part.layout, "part": part.number,
             "device": options.device, "session": f"{os.getpid()}.{time.time_ns()}",
@@ -161,13 +160,13 @@ class Session:
         for arm in self._alone:
             self._begin(arm)
             self._await(arm)
-        self._say(f"{layout}: {len(self._jobs)} started in {self._seconds()}")
+        say(f"{layout}: {len(self._jobs)} started in {self._seconds()}")
         self._warm(names)
-        self._say(f"{layout}: warm after {self._seconds()}")
+        say(f"{layout}: warm after {self._seconds()}")
         over = True
         for number in range(self._part.first, self._plan.rounds):
             if time.monotonic() > self._deadline:
-                self._say(f"{layout}: time is up after {number} rounds")
+                say(f"{layout}: time is up after {number} rounds")
                 over = False
                 break
             for name in names[:: 1 if number % 2 == 0 else -1]:
@@ -175,7 +174,7 @@ class Session:
             self._book.add({"kind": "round", **self._head, "round": number, "arms": names})
         for name in list(self._jobs):
             self._end(name)
-        self._say(f"{layout}: over after {self._seconds()}")
+        say(f"{layout}: over after {self._seconds()}")
         return over
 
     def close(self) -> None:
@@ -194,10 +193,8 @@ class Session:
         self._jobs[arm.name] = Job.start(self._context, specs, plan.timeout)
 
     def _await(self, arm: Arm) -> None:
-        try:
+        with self._failing(arm.name):
             self._jobs[arm.name].answers()
-        except JobError as error:
-            self._failed(arm.name, self._jobs[arm.name], error)
 
     def _warm(self, names: list[str]) -> None:
         """Run first steps of ``TOGETHER`` arms at once; an arm that measures then runs alone."""
@@ -207,36 +204,29 @@ class Session:
         groups = [others[i : i + TOGETHER] for i in range(0, len(others), TOGETHER)]
         for group in [*groups, *([name] for name in alone)]:
             steps = self._plan.settling if measures(group[0]) else self._plan.warm
-            before, told = sent_nbytes("lo"), []
+            before = sent_nbytes("lo")
             for name in group:
-                try:
+                with self._failing(name):
                     self._jobs[name].tell("go", steps, False)
-                    told.append(name)
-                except JobError as error:
-                    self._failed(name, self._jobs[name], error)
-            for name in told:
+            for name in group:
                 self._heard(name, -1, steps, before)
 
     def _turn(self, name: str, number: int, steps: int) -> None:
         """Run ``steps`` of one arm and drop the first; bytes are those of the interface."""
         owner = REFERENCE if name == COMPUTE else name
-        if owner not in self._jobs:
-            return
         before = sent_nbytes("lo")
-        try:
-            self._jobs[owner].tell("go", steps, name == COMPUTE)
-        except JobError as error:
-            self._failed(owner, self._jobs[owner], error)
-            return
+        if owner in self._jobs:
+            with self._failing(owner):
+                self._jobs[owner].tell("go", steps, name == COMPUTE)
         self._heard(name, number, steps, before)
 
     def _heard(self, name: str, number: int, steps: int, before: int) -> None:
-        """Wait for the end of a turn and record it."""
-        owner = REFERENCE if name == COMPUTE else name
-        try:
-            answers = self._jobs[owner].answers()
-        except JobError as error:
-            self._failed(owner, self._jobs[owner], error)
+        """Wait for the end of a turn and record it; do nothing if the arm has failed."""
+        owner, answers = REFERENCE if name == COMPUTE else name, []
+        if owner in self._jobs:
+            with self._failing(owner):
+                answers = self._jobs[owner].answers()
+        if not answers:
             return
         sent = (sent_nbytes("lo") - before) / steps
         seconds, last = slowest(answers), answers[0][1][-1]
@@ -250,25 +240,25 @@ class Session:
         )  # fmt: skip
         if number <= self._part.first:
             shown = " ".join(f"{value * 1e3:.0f}" for value in seconds)
-            self._say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {last['loss']:.3f}")
+            say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {last['loss']:.3f}")
 
     def _end(self, name: str) -> None:
         job = self._jobs[name]
-        try:
-            answers = job.ask("end")
-        except JobError as error:
-            self._failed(name, job, error)
-            return
-        found = answers[0][1]
-        self._book.add(
-            {
-                "kind": "end", **self._head, "arm": name, "ledger": found["ledger"],
-                "memory": found["memory"], "auto": job.said("when: auto"),
-            }
-        )  # fmt: skip
+        with self._failing(name):
+            found = job.ask("end")[0][1]
+            self._book.add(
+                {
+                    "kind": "end", **self._head, "arm": name, "ledger": found["ledger"],
+                    "memory": found["memory"], "auto": job.said("when: auto"),
+                }
+            )  # fmt: skip
 
-    def _failed(self, name: str, job: Job, error: JobError) -> None:
-        self._say(f"  {name}: FAILED {error}")
-        self._book.add({"kind": "failed", **self._head, "arm": name, "why": str(error)})
-        self._jobs.pop(name, None)
-        job.close()
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        """Record a JobError of the body, and end that arm."""
+        try:
+            yield
+        except JobError as error:
+            say(f"  {name}: FAILED {error}")
+            self._book.add({"kind": "failed", **self._head, "arm": name, "why": str(error)})
+            self._jobs.pop(name).close()

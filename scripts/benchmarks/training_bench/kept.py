@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,7 +81,7 @@ class Kept:
         settings = cells.settings_of(layout, arm, sizes, Path("ledger.jsonl"))
         link = None if ratio is None else (ratio, BURST_S)
         parts = METHOD, settings, asdict(arm), asdict(sizes), link, self._loopback
-        return cells.digest(*parts)
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def name_of(ratio: float | None) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import say
 from benchmarks.training_bench import cells, machine
 from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
 from benchmarks.training_bench.kept import Kept, name_of
@@ -24,22 +26,6 @@ from lab.layout import BURST_S
 LOOKS = 6
 #: seconds between progress lines of a running session
 QUIET_S = 20.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """Command line options."""
-
-    data: Path
-    out: Path
-    sizes: Sizes
-    seed: int
-    busy: float
-    patience: float
-    force: bool
-    loopback: bool
-    timeout: float
-    processes: int  # at once
 
 
 def by_step(ranks: Sequence[Steps]) -> list[float]:
@@ -65,10 +51,10 @@ def summary(ranks: Sequence[Steps], per_node: int, length: int) -> dict[str, Any
 
 
 class Bench:
-    """Runs cells and stores them under ``options.out``."""
+    """Runs cells and stores them under ``options.out``; options: bench_training's."""
 
-    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
-        self.options, self.say = options, say
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
         self.kept = Kept(options.out, options.sizes, options.loopback)
         self._spoke = 0.0  # time of a session's last progress line
 
@@ -81,7 +67,8 @@ class Bench:
         memory. Raises CellError if native bf16 fails.
         """
         found, begin = [], time.monotonic()
-        beside = max(1, self.options.processes // _ranks(layout) - 2)
+        place = LAYOUTS[layout]
+        beside = max(1, self.options.processes // (place.nodes * place.per_node) - 2)
         todo = {
             (ratio, repetition): self.kept.missing(layout, arms, ratio, repetition)
             for ratio in ratios
@@ -95,7 +82,7 @@ class Bench:
                 for record in self._side_by_side(layout, part, ratio, repetition):
                     done += 1
                     left = (time.monotonic() - begin) / done * max(0, total - done)
-                    self.say(line(done, total, name_of(ratio), record, left))
+                    say(line(done, total, name_of(ratio), record, left))
             found += self.kept.of(layout, arms, ratio, repetition)
         return found
 
@@ -106,7 +93,7 @@ class Bench:
         options, began = self.options, time.monotonic()
         busy = machine.wait_until_quiet(options.busy, options.patience, options.force)
         arms, load = [Arm(REFERENCE), *arms], os.getloadavg()[0]
-        self.say(f"{layout} {name_of(ratio)}: {len(arms)} trainings side by side")
+        say(f"{layout} {name_of(ratio)}: {len(arms)} trainings side by side")
         self._spoke = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             rate, compute, ends = self._trained(folder, layout, arms, ratio)
@@ -168,7 +155,7 @@ class Bench:
 
     def _progress(self, text: str) -> None:
         if time.monotonic() - self._spoke >= QUIET_S:
-            self.say(text)
+            say(text)
             self._spoke = time.monotonic()
 
     def _summary(self, layout: str, ranks: Sequence[Steps]) -> dict[str, Any]:
@@ -198,10 +185,6 @@ def _outcome(session: Session, job: Job, count: int) -> list[Steps] | CellError:
         return _last(session, job, count)
     except CellError as error:
         return error
-
-
-def _ranks(layout: str) -> int:
-    return LAYOUTS[layout].nodes * LAYOUTS[layout].per_node
 
 
 def _ledger(folder: str, arm: Arm) -> Path:

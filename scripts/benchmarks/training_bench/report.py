@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from math import comb
 from typing import Any
 
+from benchmarks.shared import table
 from benchmarks.training_bench.cells import REFERENCE
 
 Record = dict[str, Any]
@@ -39,21 +40,17 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
 
 def _figures(own: Sequence[Record]) -> Record:
     """Return the figures of a row from its cells."""
-    ups = sorted(n / s for cell in own for n, s in zip(cell["native"], cell["steps"], strict=True))
+    ups = [n / s for cell in own for n, s in zip(cell["native"], cell["steps"], strict=True)]
     sent = statistics.median(cell["sent"] for cell in own)
     native_sent = statistics.median(cell["native_sent"] for cell in own)
     saving = native_sent / sent if sent else None  # nothing is counted on a loopback
-    out = outside(len(ups))
     row: Record = {
         "rate": statistics.median(cell["rate"] for cell in own) if own[0]["rate"] else None,
         "seconds": statistics.median(step for cell in own for step in cell["steps"]),
         "sent_MB": sent / 1e6,
         "saving": saving,
-        "speed_up": statistics.median(ups),
-        "low": ups[out],
-        "high": ups[-1 - out],
         "loss": statistics.fmean(cell["loss"] for cell in own),
-        "pairs": len(ups),
+        **speed_up(ups),
         "repetitions": len(own),
         "burst_ms": own[0]["burst_ms"],
         "busy": max(cell["busy"] for cell in own),
@@ -68,6 +65,15 @@ def _figures(own: Sequence[Record]) -> Record:
         row["ideal"] = ideal(row["r_measured"], saving)
         row["share"] = row["speed_up"] / row["ideal"]
     return row
+
+
+def speed_up(pairs: Sequence[float]) -> Record:
+    """Return the median of ratios of a step's native time to its own, and its 95 % interval."""
+    ordered, out = sorted(pairs), outside(len(pairs))
+    return {
+        "speed_up": statistics.median(ordered), "low": ordered[out], "high": ordered[-1 - out],
+        "pairs": len(ordered),
+    }  # fmt: skip
 
 
 def outside(count: int) -> int:
@@ -97,13 +103,9 @@ HEAD = (
 )
 
 
-def table(rows: Sequence[Record], layout: str) -> str:
+def table_of(rows: Sequence[Record], layout: str) -> str:
     """Return the table of a layout."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    for row in rows:
-        if row["layout"] == layout:
-            lines.append("| " + " | ".join(_cells(row)) + " |")
-    return "\n".join(lines)
+    return "\n".join(table(HEAD, (_cells(row) for row in rows if row["layout"] == layout)))
 
 
 def _cells(row: Record) -> list[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+import one_gpu
 from benchmarks.training_bench.cells import SCRIPTS, Layout
-from benchmarks.training_bench.worker import PREFIX
+from lab.cluster import Lab
 from lab.layout import PORT, Rates
 from lab.layout import Layout as Nodes
 from lab.namespaces import end_with_parent
@@ -25,29 +24,15 @@ class CellError(RuntimeError):
     """A training failed; the message is the log line that explains it."""
 
 
-class Runner(Protocol):
-    """A network, and how to start ranks on it."""
-
-    counts: bool  # whether only the ranks use the interface
-
-    def started(
-        self, command: list[str], layout: Layout, env: dict[str, str]
-    ) -> AbstractContextManager[Team]:
-        """Start ``command`` (after the interpreter) on every rank; kill it after the body."""
-
-    def shape(self, rate: int | None) -> None:
-        """Set the rate of every node's link in bits per second, None: no limit."""
-
-
 class Loopback:
     """All ranks on this machine without rate limits; needs no root."""
 
-    counts = False
+    counts = False  # whether only the ranks use the interface
 
     @contextmanager
     def started(self, command: list[str], layout: Layout, env: dict[str, str]) -> Iterator[Team]:
-        """Start ``command`` on every rank; see ``Runner``."""
-        ranks, team, port = layout.nodes * layout.per_node, Team(), free_port()
+        """Start ``command`` (after the interpreter) on every rank; kill it after the body."""
+        ranks, team, port = layout.nodes * layout.per_node, Team(), one_gpu.free_port()
         try:
             for rank in range(ranks):
                 node, local = divmod(rank, layout.per_node)
@@ -58,7 +43,7 @@ class Loopback:
                     "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
                 }  # fmt: skip
                 variables = {**os.environ, **{k: str(v) for k, v in places.items()}, **env}
-                team.start([sys.executable, *command], end_with_parent, variables, None, None)
+                team.start([sys.executable, *command], end_with_parent, variables, None)
             yield team
         finally:
             team.end()
@@ -80,14 +65,17 @@ class InLab:
     def started(
         self, command: list[str], layout: Layout, env: dict[str, str]
     ) -> AbstractContextManager[Team]:
-        """Start ``command`` on every rank; see ``Runner``."""
+        """Start ``command`` (after the interpreter) on every rank; kill it after the body."""
         own = {**env, "MASTER_PORT": str(next(self._ports))}
         team: AbstractContextManager[Team] = self.lab.started([sys.executable, *command], env=own)
         return team
 
     def shape(self, rate: int | None) -> None:
-        """Set the rate of every link; see ``Runner``."""
+        """Set the rate of every node's link in bits per second, None: no limit."""
         self.lab.shape(Rates(link=rate))
+
+
+Runner = Loopback | InLab
 
 
 @contextmanager
@@ -96,8 +84,6 @@ def network(layout: Layout, loopback: bool) -> Iterator[Runner]:
     if loopback:
         yield Loopback()
         return
-    from lab.cluster import Lab
-
     with Lab(Nodes.parse(layout.lab)) as lab:
         yield InLab(lab)
 
@@ -113,30 +99,13 @@ def environment(folder: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def parse(status: int, output: str) -> Steps:
-    """Return the steps that a worker printed. Raises CellError with the line that explains it."""
-    lines = output.splitlines()
-    found = [line for line in lines if line.startswith(PREFIX)]
-    if status == 0 and found:
-        steps: Steps = json.loads(found[-1][len(PREFIX) :])
-        if steps:
-            return steps
-    rest = [line for line in lines if line.strip() and not line.startswith(PREFIX)]
-    errors = [line for line in rest if "Error" in line and not line.startswith(" ")]
-    said = errors[-1] if errors else (rest[-1] if rest else "nothing was printed")
-    raise CellError(f"status {status}: {said.strip()[:300]}")
-
-
-def free_port() -> str:
-    """Return an unused port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def steps_of(statuses: Sequence[int], outputs: Sequence[str]) -> list[Steps]:
-    """Return the steps of an ended job's ranks. Raises CellError with the first failure."""
-    first = [status not in (0, STOPPED) for status in statuses]
-    order = sorted(range(len(first)), key=lambda rank: not first[rank])
-    found = {rank: parse(statuses[rank], outputs[rank]) for rank in order}
-    return [found[rank] for rank in range(len(first))]
+def check(statuses: Sequence[int], outputs: Sequence[str]) -> None:
+    """Raise CellError with the line that explains why a rank failed, if one did."""
+    failed = [rank for rank, status in enumerate(statuses) if status]
+    if not failed:
+        return
+    rank = min(failed, key=lambda rank: statuses[rank] == STOPPED)
+    lines = [line for line in outputs[rank].splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line and not line.startswith(" ")]
+    said = (errors or lines or ["nothing was printed"])[-1]
+    raise CellError(f"status {statuses[rank]}: {said.strip()[:300]}")

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.training_bench.cells import Layout
-from benchmarks.training_bench.runners import Runner, Steps, environment, steps_of
+from benchmarks.training_bench.runners import Runner, Steps, check, environment
 from benchmarks.training_bench.turns import VARIABLE, Job, door
 from lab.team import Team
 
@@ -53,7 +53,7 @@ class Session:
         job.step()
         team.wait(self._timeout if job.over else 0.0)
         team.end()
-        found = steps_of(team.statuses, team.texts)
+        check(team.statuses, team.texts)
         if self._runner.counts:
-            return found
-        return [[{**step, "sent": 0.0} for step in steps] for steps in found]
+            return job.said
+        return [[{**step, "sent": 0.0} for step in steps] for steps in job.said]

@@ -31,11 +31,12 @@ LOOK_S = 0.2  # interval of checks that the other side is alive
 
 
 class Seat:
-    """A rank's end."""
+    """A rank's end, from the variables of its environment."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(path)
+        self._socket.connect(os.environ[VARIABLE])
+        self._socket.sendall(os.environ["RANK"].encode())
 
     def wait(self, step: dict[str, float]) -> None:
         """Report the last step (``{}``: none yet) and wait for this job's turn.
@@ -47,13 +48,6 @@ class Seat:
             raise SystemExit("RuntimeError: the bench ended before this training did")
 
 
-@functools.cache
-def own_seat() -> Seat | None:
-    """Return this rank's seat; None outside a benchmark."""
-    path = os.environ.get(VARIABLE)
-    return None if path is None else Seat(path)
-
-
 class Job:
     """The benchmark's end of a training: all its ranks, which start with its first turn.
 
@@ -61,17 +55,20 @@ class Job:
     """
 
     def __init__(self, door: socket.socket, team: Team, ranks: int, timeout: float) -> None:
-        self._door, self._team, self._timeout = door, team, timeout
-        self._seats: list[socket.socket] = []
+        self._team, self._timeout = team, timeout
         #: each rank's reports of its steps so far
         self.said: list[list[dict[str, float]]] = [[] for _ in range(ranks)]
-        deadline = time.monotonic() + timeout
-        while len(self._seats) < ranks:
+        deadline, seats = time.monotonic() + timeout, dict[int, socket.socket]()
+        while len(seats) < ranks:
             seat = self._until(lambda: door.accept()[0], deadline)
             if seat is None:
                 break
             seat.settimeout(LOOK_S)
-            self._seats.append(seat)
+            rank = self._until(functools.partial(seat.recv, MESSAGE_NBYTES), deadline)
+            if not rank:  # b"": it ended
+                break
+            seats[int(rank)] = seat
+        self._seats = [seats[rank] for rank in sorted(seats)]
         self.over = len(self._seats) < ranks or not self._ready()
         self._rest()
 

@@ -1,8 +1,8 @@
-"""One rank: runs a training script unchanged and records time and NIC counters of every step.
+"""One rank: runs a training script unchanged, and reports time and NIC counters of every step.
 
-worker.py train_gpt|benchmarks.train_peer ARGUMENT ...   prints one line ``BENCH {...}`` at its end.
+worker.py train_gpt|benchmarks.train_peer ARGUMENT ...
 
-If the benchmark gives turns (``turns``), every step waits for one.
+Every step waits for its turn (``turns``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))  # gpt
 
 from benchmarks.training_bench import turns
 
-PREFIX = "BENCH "
+#: a trainer's method: itself and the batches to the loss
+Step = Callable[..., float]
 
 
 def sent_nbytes(interface: str) -> int:
@@ -33,28 +34,27 @@ def sent_nbytes(interface: str) -> int:
     return 0
 
 
-def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callable[..., float]:
-    """Wrap ``step`` of a trainer; append its seconds, bytes and loss to ``steps``.
+def watched(step: Step, seat: turns.Seat) -> Step:
+    """Wrap ``step`` of a trainer: wait for a turn, and report its seconds, bytes and loss.
 
     The last turn ends with its step too: a rank that exits early would take the core from the ranks
     that still step.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    interface, begun = os.environ.get("GLOO_SOCKET_IFNAME", "lo"), False
 
     def around(self: Any, batches: Any) -> float:
-        seat = turns.own_seat()
-        if seat is not None and not steps:
+        nonlocal begun
+        if not begun:
             seat.wait({})
+            begun = True
         before = sent_nbytes(interface)
         start = time.perf_counter()
         loss = step(self, batches)
         seconds = time.perf_counter() - start
-        steps.append(
+        seat.wait(
             {"seconds": seconds, "sent": sent_nbytes(interface) - before, "loss": float(loss),
              "tokens": self.share.global_batch}
         )  # fmt: skip
-        if seat is not None:
-            seat.wait(steps[-1])
         return loss
 
     return around
@@ -68,16 +68,9 @@ def name_block(arguments: Sequence[str]) -> None:
             os.environ["HYBRIDCOMP_CONFIG"] = config
 
 
-def main() -> int:
-    """Train, then print the records."""
-    products = importlib.import_module("benchmarks.training_bench.products")
-    if products.needed():
-        products.install()
-    if "--tp" not in sys.argv:  # megatron-core's layers all-reduce and accept no other function
-        importlib.import_module("benchmarks.training_bench.ring").install()
-    program, sys.argv = sys.argv[1], sys.argv[1:]
-    steps: list[dict[str, float]] = []
-    name_block(sys.argv)
+def run(program: str, arguments: Sequence[str], wrap: Callable[[Step], Step]) -> int:
+    """Run a training script with every trainer's ``step`` wrapped; return its exit status."""
+    sys.argv = [program, *arguments]
     script = importlib.import_module(program)
     trainers: list[Any] = [importlib.import_module("gpt.torch_engines").TorchTrainer]
     if program == "benchmarks.train_peer":
@@ -86,10 +79,21 @@ def main() -> int:
         loop = importlib.import_module("gpt.loop")
         trainers += [loop.PlainTrainer, loop.PipeTrainer]
     for trainer in trainers:
-        trainer.step = watched(trainer.step, steps)
+        trainer.step = wrap(trainer.step)
     status: int = script.main()
-    print(PREFIX + json.dumps(steps), flush=True)
     return status
+
+
+def main() -> int:
+    """Train as a rank of the benchmark."""
+    products = importlib.import_module("benchmarks.training_bench.products")
+    if products.needed():
+        products.install()
+    if "--tp" not in sys.argv:  # megatron-core's layers all-reduce and accept no other function
+        importlib.import_module("benchmarks.training_bench.ring").install()
+    seat = turns.Seat()
+    name_block(sys.argv)
+    return run(sys.argv[1], sys.argv[2:], lambda step: watched(step, seat))
 
 
 if __name__ == "__main__":

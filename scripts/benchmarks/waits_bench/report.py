@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import table
 from benchmarks.training_bench.cells import REFERENCE
 from benchmarks.training_bench.gpu_cells import COMPUTE
 from benchmarks.waits_bench.causes import CAUSES
@@ -36,32 +37,24 @@ def _untold(arms: dict[str, Figures]) -> list[str]:
     return [f"The traces of {_named(n)} do not tell {what}.\n" for n, what in found.items()]
 
 
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _head(*cells: str) -> list[str]:
-    return [_row(*cells), "|" + "---|" * len(cells)]
-
-
 def _causes(arms: dict[str, Figures]) -> list[str]:
-    lines = _head("ms of a step", *map(_named, arms))
+    rows = []
     for cause in CAUSES:
         values = [arms[name]["causes"][cause] for name in arms]
         if max(values) >= LEAST_MS:
-            lines.append(_row(cause, *(f"{value:.2f}" for value in values)))
-    return [*lines, _row("**all**", *(f"**{arms[name]['ms']:.2f}**" for name in arms))]
+            rows.append([cause, *(f"{value:.2f}" for value in values)])
+    rows.append(["**all**", *(f"**{arms[name]['ms']:.2f}**" for name in arms)])
+    return table(["ms of a step", *map(_named, arms)], rows)
 
 
 def _lanes(arms: dict[str, Figures]) -> list[str]:
     """Return how long codec, messages and copies take, overlapping computation and exposed."""
-    lines = _head("busy, ms of a step: beside computation + exposed", *map(_named, arms))
+    rows = []
     for lane in (CODEC, WIRE, COPIES):
         values = [arms[name]["lanes"][lane] for name in arms]
         if max(value["ms"] for value in values) >= LEAST_MS:
-            cells = (f"{v['beside_ms']:.2f} + {v['exposed_ms']:.2f}" for v in values)
-            lines.append(_row(lane, *cells))
-    return lines
+            rows.append([lane, *(f"{v['beside_ms']:.2f} + {v['exposed_ms']:.2f}" for v in values)])
+    return table(["busy, ms of a step: beside computation + exposed", *map(_named, arms)], rows)
 
 
 def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
@@ -75,13 +68,14 @@ def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
     )
     if missed["saving"] < 1.01:
         said += " It sends as many bytes as native: no message of this model was compressed."
-    lines = [said, "", *_head("beyond what the bytes allow", "ms", "% of the step")]
-    parts = sorted(missed["causes_ms"].items(), key=lambda item: -item[1])
-    for cause, value in parts:
-        if abs(value) >= LEAST_MS:
-            lines.append(_row(cause, f"{value:+.2f}", f"{missed['causes_percent'][cause]:+.1f}"))
+    rows = [
+        (cause, f"{value:+.2f}", f"{missed['causes_percent'][cause]:+.1f}")
+        for cause, value in sorted(missed["causes_ms"].items(), key=lambda item: -item[1])
+        if abs(value) >= LEAST_MS
+    ]
     total = 100 * (1 - missed["reached"])
-    return [*lines, _row("**all**", f"**{missed['missing_ms']:+.2f}**", f"**{total:+.1f}**")]
+    rows.append(("**all**", f"**{missed['missing_ms']:+.2f}**", f"**{total:+.1f}**"))
+    return [said, "", *table(["beyond what the bytes allow", "ms", "% of the step"], rows)]
 
 
 def _named(name: str) -> str:

@@ -87,30 +87,28 @@ def read(path: Path) -> RankTrace:
             f"{sorted(found)[:5] if isinstance(found, dict) else type(found).__name__}; "
             "record it with bench_gpu_waits.py"
         )
-    trace, calls = RankTrace(path.name, []), dict[int, HostSpan]()
-    for number, event in enumerate(events):
-        try:
-            base = int(found.get("baseTimeNanoseconds", 0))
+    trace, calls, number = RankTrace(path.name, []), dict[int, HostSpan](), 0
+    try:
+        base = int(found.get("baseTimeNanoseconds", 0))
+        for number, event in enumerate(events):  # noqa: B007
             if event.get("ph") == "X" and event.get("cat") in HOST:
                 trace.host.append(_host(event, base))
                 if event["cat"] in CALLS:
                     calls[int(event["args"]["correlation"])] = trace.host[-1]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(path, number, error) from None
+        for number, event in enumerate(events):  # noqa: B007  # behind all calls
+            if event.get("ph") == "X" and event.get("cat") in DEVICE:
+                trace.device.append(_device(event, base, calls))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise TraceError(f"{path}: event {number} is damaged ({said}); record it again") from None
     trace.host.sort(key=lambda span: (span.start, -span.stop))
+    trace.device.sort(key=lambda span: span.start)
     trace.steps = [(s.start, s.stop) for s in trace.host if s.name.startswith(STEP)]
     if not trace.steps:
         raise TraceError(
             f"{path}: expected steps marked '{STEP}N', found {len(events)} events without one; "
             "record it with bench_gpu_waits.py"
         )
-    for number, event in enumerate(events):
-        try:
-            if event.get("ph") == "X" and event.get("cat") in DEVICE:
-                trace.device.append(_device(event, base, calls))
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(path, number, error) from None
-    trace.device.sort(key=lambda span: span.start)
     return trace
 
 
@@ -123,11 +121,6 @@ def _json(path: Path) -> Any:
     except (OSError, EOFError, zlib.error, ValueError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(f"{path}: cannot be read as a trace ({said}); record it again") from None
-
-
-def _damaged(path: Path, number: int, error: Exception) -> TraceError:
-    said = f"no {error}" if isinstance(error, KeyError) else str(error)
-    return TraceError(f"{path}: event {number} is damaged ({said}); record it again")
 
 
 def _times(event: Event, base: int) -> tuple[int, int]:

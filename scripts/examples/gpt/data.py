@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,18 @@ class Samples:
 
 def _digest(values: NDArray[np.int64]) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+
+
+def both_parts(
+    prefix: Path, length: int, seed: int, valid: bool
+) -> tuple[Samples, Samples | None, int]:
+    """Return samples of PREFIX_train and, if ``valid``, of PREFIX_valid, and the vocabulary."""
+    parts = [("train", seed), ("valid", 0)][: 1 + valid]
+    found = [
+        Samples(IndexedTokens(prefix.with_name(f"{prefix.name}_{part}")), length, drawn)
+        for part, drawn in parts
+    ]
+    return found[0], found[1] if valid else None, max(each.vocabulary for each in found)
 
 
 def keep_whole(tokens: Tensor) -> Tensor:

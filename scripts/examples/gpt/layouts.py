@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -52,14 +53,18 @@ def mesh_of(tp2d: int, others: int) -> Any:
             f"--tp2d {tp2d}: expected a multiple of {tp2d**2} ranks and no --tp, --pp or --cp, "
             f"found {world_size} ranks and {others} for these three; change them"
         )
+    return needing_hybridcomp("two_dimensional", f"--tp2d {tp2d}").start(tp2d)
+
+
+def needing_hybridcomp(name: str, option: str) -> Any:
+    """Return a module of ``gpt`` that imports hybridcomp. Raises ParallelismError without it."""
     try:
-        from gpt import two_dimensional
+        return importlib.import_module(f"gpt.{name}")
     except ImportError as error:
         raise ParallelismError(
-            f"--tp2d {tp2d}: expected hybridcomp, found none that can be imported ({error}); "
+            f"{option}: expected hybridcomp, found none that can be imported ({error}); "
             "pip install -e . in the clone of hybridcomp"
         ) from None
-    return two_dimensional.start(tp2d)
 
 
 def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
@@ -111,14 +116,7 @@ def check_slices(arguments: argparse.Namespace, stage: int) -> None:
 
 def token_slices() -> Any:
     """Return the module of --slices. Raises ParallelismError without hybridcomp."""
-    try:
-        from gpt import token_slices as found
-    except ImportError as error:
-        raise ParallelismError(
-            f"--slices: expected hybridcomp, found none that can be imported ({error}); "
-            "pip install -e . in the clone of hybridcomp"
-        ) from None
-    return found
+    return needing_hybridcomp("token_slices", "--slices")
 
 
 def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load: bool) -> None:
@@ -149,14 +147,7 @@ def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
             f"--cp {cp} --length {length}: expected a multiple of {2 * cp} tokens, two chunks a "
             "rank; change --length"
         )
-    try:
-        from gpt import context_parallel
-    except ImportError as error:
-        raise ParallelismError(
-            f"--cp {cp}: expected hybridcomp, found none that can be imported ({error}); "
-            "pip install -e . in the clone of hybridcomp"
-        ) from None
-    context_parallel.start(cp, tp, pp)
+    needing_hybridcomp("context_parallel", f"--cp {cp}").start(cp, tp, pp)
 
 
 def numbers(text: str) -> tuple[int, ...]:

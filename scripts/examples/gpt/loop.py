@@ -29,6 +29,13 @@ SAME_MODEL = ("vocabulary", "layers", "width", "heads", "norm", "tied")
 MONITORED = ("loss", "tokens", "tokens_per_second", "seconds", "valid_loss")
 
 
+def mean_over_ranks(losses: list[Tensor]) -> float:
+    """Return the mean of a rank's losses, averaged over all ranks."""
+    total = torch.stack(losses).float().mean()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
 class Trainer(Protocol):
     """Engine as the loop needs it."""
 
@@ -79,9 +86,7 @@ class PlainTrainer:
         return loss
 
     def _mean(self, losses: list[Tensor]) -> float:
-        total = torch.stack(losses).float().mean()
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        return mean_over_ranks(losses)
 
 
 class PipeTrainer:
@@ -283,17 +288,20 @@ def _monitor(trainer: Trainer, record: dict[str, Any]) -> None:
     )
 
 
-def identity(samples: Samples, config: ModelConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the header entries that compared runs must share, and DeepSpeed's file."""
-    return {
-        "data": samples.fingerprint(),
-        "model": {name: getattr(config, name) for name in SAME_MODEL},
-        "deepspeed": settings,
-    }
+def open_log(
+    path: Path | None, header: dict[str, Any], samples: Samples, config: ModelConfig,
+    settings: dict[str, Any], start: int = 0,
+) -> Log:  # fmt: skip
+    """Print ``header``; open rank 0's log and the W&B run that DeepSpeed started with it.
 
-
-def describe_run(header: dict[str, Any]) -> None:
-    """Add the log's header to the config of the W&B run that DeepSpeed started."""
+    They also get the entries that compared runs must share, and DeepSpeed's file.
+    """
+    first = dist.get_rank() == 0
+    if first:
+        print(f"run {header}", flush=True)
+    model = {name: getattr(config, name) for name in SAME_MODEL}
+    header = {**header, "data": samples.fingerprint(), "model": model, "deepspeed": settings}
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None:
         run.config.update({"run": header, "seed": header["seed"]})
+    return Log(path if first else None, header, start)

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpt.data import Batch, Share
 from gpt.ds_file import adam_of, has_bf16, scheduler_of
+from gpt.loop import mean_over_ranks
 
 Kind = Literal["fsdp2", "hsdp", "ddp"]
 #: torch's default
@@ -179,7 +180,7 @@ class TorchTrainer:
         """Make one optimizer step; return the loss, averaged over micro-batches and ranks."""
         losses = self._train(batches)
         self.engine.update()
-        return self._mean(losses)
+        return mean_over_ranks(losses)
 
     def _train(self, batches: Iterator[Batch]) -> list[Tensor]:
         """Run forward and backward of every micro-batch; return their losses."""
@@ -197,9 +198,4 @@ class TorchTrainer:
         with torch.no_grad():
             losses = [self._loss(self.engine.forward(t), labels) for t, labels in batches]
         self.engine.model.train()
-        return self._mean(losses)
-
-    def _mean(self, losses: list[Tensor]) -> float:
-        total = torch.stack(losses).float().mean()
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        return mean_over_ranks(losses)

@@ -6,15 +6,19 @@ GPU makes each 0x7fffffff. Payloads, and values of lossless codecs, compare all 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
+from hybridcomp.codecs.topk import TopK
 from hybridcomp.kernels import Kernels
+from hybridcomp.kernels.cuda import launcher
 from tests.codecs import arrays
 
 CODECS: list[Codec] = [
@@ -40,6 +44,22 @@ CODECS: list[Codec] = [
     make_codec("radix", error_bound=1e-1, segment=256),
     make_codec("radix", error_bound=1e-5, mode="abs"),
 ]
+
+#: also of codecs whose damaged payloads may decode to other values on a device
+WITH_TOPK: list[Codec] = [*CODECS, make_codec("topk"), TopK(bits=8, density=1.0)]
+
+
+def fake_cupy(patch: pytest.MonkeyPatch) -> tuple[mock.MagicMock, mock.MagicMock]:
+    """Replace CuPy and the launching extension for a ``CudaLauncher``; return both."""
+    cupy, extension = mock.MagicMock(), mock.MagicMock()
+    cupy.cuda.Device.return_value.compute_capability = "90"
+    cupy.cuda.Module.return_value.get_function.return_value = mock.Mock(ptr=11)
+    extension.current_context.return_value = 99
+    patch.setitem(sys.modules, "cupy", cupy)
+    patch.setattr(launcher, "_extension", lambda: extension)
+    patch.setattr(launcher, "stream_getter", lambda: lambda index: 1000 + index)
+    patch.setattr(launcher.cuda, "init", lambda: None)
+    return cupy, extension
 
 
 @contextmanager

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import getpass
 import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import Codec
+from hybridcomp.codecs import BlockInt, Codec, make_codec
+from hybridcomp.codecs.quantized_residual import Residual, as_fp32
+from hybridcomp.collectives import Meter
 from hybridcomp.kernels.cuda import CudaKernels, images
+from hybridcomp.kernels.cuda.fused import blockint_macros
 from hybridcomp.kernels.cuda.launcher import Words
-from tests.kernels.cuda.common import assert_same, kernels_replaced, results
+from tests import built
+from tests.kernels.cuda.common import assert_same, bits_but_nan, kernels_replaced, results
 
 HERE = Path(__file__).resolve().parent
 CUDA, FORMATS = images.FOLDER, images.FORMATS
@@ -31,7 +34,7 @@ WAVE = "HYBRIDCOMP_EMULATED_WAVE"
 #: flags of the CPU kernels: the same bytes with and without fused multiply-add. With -O1 expcode's
 #: build takes 12 core seconds instead of 3, and its tests no longer
 FLAGS = (
-    "-std=c++17", "-O0", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-shared",
+    "-std=c++17", "-O0", "-ffp-contract=off", "-fno-trapping-math",
     "-Wno-unknown-pragmas", "-Wno-attributes", "-x", "c++", "-include", str(HERE / "emulator.h"),
 )  # fmt: skip
 
@@ -67,15 +70,12 @@ class Emulated:
 
 
 @cache
-def _folder() -> Path:
-    """Return a build folder shared by a test's ranks, and by sessions until a source changes."""
+def _sources() -> bytes:
+    """Return the digest of what a build may include."""
     digest = hashlib.sha256(images.sources_digest().encode())
     for path in sorted((HERE / "emulator.h", *HERE.glob("*.cu"))):
         digest.update(path.read_bytes())
-    name = f"hybridcomp-emulated-{getpass.getuser()}-{digest.hexdigest()[:16]}"
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    return digest.digest()
 
 
 @cache
@@ -84,39 +84,39 @@ def emulated(source: str, *defines: str) -> Emulated:
 
     ``defines``: macros (``NAME=VALUE``).
     """
+    if built.compiler() is None:
+        pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
     if wave := os.environ.get(WAVE):
         defines = (*defines, f"HC_WAVE={wave}")
-    library = _folder() / f"{'-'.join((Path(source).name, *defines))}.so"
-    with library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this session may be building it
-        if not library.is_file():
-            _build(source, defines, library)
-    return Emulated(library)
-
-
-def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
-    partial = library.with_suffix(f".{os.getpid()}")
     macros = [f"-D{define}" for define in defines]
-    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}", f"-I{CUDA}"]
-    command += ["-o", str(partial), str(CUDA / source)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    partial.replace(library)
+    arguments = [*FLAGS, *macros, f"-I{FORMATS}", f"-I{CUDA}", str(CUDA / source)]
+    return Emulated(built.library(Path(source).name, _sources(), arguments))
 
 
 class EmulatedLauncher:
-    """Launcher of ``cuda.CudaKernels`` for CPU tensors."""
+    """Launcher of ``cuda.CudaKernels`` for CPU tensors.
+
+    Attributes:
+        kernels: names of the launched kernels.
+        tables: number of rows of each launch's table, and their address if they are elsewhere.
+    """
+
+    def __init__(self, dry: bool = False) -> None:
+        self.kernels: list[str] = []
+        self.tables: list[tuple[int, int]] = []
+        self._dry = dry
 
     def launch(
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
         *words: int, threads: int = THREADS, table: bytes | None = None,
     ) -> None:  # fmt: skip
         """See ``launcher.Launcher``. A single library has the kernels of all dtypes."""
+        assert grid[0] >= 1 and 1 <= grid[1] <= 65_535
+        self.kernels.append(kernel)
+        self.tables.append((0, 0) if table is None else struct.unpack_from("<2Q", table))
         macros = (define for define in defines if not define.startswith("HC_DTYPE="))
-        emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
+        if not self._dry:
+            emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
 
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""
@@ -141,3 +141,64 @@ def check(codec: Codec, values: Tensor) -> None:
         found = results(codec, values)
     assert_same(codec, values, expected, found)
     KERNELS.check()
+
+
+def blockint(settings: dict[str, Any]) -> BlockInt:
+    """Return the codec with ``settings``."""
+    codec = make_codec("blockint", **settings)
+    assert isinstance(codec, BlockInt)
+    return codec
+
+
+def build_blockint(settings: dict[str, Any], *more: str, table: bool = True) -> None:
+    """Build blockint's kernels before ranks, whose time is limited, need them.
+
+    ``more``: macros; ``table``: also build the kernels of tables.
+    """
+    macros = blockint_macros(blockint(settings)._setting)
+    for source in ("blockint.cu", "blockint_sum.cu", *["blockint_table.cu"] * table):
+        emulated(source, *macros, *more)
+
+
+Step = Callable[[int], Sequence[Residual]]
+#: steps and results that differ, and the kernels launched in the last step without ``blockint_``
+Compared = tuple[list[tuple[int, int]], list[str]]
+
+
+def both_ways(begin: Callable[[], Step], steps: int = 2) -> Compared:
+    """Take ``steps`` with the CPU's kernels, and again with emulated ones; compare the results.
+
+    ``begin`` returns a function of the step's number that returns results, residuals and counts,
+    which must be equal. NaNs are equal: the processor chooses which of two an addition keeps.
+    """
+    torch.set_num_threads(1)
+    launcher, found = EmulatedLauncher(), list[list[Tensor]]()
+    for kernels in (None, CudaKernels(launcher)):
+        step = begin()
+        for number in range(steps):
+            launcher.kernels.clear()
+            with kernels_replaced(kernels) if kernels else nullcontext():
+                results = step(number)
+            found.append([_bits(each) for each in results])
+    different = [
+        (number, index)
+        for number in range(steps)
+        for index, pair in enumerate(zip(found[number], found[steps + number], strict=True))
+        if not torch.equal(*pair)
+    ]
+    return different, [kernel.removeprefix("blockint_") for kernel in launcher.kernels]
+
+
+def _bits(result: Residual) -> Tensor:
+    values = as_fp32(result)
+    return bits_but_nan(values).clone() if values.is_floating_point() else values.clone()
+
+
+def names_of(kernels: list[str]) -> list[str]:
+    """Return kernels without the dtype, the last word of their names."""
+    return [kernel.rpartition("_")[0] for kernel in kernels]
+
+
+def count_of(meter: Meter) -> Tensor:
+    """Return a meter's messages and bytes, as results to compare."""
+    return torch.tensor([meter.messages, meter.wire_nbytes])

@@ -12,11 +12,13 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #endif
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <vector>
 
 #define __global__
@@ -60,16 +62,18 @@ struct Warp {
     unsigned slots[2][WARP];
 };
 
+// Kept for the next blocks: it waits in run_fiber between them.
 struct Fiber {
-    ucontext_t context;
+    ucontext_t begin;
+    jmp_buf at;
     char* stack = nullptr;
     unsigned thread = 0, exchanges = 0;
     bool finished = true;
 };
 
 struct State {
-    ucontext_t scheduler;
-    std::vector<Fiber> fibers;
+    jmp_buf scheduler;
+    std::deque<Fiber> fibers;
     std::vector<Warp> warps;
     Barrier block;
     Fiber* current = nullptr;
@@ -81,7 +85,10 @@ struct State {
 };
 inline State state;
 
-inline void yield() { swapcontext(&state.current->context, &state.scheduler); }
+// Returns to the scheduler; unlike swapcontext, _setjmp and _longjmp make no system call.
+inline void yield() {
+    if (!_setjmp(state.current->at)) _longjmp(state.scheduler, 1);
+}
 
 inline void wait(Barrier& barrier) {
     unsigned generation = barrier.generation;
@@ -104,12 +111,28 @@ inline void leave(Barrier& barrier) {
 }
 
 inline void run_fiber() {
-    const uint64_t* a = state.arguments;
-    state.kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
-    leave(warp().barrier);
-    leave(state.block);
-    state.current->finished = true;
-    swapcontext(&state.current->context, &state.scheduler);
+    for (;; yield()) {
+        const uint64_t* a = state.arguments;
+        state.kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+        leave(warp().barrier);
+        leave(state.block);
+        state.current->finished = true;
+    }
+}
+
+// Runs a fiber until it yields.
+inline void resume(Fiber& fiber) {
+    state.current = &fiber;
+    state.thread.x = fiber.thread;
+    if (_setjmp(state.scheduler)) return;
+    if (fiber.stack) _longjmp(fiber.at, 1);
+    fiber.stack = (char*)malloc(STACK);
+    getcontext(&fiber.begin);
+    fiber.begin.uc_stack.ss_sp = fiber.stack;
+    fiber.begin.uc_stack.ss_size = STACK;
+    fiber.begin.uc_link = nullptr;
+    makecontext(&fiber.begin, run_fiber, 0);
+    setcontext(&fiber.begin);
 }
 
 // The slots of this exchange, filled by all lanes. Two sets: who is ahead writes the other one.
@@ -129,14 +152,8 @@ inline void run_block(unsigned threads) {
     std::vector<unsigned> order(threads);
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = state.fibers[t];
-        if (!fiber.stack) fiber.stack = (char*)malloc(STACK);
         fiber.thread = t, fiber.exchanges = 0, fiber.finished = false;
         ++state.warps[t / WARP].barrier.expected;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack;
-        fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, run_fiber, 0);
         order[t] = t;
     }
     for (unsigned t = threads; t > 1; --t) {
@@ -149,9 +166,7 @@ inline void run_block(unsigned threads) {
         for (unsigned t : order) {
             Fiber& fiber = state.fibers[t];
             if (fiber.finished) continue;
-            state.current = &fiber;
-            state.thread.x = t;
-            swapcontext(&state.scheduler, &fiber.context);
+            resume(fiber);
             left += !fiber.finished;
         }
     }

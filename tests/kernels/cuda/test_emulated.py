@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 from unittest import mock
 
@@ -18,18 +17,18 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda.functions import DamageFlag
 from tests.codecs import arrays, guarded
-from tests.kernels.cuda.common import CODECS, kernels_replaced, payload_of
+from tests.kernels.cuda.common import WITH_TOPK, kernels_replaced, payload_of
 from tests.kernels.cuda.emulated import KERNELS, check
+from tests.kernels.cuda.sources import NIGHTLY
 from tests.selection import by_day
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-VARIABLE = [codec for codec in CODECS if not codec.fixed_size]
+VARIABLE = [codec for codec in WITH_TOPK if not codec.fixed_size]
 #: five settings of blockint run nightly only: each needs two more libraries
-DAY = [codec for number, codec in enumerate(CODECS) if number not in (6, 7, 9, 12, 14)]
+DAY = [codec for number, codec in enumerate(WITH_TOPK) if number not in (6, 7, 9, 12, 14)]
 
 
 @pytest.mark.parametrize("dtype", by_day(VALUE_DTYPES, VALUE_DTYPES[:2]), ids=str)
-@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
+@pytest.mark.parametrize("codec", by_day(WITH_TOPK, DAY), ids=str)
 def test_bytes_are_the_cpus(codec: Codec, dtype: torch.dtype) -> None:
     for seed, (kind, numel) in enumerate(
         (
@@ -85,17 +84,17 @@ def test_the_other_widths(bits: int) -> None:
 @settings(max_examples=400 if NIGHTLY else 10)
 @given(arrays.tensors())
 def test_arrays_of_hypothesis(values: Tensor) -> None:
-    for codec in CODECS if NIGHTLY else DAY:
+    for codec in WITH_TOPK if NIGHTLY else DAY:
         check(codec, values)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3])
-@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
+@pytest.mark.parametrize("codec", by_day(WITH_TOPK, DAY), ids=str)
 def test_views_that_are_not_aligned(codec: Codec, offset: int) -> None:
     check(codec, arrays.make("normal", 3001, offset)[offset:])
 
 
-@pytest.mark.parametrize("codec", by_day(CODECS, DAY), ids=str)
+@pytest.mark.parametrize("codec", by_day(WITH_TOPK, DAY), ids=str)
 def test_nothing_beside_the_arrays_is_touched(codec: Codec) -> None:
     """Arrays end at an unreadable page: an access beyond crashes."""
     with kernels_replaced(KERNELS):
@@ -128,12 +127,14 @@ def test_damaged_payloads_are_told_at_the_check(name: str) -> None:
 def test_random_bytes_never_crash() -> None:
     """All payload fields are checked against the length."""
     generator = torch.Generator().manual_seed(0)
-    for name in ("mpc", "radix", "expcode"):
+    for name in ("mpc", "radix", "expcode", "topk"):
         codec, values = make_codec(name), arrays.make("normal", 2500, 1)
         payload = payload_of(codec, values)
         for _ in range(200 if NIGHTLY else 20):
             broken = guarded.copy(payload)
-            where = torch.randint(32, broken.numel(), (8,), generator=generator)
+            where = torch.randint(
+                0 if name == "topk" else 32, broken.numel(), (8,), generator=generator
+            )
             broken[where] = torch.randint(0, 256, (8,), generator=generator).to(torch.uint8)
             with kernels_replaced(KERNELS):
                 codec.decode(broken, guarded.empty(values.numel() * 4, torch.float32))

@@ -7,7 +7,6 @@ docs/results/gpu.md.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import hip, images, launcher, setup
 from hybridcomp.tools.commands import doctor
+from tests.kernels.cuda.common import fake_cupy
 from tests.kernels.cuda.hiprtc import (
     HipRtc,
     count,
@@ -174,15 +174,12 @@ def test_a_compiler_without_a_gpu_compiles_for_one_of_amds(monkeypatch: pytest.M
 
 def test_a_launcher_on_an_amd_gpu(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images for AMD's name of the device, AMD's runtime, and a warning."""
-    cupy, extension = mock.MagicMock(), mock.MagicMock()
+    real = launcher._extension.__wrapped__
+    cupy, extension = fake_cupy(monkeypatch)
     cupy.cuda.runtime.is_hip = True
-    cupy.cuda.Module.return_value.get_function.return_value = mock.Mock(ptr=11)
     extension.current_context.return_value = 1
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(importlib, "import_module", lambda name: extension)
-    monkeypatch.setattr(launcher, "_extension", launcher._extension.__wrapped__)
-    monkeypatch.setattr(launcher, "stream_getter", lambda: lambda index: 1000 + index)
-    monkeypatch.setattr(launcher.cuda, "init", lambda: None)
+    monkeypatch.setattr(launcher, "_extension", real)
     properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     with pytest.warns(UserWarning, match="never run on an AMD GPU"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,24 +10,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
-from hybridcomp.codecs.blockint import BlockInt
-from hybridcomp.codecs.quantized_residual import QuantizedResidual, split
+from hybridcomp.codecs import VALUE_DTYPES, Codec
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, split
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges
-from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_macros
+from hybridcomp.kernels.cuda.fused import FusedBlockInt
 from hybridcomp.kernels.cuda.planned import PlannedBlockInt
 from hybridcomp.kernels.cuda.table import EachBlockInt
 from hybridcomp.kernels.stretches import PlannedStretch
 from tests.codecs import arrays
 from tests.collectives.calls import all_reduce, reduce_scatter, reduce_to_owners
-from tests.kernels.cuda.common import bits_but_nan, kernels_replaced
-from tests.kernels.cuda.emulated import EmulatedLauncher, emulated
-from tests.kernels.cuda.test_fused import Counting
+from tests.kernels.cuda.common import kernels_replaced
+from tests.kernels.cuda.emulated import (
+    KERNELS,
+    Compared,
+    EmulatedLauncher,
+    Step,
+    blockint,
+    both_ways,
+    build_blockint,
+    emulated,
+    names_of,
+)
+from tests.kernels.cuda.sources import NIGHTLY
 from tests.ranks import RunRanks
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-KERNELS = CudaKernels(EmulatedLauncher())
 FEW = (4, 8, 16)
 ALL: list[dict[str, Any]] = [
     *({"bits": bits} for bits in range(2, 9)), {"bits": 4, "levels": "gaussian"},
@@ -46,12 +50,6 @@ DTYPES = VALUE_DTYPES if NIGHTLY else (torch.bfloat16,)
 def kept_of(numel: int, bits: int, seed: int) -> QuantizedResidual:
     """Return a nonzero residual of earlier steps."""
     return QuantizedResidual.of(arrays.make("outliers", numel, seed) / 100, bits)
-
-
-def blockint(settings: dict[str, Any]) -> BlockInt:
-    codec = make_codec("blockint", **settings)
-    assert isinstance(codec, BlockInt)
-    return codec
 
 
 @pytest.mark.parametrize("bits", FEW)
@@ -91,7 +89,7 @@ def test_encoded_in_one_pass(settings: dict[str, Any], bits: int) -> None:
 @pytest.mark.parametrize(("settings", "bits"), CASES, ids=str)
 def test_encoded_in_tables(settings: dict[str, Any], bits: int) -> None:
     """Several tensors, and several slices of a tensor, in one launch."""
-    codec, launcher = blockint(settings), Counting()
+    codec, launcher = blockint(settings), EmulatedLauncher()
     lengths, starts, numel = (1024, 32, 2112, 7), (0, 1024, 1088, 3200), 3207
     values, first = arrays.make("outliers", numel, 5, torch.bfloat16), kept_of(numel, bits, 6)
     sizes = [codec.wire_nbytes(n, torch.float32) for n in lengths]
@@ -111,8 +109,7 @@ def test_encoded_in_tables(settings: dict[str, Any], bits: int) -> None:
     for payloads, kept in ((tables, second), (planned, third)):
         assert torch.equal(payloads, right) and torch.equal(kept._data, first._data)
     assert launcher.kernels == [
-        "blockint_table_encode_feedback",
-        "blockint_planned_encode_feedback",
+        f"blockint_{table}_encode_feedback_bf16" for table in ("table", "planned")
     ]
 
 
@@ -153,8 +150,8 @@ RANGES = {
 }
 
 
-class Step:
-    """A rank's gradients and residuals in the steps of a reduction."""
+class Held:
+    """A rank's residuals in the steps of a reduction."""
 
     def __init__(self, codec: Codec, bits: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -187,34 +184,30 @@ class Step:
             owner_residual=whose,
         )  # fmt: skip
 
-    def held(self) -> list[Tensor]:
+    def left(self) -> list[Residual]:
         """Return the residuals; where a block ends in a gap, its scale depends on the writer."""
-        return [self.first._data, self.owner._data, self.shards.unpack()]
+        return [self.first._data, self.owner._data, self.shards]
 
 
-Found = tuple[str, str, torch.dtype, list[int], list[str]]
-
-
-def compared(settings: dict[str, Any], bits: int, kinds: tuple[str, ...]) -> list[Found]:
-    """Return, by reduction, kind of values and dtype, differing results and a step's launches."""
-    torch.set_num_threads(1)
+def compared(
+    settings: dict[str, Any], bits: int, kinds: tuple[str, ...]
+) -> list[tuple[str, Compared]]:
+    """Compare reductions of every name, kind of values and dtype."""
     found, codec = [], blockint(settings)
     names = ("all_reduce", "reduce_scatter", *RANGES)
     for name, kind, dtype in itertools.product(names, kinds, DTYPES):
-        launcher, results = Counting(), []
-        for kernels in (None, CudaKernels(launcher)):
-            with kernels_replaced(kernels) if kernels else nullcontext():
-                step = Step(codec, bits)
-                for seed in range(2):
-                    values = arrays.make(
-                        "normal" if seed else kind, NUMEL, 9 * seed + step.rank, dtype
-                    )
-                    launcher.kernels.clear()
-                    sums = step.run(name, values)
-            results.append([*(bits_but_nan(one) for one in sums), *step.held()])
-        pairs = enumerate(zip(*results, strict=True))
-        different = [index for index, (a, b) in pairs if not torch.equal(a, b)]
-        found.append((name, kind, dtype, different, launcher.kernels))
+
+        def begin(name: str = name, kind: str = kind, dtype: torch.dtype = dtype) -> Step:
+            held = Held(codec, bits)
+
+            def step(number: int) -> list[Residual]:
+                kind_now = "normal" if number else kind
+                values = arrays.make(kind_now, NUMEL, 9 * number + held.rank, dtype)
+                return [*held.run(name, values), *held.left()]
+
+            return step
+
+        found.append((name, both_ways(begin)))
     return found
 
 
@@ -229,15 +222,13 @@ LAUNCHES = {
 
 @pytest.mark.parametrize(("settings", "bits"), CASES, ids=str)
 def test_reductions(on_ranks: RunRanks, settings: dict[str, Any], bits: int) -> None:
-    macros = blockint_macros(blockint(settings)._setting)
     emulated("residual.cu", f"HC_KEPT={bits}")
-    for source in ("blockint.cu", "blockint_sum.cu", "blockint_table.cu"):
-        emulated(source, *macros)
-        emulated(source, *macros, f"HC_KEPT={bits}")
+    build_blockint(settings)
+    build_blockint(settings, f"HC_KEPT={bits}")
     kinds = ("outliers", "nonfinite", "near max") if NIGHTLY else ("nonfinite",)
     for found in on_ranks(3, compared, settings, bits, kinds):
-        for name, kind, dtype, different, kernels in found:
-            short = [kernel.removeprefix("blockint_") for kernel in kernels]
+        for name, (different, kernels) in found:
             # a block of two runs is quantized once here, but after each run on a CPU
-            assert name == "inside" or not different, (name, kind, dtype, different)
-            assert len(kernels) <= 6 and short == LAUNCHES.get(name, short), (name, kernels)
+            assert name == "inside" or not different, (name, different)
+            short = names_of(kernels)
+            assert len(short) <= 6 and short == LAUNCHES.get(name, short), (name, kernels)

@@ -6,7 +6,6 @@ import ctypes
 import importlib.util
 import shutil
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import launcher
 from hybridcomp.kernels.cuda.workspaces import SLAB, Workspaces
+from tests import built
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 0x77  # the stand-in's
@@ -51,27 +51,27 @@ class Driver:
         return list((ctypes.c_uint64 * 24).in_dll(self.library, "seen"))[:count]
 
 
-def stand_in(folder: Path, source: str) -> Driver:
+def fake_driver(folder: Path, *flags: str) -> Driver:
     """Load the extension with a fake driver."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    if built.compiler() is None:
         pytest.skip("no C++ compiler")
-    library = folder / "driver.so"
-    flags = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # one of several libraries with global symbols
-    subprocess.run([compiler, *flags, "-o", str(library), str(HERE / source)], check=True)
-    return Driver(library)
+    source = HERE / "fake_driver.cpp"
+    # one of several libraries with global symbols
+    arguments = ["-Wl,-Bsymbolic", *flags, str(source)]
+    library = built.library("driver", source.read_bytes(), arguments)
+    return Driver(Path(shutil.copy(library, folder)))
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     """NVIDIA's driver."""
-    return stand_in(tmp_path_factory.mktemp("libcuda"), "fake_libcuda.cpp")
+    return fake_driver(tmp_path_factory.mktemp("libcuda"))
 
 
 @pytest.fixture(scope="module")
 def hip_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     """AMD's driver: its device takes the context's place."""
-    return stand_in(tmp_path_factory.mktemp("libamdhip"), "fake_libamdhip.cpp")
+    return fake_driver(tmp_path_factory.mktemp("libamdhip"), "-DHIP")
 
 
 def test_a_launch_hands_over_words(driver: Driver) -> None:
@@ -121,12 +121,9 @@ def test_a_launch_on_another_device_of_amds_leaves_the_current_one(hip_driver: D
     assert extension.current_context() == 1
 
 
-def test_a_library_that_is_no_driver(driver: Driver, tmp_path: Path) -> None:
+def test_a_library_that_is_no_driver(driver: Driver) -> None:
     """The error names the missing function, and the open driver stays."""
-    (tmp_path / "empty.cpp").write_text("")
-    library = tmp_path / "empty.so"
-    command = ["-shared", "-fPIC", "-o", str(library), str(tmp_path / "empty.cpp")]
-    subprocess.run([shutil.which("g++") or "clang++", *command], check=True)
+    library = built.library("empty", b"", ["-x", "c++", "/dev/null"])
     with pytest.raises(OSError, match="cuLaunchKernel"):
         driver.extension.open_driver(str(library))
     assert driver.extension.current_context() == CONTEXT

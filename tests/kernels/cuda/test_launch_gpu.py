@@ -11,23 +11,16 @@ import torch
 from hybridcomp.codecs import VALUE_DTYPES, make_codec
 from hybridcomp.kernels.cuda import workspaces
 from tests.codecs import arrays
+from tests.kernels.cuda.common import payload_of
 
 pytestmark = pytest.mark.gpu
 cuda: Any = torch.cuda  # parts of it are untyped
 
 
-def encoded(codec: Any, values: torch.Tensor) -> torch.Tensor:
-    """Return the payload of ``values``, on their device."""
-    room = torch.zeros(
-        codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device
-    )
-    return room[: codec.encode(values, room)]
-
-
 def test_a_thread_that_has_not_used_the_device_yet() -> None:
     """It has no context before its first launch, and torch creates none for our launches."""
     codec, values = make_codec("blockint", bits=8), torch.randn(5000)
-    there, right = values.cuda(), encoded(codec, values)
+    there, right = values.cuda(), payload_of(codec, values)
     room = torch.zeros(len(right), dtype=torch.uint8, device="cuda")
     cuda.synchronize()
     failed: list[BaseException] = []
@@ -47,19 +40,19 @@ def test_a_thread_that_has_not_used_the_device_yet() -> None:
 
 def test_every_device_with_another_one_current() -> None:
     codec, values = make_codec("expcode"), torch.randn(9000).bfloat16()
-    right = encoded(codec, values)
+    right = payload_of(codec, values)
     for index in range(cuda.device_count()):
         there = values.to(torch.device("cuda", index))
         for current in range(cuda.device_count()):
             with cuda.device(current):
-                assert torch.equal(encoded(codec, there).cpu(), right)
+                assert torch.equal(payload_of(codec, there).cpu(), right)
 
 
 def test_streams_share_no_workspace() -> None:
     """Encoders on two streams find zeroed workspaces, even when slabs are replaced."""
     codec = make_codec("expcode")
     values = [arrays.make("normal", 40_000, seed, torch.bfloat16) for seed in range(4)]
-    right = [encoded(codec, v) for v in values]
+    right = [payload_of(codec, v) for v in values]
     there = [v.cuda() for v in values]
     streams = [cuda.Stream() for _ in range(2)]
     cuda.synchronize()
@@ -94,7 +87,7 @@ def test_a_graph_zeroes_its_workspace_at_every_replay() -> None:
         values.copy_(fresh)
         room.zero_()
         graph.replay()
-        right = encoded(codec, fresh)
+        right = payload_of(codec, fresh)
         assert int(size) == len(right)
         assert torch.equal(room[: len(right)].cpu(), right)
 
@@ -121,7 +114,7 @@ def test_a_table_on_the_device(settings: dict[str, Any], dtype: torch.dtype) -> 
     each.encode(there, rooms)
     each.decode(rooms, out)
     for one, n, room, back in zip(values, lengths, rooms, out, strict=True):
-        right, decoded = encoded(codec, one[n % 3 :]), torch.zeros(n, dtype=dtype)
+        right, decoded = payload_of(codec, one[n % 3 :]), torch.zeros(n, dtype=dtype)
         assert torch.equal(room.cpu(), right)
         codec.decode(right, decoded)
         assert torch.equal(arrays.bits_of(back.cpu()), arrays.bits_of(decoded))

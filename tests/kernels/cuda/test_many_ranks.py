@@ -8,22 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import BlockInt, make_codec
+from hybridcomp.codecs import BlockInt
 from hybridcomp.kernels.cuda.fused import FusedBlockInt
 from tests.codecs import arrays
-from tests.kernels.cuda.emulated import EmulatedLauncher
+from tests.kernels.cuda.common import payload_of
+from tests.kernels.cuda.emulated import EmulatedLauncher, blockint
 
 NUMEL = 2 * 1024 + 1000  # neither the last tile nor the last group of 64 values is full
 KINDS = ("normal", "outliers", "sparse", "subnormal", "normal")
 #: special values, once each: sums of several would be Inf or NaN nearly everywhere
 RARE = {1: "wide", 2: "nonfinite", 3: "near max"}
-
-
-def payload_of(codec: BlockInt, values: Tensor) -> Tensor:
-    """Encode the values with ``codec``."""
-    room = torch.zeros(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
-    assert codec.encode(values, room) == room.numel()
-    return room
 
 
 def contributions(
@@ -57,8 +51,7 @@ def contributions(
 def test_sums_are_the_cpus(
     settings: dict[str, Any], dtype: torch.dtype, ranks: int, me: int
 ) -> None:
-    codec = make_codec("blockint", **settings)
-    assert isinstance(codec, BlockInt)
+    codec = blockint(settings)
     fused = FusedBlockInt(EmulatedLauncher(), codec._setting)
     own, residual = arrays.make("normal", NUMEL, 99, dtype), arrays.make("normal", NUMEL, 98)
     payloads, total = contributions(codec, ranks, me, own.float())

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from hybridcomp.codecs import VALUE_DTYPES, make_codec
+from hybridcomp.codecs import VALUE_DTYPES
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.planned import PlannedBlockInt
 from hybridcomp.kernels.stretches import NEAR, StretchTable
 from tests.codecs import arrays
-from tests.kernels.cuda.common import kernels_replaced
-from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher
+from tests.kernels.cuda.common import decoded, kernels_replaced, payload_of
+from tests.kernels.cuda.emulated import EmulatedLauncher, blockint
 from tests.kernels.cuda.sources import NIGHTLY
 from tests.stand_ins.gpu.common import gpu
 from tests.stand_ins.gpu.machine import DEVICE, Gpu
@@ -27,26 +27,11 @@ FEW = (1, 1024, 33, 0, 5000, 2048, 17)
 MANY = tuple((7 * i) % 50 for i in range(NEAR + 60))
 
 
-class Tables(EmulatedLauncher):
-    """Records kernels, and whether their table was on the device."""
-
-    def __init__(self) -> None:
-        self.kernels: list[tuple[str, bool]] = []
-
-    def launch(
-        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
-        *words: int, threads: int = THREADS, table: bytes | None = None,
-    ) -> None:  # fmt: skip
-        assert table is not None
-        self.kernels.append((kernel.split("_")[2], any(table[8:16])))
-        super().launch(source, defines, kernel, grid, *words, threads=threads, table=table)
-
-
 @pytest.mark.parametrize("lengths", [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_parts_of_a_tensor(settings: dict[str, Any], lengths: tuple[int, ...]) -> None:
     """Of one rank, then of three ranks whose values and payloads lie apart."""
-    codec, launcher, ranks = make_codec("blockint", **settings), Tables(), 3
+    codec, launcher, ranks = blockint(settings), EmulatedLauncher(), 3
     numels = np.array(lengths, dtype=np.int64)
     dtypes = VALUE_DTYPES if NIGHTLY else VALUE_DTYPES[1:2]
     for dtype in dtypes:
@@ -66,25 +51,18 @@ def test_parts_of_a_tensor(settings: dict[str, Any], lengths: tuple[int, ...]) -
             kernel.decode(parts, payloads, out, ranks, slot)
         backs = torch.split(out, sum(lengths))
         for values, payload, back in zip(whole, torch.split(payloads, slot), backs, strict=True):
+            splits = (torch.split(each, list(lengths)) for each in (values, back))
             rooms = torch.split(payload, sizes.tolist())
-            for one, room, found in zip(
-                torch.split(values, list(lengths)),
-                rooms,
-                torch.split(back, list(lengths)),
-                strict=True,
-            ):
-                expected, right = torch.empty_like(room), torch.empty_like(one)
-                codec.encode(one.clone(), expected)
-                assert torch.equal(expected, room)
-                codec.decode(expected, right)
-                assert torch.equal(arrays.bits_of(right), arrays.bits_of(found))
-    far = len(numels) > NEAR
-    once = [("encode", far)] * ranks + [("decode", far)]
-    assert launcher.kernels == once * len(dtypes)
+            for one, found, room in zip(*splits, rooms, strict=True):
+                assert torch.equal(payload_of(codec, one.clone()), room)
+                assert torch.equal(decoded(codec, room, len(one), dtype), arrays.bits_of(found))
+    assert {kernel.split("_")[2] for kernel in launcher.kernels} == {"encode", "decode"}
+    assert len(launcher.kernels) == (ranks + 1) * len(dtypes)
+    assert all(bool(far) == (len(numels) > NEAR) for _, far in launcher.tables)
 
 
 def test_parts_without_values_and_a_wrong_place() -> None:
-    codec, launcher = make_codec("blockint", bits=4), Tables()
+    codec, launcher = blockint({"bits": 4}), EmulatedLauncher()
     nothing, one = (np.array([n], dtype=np.int64) for n in (0, 40))
     with kernels_replaced(CudaKernels(launcher)):
         kernel = codec.planned(torch.device("cpu"))
@@ -100,7 +78,7 @@ def test_parts_without_values_and_a_wrong_place() -> None:
 
 def test_a_table_on_a_device_is_copied_once_and_kept_once_for_graphs(gpu: Gpu) -> None:
     """For any number of graph captures; the host does not wait."""
-    codec = make_codec("blockint", bits=3)
+    codec = blockint({"bits": 3})
     kernel = codec.planned(DEVICE)
     assert isinstance(kernel, PlannedBlockInt)
     numels = np.full(NEAR + 1, 40, dtype=np.int64)
@@ -119,7 +97,7 @@ def test_a_table_on_a_device_is_copied_once_and_kept_once_for_graphs(gpu: Gpu) -
 @pytest.mark.parametrize("skip", [0, 3, 5, len(FEW) - 1])
 def test_parts_that_follow_each_other(skip: int) -> None:
     """One pass gives the layout of separate columns, for ``skip`` with and without values."""
-    codec, numels = make_codec("blockint", bits=4), np.array(FEW, dtype=np.int64)
+    codec, numels = blockint({"bits": 4}), np.array(FEW, dtype=np.int64)
     sizes = codec.wire_nbytes_of(numels, torch.bfloat16)
     assert sizes.tolist() == [codec.wire_nbytes(n, torch.bfloat16) for n in FEW]
     table, total, start = StretchTable.of_parts(numels, sizes, skip, torch.device("cpu"))

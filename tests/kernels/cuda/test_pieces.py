@@ -17,7 +17,7 @@ from hybridcomp.kernels.cuda import CudaKernels, pieces
 from hybridcomp.kernels.cuda.functions import DamageFlag
 from tests.codecs import arrays, guarded, stepcode_reference
 from tests.kernels.cuda.common import bits_but_nan, kernels_replaced, payload_of
-from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher
+from tests.kernels.cuda.emulated import EmulatedLauncher
 from tests.selection import by_day
 
 BF16 = torch.bfloat16
@@ -28,23 +28,6 @@ VARYING = [
 #: none, one value, partial tiles, several blocks of tiles; more pieces than fit the arguments
 LENGTHS = (1, 0, 31, 4099, 8192, 70_001, 513, 2)
 MANY = (5, 40, 1, 0) * (pieces.NEAR // 4 + 4)
-
-
-class CountingLauncher(EmulatedLauncher):
-    """Records launched kernels; runs none if ``dry``."""
-
-    def __init__(self, dry: bool = False) -> None:
-        self.kernels: list[str] = []
-        self._dry = dry
-
-    def launch(
-        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
-        *words: int, threads: int = THREADS, table: bytes | None = None,
-    ) -> None:  # fmt: skip
-        self.kernels.append(kernel)
-        assert grid[0] >= 1 and 1 <= grid[1] <= 65_535
-        if not self._dry:
-            super().launch(source, defines, kernel, grid, *words, threads=threads, table=table)
 
 
 def kernel_of(codec: Codec) -> PieceKernel:
@@ -92,7 +75,7 @@ def steps_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def test_steps_of_all_pieces(lengths: tuple[int, ...]) -> None:
     """The bytes of an encoder that takes one after the other, decoded in place."""
     (values, reference), places = steps_of(lengths), places_of(lengths)
-    codec, launcher = ExactSteps().against(reference), CountingLauncher()
+    codec, launcher = ExactSteps().against(reference), EmulatedLauncher()
     kernels = CudaKernels(launcher)
     refuse = AssertionError("the host waited")
     with kernels_replaced(kernels):
@@ -129,7 +112,7 @@ def outcomes(codec: Codec, payloads: list[Tensor], out: list[Tensor]) -> list[Te
 def test_all_pieces(codec: Codec, dtype: torch.dtype) -> None:
     """Payloads are the CPU encoder's; values and sums are its bits, in one launch each."""
     for lengths in (LENGTHS[:5], MANY):
-        values, places, launcher = values_of(lengths, dtype), places_of(lengths), CountingLauncher()
+        values, places, launcher = values_of(lengths, dtype), places_of(lengths), EmulatedLauncher()
         kernels = CudaKernels(launcher)
         out = [torch.full((n,), 3.0, dtype=dtype) for n in lengths]
         totals = [torch.linspace(-1, 1, n) for n in lengths]
@@ -154,7 +137,7 @@ def test_all_pieces(codec: Codec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("codec", by_day(VARYING, [VARYING[i] for i in (0, 1, 3)]), ids=str)
 def test_sums_over_ranks(codec: Codec, dtype: torch.dtype, ranks: int) -> None:
     """A single launch gives the bits of additions in rank order."""
-    lengths, launcher = (5, 4099, 0, 300) if ranks < 40 else (5, 0, 70), CountingLauncher()
+    lengths, launcher = (5, 4099, 0, 300) if ranks < 40 else (5, 0, 70), EmulatedLauncher()
     rows = [
         [payload_of(codec, arrays.make("normal", n, 100 * i + r, dtype)) for r in range(ranks)]
         for i, n in enumerate(lengths)
@@ -177,7 +160,7 @@ def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
     lengths = (1, 0, 5000, 33, 4096) * 14  # more than fit the arguments
     whole, places = torch.full((sum(lengths) + len(lengths),), 7.0), places_of(lengths)
     out, more = whole.clone(), values_of(lengths, dtype)
-    launcher = CountingLauncher()
+    launcher = EmulatedLauncher()
     with kernels_replaced(CudaKernels(launcher)):
         kernel = kernel_of(make_codec("expcode"))
         parts = [out[start:stop] for start, stop in places]
@@ -198,11 +181,11 @@ def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
     assert torch.equal(out, whole)
 
 
-@pytest.mark.parametrize("count", [2, 64, 1024])
-@pytest.mark.parametrize("codec", VARYING, ids=str)
+@pytest.mark.parametrize("count", [64, 1024])
+@pytest.mark.parametrize("codec", [VARYING[i] for i in (0, 1, 3)], ids=str)
 def test_launches(codec: Codec, count: int) -> None:
     """One to encode, one to decode and one to add, for any number of pieces and ranks."""
-    launcher, lengths = CountingLauncher(dry=True), (1000,) * count
+    launcher, lengths = EmulatedLauncher(dry=True), (1000,) * count
     with kernels_replaced(CudaKernels(launcher)):
         slots, _ = encoded(codec, torch.zeros(1001 * count), places_of(lengths))
         out = [torch.zeros(1000) for _ in slots]
@@ -211,10 +194,10 @@ def test_launches(codec: Codec, count: int) -> None:
     assert len(launcher.kernels) == 3
 
 
-@pytest.mark.parametrize("count", [2, 64, 1024])
+@pytest.mark.parametrize("count", [64, 1024])
 def test_launches_of_steps(count: int) -> None:
     """Five to encode and two to decode, for any number of pieces."""
-    launcher, lengths = CountingLauncher(dry=True), (1000,) * count
+    launcher, lengths = EmulatedLauncher(dry=True), (1000,) * count
     codec = ExactSteps().against(torch.zeros(1001 * count, dtype=BF16))
     with kernels_replaced(CudaKernels(launcher)):
         slots, _ = encoded(codec, torch.zeros(1001 * count, dtype=BF16), places_of(lengths))
@@ -227,7 +210,7 @@ def test_more_pieces_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pieces, "MOST", 3)
     lengths = (9, 700, 1, 33)
     (values, reference), places = steps_of(lengths), places_of(lengths)
-    codec, launcher = ExactSteps().against(reference), CountingLauncher()
+    codec, launcher = ExactSteps().against(reference), EmulatedLauncher()
     with kernels_replaced(CudaKernels(launcher)):
         slots, sizes = encoded(codec, values, places)
     assert len(launcher.kernels) == 10

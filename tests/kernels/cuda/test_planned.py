@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
+from hybridcomp.codecs import VALUE_DTYPES, BlockInt
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda.fused import MOST_SUMMED, FusedBlockInt
 from hybridcomp.kernels.cuda.planned import PlannedBlockInt
 from hybridcomp.kernels.stretches import PlannedStretch
 from tests.codecs import arrays
-from tests.kernels.cuda.emulated import EmulatedLauncher
+from tests.kernels.cuda.common import decoded, payload_of
+from tests.kernels.cuda.emulated import EmulatedLauncher, blockint
 
 SETTINGS: list[dict[str, Any]] = [{"bits": 8}, {"bits": 4, "rotate": True}]
 #: starts of slices, some unaligned: one value, none, full and partial tiles
@@ -23,12 +24,6 @@ LENGTHS = (1, 1024, 33, 0, 5000, 2048, 17)
 
 def kernels_of(codec: BlockInt) -> PlannedBlockInt:
     return PlannedBlockInt(EmulatedLauncher(), codec._setting)
-
-
-def blockint(settings: dict[str, Any]) -> BlockInt:
-    codec = make_codec("blockint", **settings)
-    assert isinstance(codec, BlockInt)
-    return codec
 
 
 def laid_out(codec: BlockInt, order: tuple[int, ...]) -> tuple[list[PlannedStretch], int]:
@@ -58,13 +53,10 @@ def test_stretches_have_the_payloads_of_single_calls(
     planned.decode(table, sent, out)
     for row in rows:
         here = values[row.values : row.values + row.numel]
-        right = torch.empty(codec.wire_nbytes(row.numel, dtype), dtype=torch.uint8)
-        codec.encode(here, right)
+        right, found = payload_of(codec, here), out[row.out : row.out + row.numel]
         assert torch.equal(sent[row.payload : row.payload + right.numel()], right)
-        back = torch.empty(row.numel)
-        codec.decode(right, back)
-        found = out[row.out : row.out + row.numel]
-        assert torch.equal(arrays.bits_of(found), arrays.bits_of(back))
+        back = decoded(codec, right, row.numel, torch.float32)
+        assert torch.equal(arrays.bits_of(found), back)
     assert out[:3].eq(3.0).all()
 
 
@@ -81,11 +73,9 @@ def test_residuals_keep_what_is_left(settings: dict[str, Any], held: bool) -> No
     planned.encode(planned.table(rows), None if held else values, sent, left)
     for row in rows:
         here = slice(row.values, row.values + row.numel)
-        right = torch.empty(codec.wire_nbytes(row.numel, torch.float32), dtype=torch.uint8)
-        codec.encode(total[here], right)
+        right = payload_of(codec, total[here])
         assert torch.equal(sent[row.payload : row.payload + right.numel()], right)
-        back = torch.empty(row.numel)
-        codec.decode(right, back)
+        back = decoded(codec, right, row.numel, torch.float32).view(torch.float32)
         kept = (total[here] - back).nan_to_num(0.0, 0.0, 0.0)
         assert torch.equal(arrays.bits_of(kept), arrays.bits_of(left[here]))
 
@@ -127,14 +117,9 @@ def test_nothing_is_launched_for_nothing_and_too_much_is_refused() -> None:
         planned.table([PlannedStretch(0, MOST_SUMMED, 0)], sums=True)
 
 
-def rows_of(found: Any) -> list[list[int]]:
-    rows: list[list[int]] = found.tolist()
-    return rows
-
-
 def test_rows_of_sums_begin_at_thread_blocks() -> None:
     planned = kernels_of(BlockInt(bits=4))
     rows = [PlannedStretch(0, 1025, 0), PlannedStretch(2000, 1, 64), PlannedStretch(3000, 3000, 9)]
-    assert [row[0] for row in rows_of(planned.table(rows).rows)] == [0, 2, 3]
+    assert planned.table(rows).rows[:, 0].tolist() == [0, 2, 3]
     table = planned.table(rows, sums=True)
-    assert [row[0] for row in rows_of(table.rows)] == [0, 2, 4] and table.tiles == 8
+    assert table.rows[:, 0].tolist() == [0, 2, 4] and table.tiles == 8

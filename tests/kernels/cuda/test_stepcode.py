@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,14 +15,12 @@ from hybridcomp import kernels
 from hybridcomp.codecs import StepCode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda.functions import DamageFlag
 from tests.codecs import arrays, guarded, stepcode_reference
 from tests.kernels.cuda.common import kernels_replaced
-from tests.kernels.cuda.emulated import EmulatedLauncher
+from tests.kernels.cuda.emulated import KERNELS, EmulatedLauncher
+from tests.kernels.cuda.sources import NIGHTLY
 from tests.selection import by_day
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-KERNELS = CudaKernels(EmulatedLauncher())
 CODEC = StepCode()
 #: bytes of ``Plan`` before its counts
 PLAN_HEAD = 32
@@ -121,21 +118,6 @@ def test_nothing_beside_the_arrays_is_touched() -> None:
         assert torch.equal(arrays.bits_of(out), arrays.bits_of(values))
 
 
-def test_sizes_are_left_on_the_device() -> None:
-    refuse = AssertionError("the host waited")
-    for change in ("nothing", "many", "everything"):
-        values, reference = stepcode_reference.pair("normal", change, 9000, 3, torch.bfloat16)
-        expected, sizes = encoded(values, reference), torch.full((3,), -7)
-        room = torch.empty(CODEC.wire_nbytes(9000, torch.bfloat16), dtype=torch.uint8)
-        with (
-            kernels_replaced(KERNELS),
-            mock.patch.object(DamageFlag, "check", side_effect=refuse),
-        ):
-            CODEC.encode_into(values, reference, room, sizes[1:2])
-        assert sizes.tolist() == [-7, expected.numel(), -7]
-        assert torch.equal(room[: expected.numel()], expected)
-
-
 @pytest.mark.parametrize("place", [0, 4, 5, 6, 8, 16, 20, 24, 32, 33, -400])
 def test_damage_is_told_at_the_check(place: int) -> None:
     values, reference = stepcode_reference.pair("normal", "many", 9000, 3, torch.bfloat16)
@@ -176,10 +158,6 @@ def test_without_a_reference_it_is_expcode() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     for case in (*CASES, ("normal", "many", 3_000_001), ("normal", "few", 9_000_000)):
-        check(*stepcode_reference.pair(*case, 7, dtype), place=_to_gpu)
+        check(*stepcode_reference.pair(*case, 7, dtype), place=lambda tensor: tensor.cuda())
     functions: Any = kernels.kernels_of(torch.device("cuda"))
     functions.check()
-
-
-def _to_gpu(tensor: Tensor) -> Tensor:
-    return tensor.cuda()

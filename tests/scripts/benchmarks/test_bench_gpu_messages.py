@@ -7,15 +7,11 @@ import sys
 import pytest
 import torch
 
-from tests.paths import SCRIPTS
+from benchmarks.gpu_bench import measure, messages, ours
 from tests.selection import by_day
 from tests.stand_ins.gpu.common import QUIET
 from tests.stand_ins.gpu.machine import DEVICE
 from tests.stand_ins.gpu.pretended import pretended
-
-sys.path.insert(0, str(SCRIPTS))
-
-from benchmarks.gpu_bench import measure, messages, ours
 
 
 @QUIET

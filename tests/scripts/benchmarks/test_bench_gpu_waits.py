@@ -62,15 +62,6 @@ def two_ranks(folder: Path) -> list[lanes.Lanes]:
     return figures.recorded(paths)
 
 
-def test_sets_of_time() -> None:
-    times = intervals.union([(5, 9), (0, 2), (1, 4), (9, 10), (7, 7)])
-    assert times == [(0, 4), (5, 10)] and intervals.length(times) == 9
-    assert intervals.both(times, [(3, 6), (8, 20)]) == [(3, 4), (5, 6), (8, 10)]
-    assert intervals.without(times, [(1, 2), (3, 6)]) == [(0, 1), (2, 3), (6, 10)]
-    assert intervals.within(times, (2, 6)) == [(2, 4), (5, 6)]
-    assert intervals.within(times, (4, 5)) == [] == intervals.both(times, [])
-
-
 def test_every_moment_of_a_step_has_one_cause(tmp_path: Path) -> None:
     found = figures.figures_of(two_ranks(tmp_path), shared=True)
     own = causes.parts_of(two_ranks(tmp_path), 0, shared=True)
@@ -299,13 +290,11 @@ def test_what_was_not_recorded_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     ("fsdp2", {"dp", "zero"}), ("pp2", {"pp"}),
 ])  # fmt: skip
 def test_the_command_on_cpus(
-    layout: str, dimensions: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    layout: str, dimensions: set[str], data: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """The ranks' traces contain messages of every dimension of a layout."""
-    import prepare_data
-
-    data, out = tmp_path / "text", tmp_path / "waits"
-    assert prepare_data.main(["--output", str(data), "--max-bytes", "60000"]) == 0
+    out = tmp_path / "waits"
     words = ["--cpu", "--size", "4M", "--data", str(data), "--out", str(out), "--timeout", "250"]
     asked = [*words, "--layouts", layout, "--steps", "1", "--warm", "1"]
     assert bench_gpu_waits.main(asked) == 0, capsys.readouterr().out

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,8 +36,9 @@ from benchmarks.training_bench import (
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.config import load_config
 from hybridcomp.dimensions import DIMENSIONS
+from lab import team
 from tests.paths import SCRIPTS
-from tests.ranks import RankPool
+from tests.ranks import run_ranks
 from tests.scripts_on_ranks import run_python
 
 SIZES = cells.Sizes(layers=2, width=64, length=32, divide_batch=4, warm=2, steps=3)
@@ -69,13 +70,9 @@ def by_name(layout: str, name: str) -> cells.Arm:
     return next(arm for arm in cells.arms_of(layout) if arm.name == name)
 
 
-def test_torchs_engines_are_told_where_the_block_is(
+def test_torchs_engines_read_the_block_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peers are torch's, no deltas where nothing is kept, the block in the environment."""
-    names = [arm.name for arm in cells.arms_of("fsdp2")]
-    assert "delta" not in names and names[-1] == "peer bf16"
-    assert "peer qgz" not in [arm.name for arm in cells.arms_of("ddp")]
     monkeypatch.delenv("HYBRIDCOMP_CONFIG", raising=False)
     config = tmp_path / "c.json"
     for name, layout in ((cells.REFERENCE, "ddp"), ("bound", "dp2"), ("bound", "fsdp2")):
@@ -106,21 +103,16 @@ def test_commands_start_what_the_arm_needs(tmp_path: Path) -> None:
         cells.arms_of("dp2", ["fast"])
 
 
-def test_worker_times_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = iter(range(0, 1000, 7))
-    monkeypatch.setattr(worker, "sent_nbytes", lambda _: next(counter))
-    steps: list[dict[str, float]] = []
-    trainer = argparse.Namespace(share=argparse.Namespace(global_batch=8))
-    watched = worker.watched(lambda _, batches: float(batches), steps)
-    assert watched(trainer, 3) == 3.0 and watched(trainer, 4) == 4.0
-    assert [(step["sent"], step["loss"], step["tokens"]) for step in steps] == [
-        (7, 3.0, 8), (7, 4.0, 8),
-    ]  # fmt: skip
-    assert worker.sent_nbytes is not None and all(step["seconds"] >= 0 for step in steps)
+GROUPS = [None, [1, 2]]
 
 
-def reduced(members: list[int] | None) -> tuple[Any, ...]:
-    """Reduce over a ring through each function that engines call; return sums and bytes sent."""
+def reduced() -> list[tuple[Any, ...]]:
+    """Reduce over a ring of each group of ranks; return sums and bytes sent."""
+    return [reduced_among(members) for members in GROUPS]
+
+
+def reduced_among(members: list[int] | None) -> tuple[Any, ...]:
+    """Reduce through each function that engines call."""
     sent = 0
 
     def counted(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -147,27 +139,26 @@ def reduced(members: list[int] | None) -> tuple[Any, ...]:
     return sent, one.tolist(), other.tolist()
 
 
-@pytest.mark.parametrize("members", [None, [1, 2]])
-def test_a_ring_sums_and_sends_what_nccls_does(members: list[int] | None) -> None:
+def test_a_ring_sums_and_sends_what_nccls_does() -> None:
     """``tests/training/test_wire.py`` checks the bytes of gloo's reduce-scatter."""
-    with RankPool(4) as pool:
-        found = pool.run(reduced, members)
-    own = list(range(4)) if members is None else members
-    total = sum(1 + rank for rank in own)
-    for place, rank in enumerate(own):
-        sent, summed, averaged = found[rank]
-        share = 12 // len(own)
-        expected = [total * float(n) for n in range(place * share, (place + 1) * share)]
-        assert summed == expected and averaged == [value / len(own) for value in expected]
-        assert sent == native_nbytes.reduce_scatter_nbytes(12, torch.float32, len(own))
+    found = run_ranks(4, reduced)
+    for index, members in enumerate(GROUPS):
+        own = members or list(range(4))
+        total, share = sum(1 + rank for rank in own), 12 // len(own)
+        for place, rank in enumerate(own):
+            sent, summed, averaged = found[rank][index]
+            expected = [total * float(n) for n in range(place * share, (place + 1) * share)]
+            assert summed == expected and averaged == [value / len(own) for value in expected]
+            assert sent == native_nbytes.reduce_scatter_nbytes(12, torch.float32, len(own))
 
 
 def test_a_failed_rank_says_why() -> None:
     with pytest.raises(runners.CellError, match="status 1: ConfigError: dp: no"):
-        runners.parse(1, "Traceback\n  File x\nConfigError: dp: no\nsomething after\n")
+        texts = ["said nothing wrong", "Traceback\n  File x\nConfigError: dp: no\nsomething\n"]
+        runners.check([team.STOPPED, 1], texts)
     with pytest.raises(runners.CellError, match=r"status 1: --tp 2: expected a multiple$"):
-        runners.parse(1, "--tp 2: expected a multiple\nBENCH []\n")
-    assert runners.parse(0, 'noise\nBENCH [{"seconds": 1.0}]\n') == [{"seconds": 1.0}]
+        runners.check([0, 1], ["", "--tp 2: expected a multiple\n"])
+    runners.check([0, 0], ["noise", "Error"])
 
 
 #: a rank whose steps append its name to a file; the job of FAIL_AT fails at that step
@@ -175,9 +166,7 @@ RANK = """
 import argparse, os, sys, time
 name, log, count, fail_at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 sys.path.insert(0, sys.argv[5])
-from benchmarks.training_bench import worker
-import json
-steps = []
+from benchmarks.training_bench import turns, worker
 def step(self, n):
     if n == fail_at and os.environ["RANK"] == "0":
         raise SystemExit("ValueError: enough")
@@ -186,10 +175,9 @@ def step(self, n):
         file.write(f"{name}{n} ")
     return float(n)
 trainer = argparse.Namespace(share=argparse.Namespace(global_batch=8))
-around = worker.watched(step, steps)
+around = worker.watched(step, turns.Seat())
 for n in range(count):
     around(trainer, n)
-print(worker.PREFIX + json.dumps(steps))
 """
 
 
@@ -204,7 +192,10 @@ def states(job: turns.Job) -> list[str]:
     return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 
-def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
+def test_jobs_take_turns_and_one_that_fails_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "GRACE_S", 1.0)
     layout, log = cells.Layout("x", "2", ("dp",)), tmp_path / "log"
     with session.Session(runners.Loopback(), layout, 30) as side:
         jobs = [side.start(words(*each)) for each in (("a", log, 3), ("b", log, 3, 1))]
@@ -223,9 +214,10 @@ def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
         assert not jobs[0].over and states(jobs[0]) == ["T", "T"]  # even after its last step
         found = side.steps(jobs[0])
         assert jobs[0].over
-        assert [[(s["loss"], s["sent"]) for s in rank] for rank in found] == [
-            [(0.0, 0.0), (1.0, 0.0), (2.0, 0.0)]
+        assert [[(s["loss"], s["sent"], s["tokens"]) for s in rank] for rank in found] == [
+            [(0.0, 0.0, 8), (1.0, 0.0, 8), (2.0, 0.0, 8)]
         ] * 2
+        assert all(step["seconds"] > 0 for rank in found for step in rank)
         with pytest.raises(runners.CellError, match="status 1: ValueError: enough"):
             side.steps(jobs[1])
         with pytest.raises(runners.CellError, match="not even one"):
@@ -253,17 +245,6 @@ def test_no_rank_outlives_a_bench_that_is_killed(tmp_path: Path) -> None:
             break
         time.sleep(0.05)
     assert not alive
-
-
-def test_trainings_that_wait_end_with_the_bench(tmp_path: Path) -> None:
-    layout = cells.Layout("x", "1", ("dp",))
-    with session.Session(runners.Loopback(), layout, 30) as side:
-        job = side.start(words("a", tmp_path / "log", 3))
-        assert not job.over
-        job.close()
-        with pytest.raises(runners.CellError, match="the bench ended before"):
-            job.over = True
-            side.steps(job)
 
 
 # ---- stored cells
@@ -325,11 +306,11 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[measure.Benc
     monkeypatch.setattr(measure, "network", network)
     monkeypatch.setattr(measure, "Session", side_by_side)
     monkeypatch.setattr(machine, "busy", lambda: 0.01)
-    options = measure.Options(
+    options = Namespace(
         data=tmp_path / "text", out=tmp_path / "out", sizes=SIZES, seed=0, busy=0.1, patience=0,
         force=False, loopback=False, timeout=10, processes=8,
     )  # fmt: skip
-    return measure.Bench(options, lambda _: None), fakes
+    return measure.Bench(options), fakes
 
 
 def test_arms_take_turns_and_are_measured_once(bench: tuple[measure.Bench, Fakes]) -> None:
@@ -353,7 +334,8 @@ def test_arms_take_turns_and_are_measured_once(bench: tuple[measure.Bench, Fakes
     assert sorted(map(str, there)) == sorted(map(str, records)) and there[0]["ratio"] is None
     rows = report.rows_of(there)
     assert [row["arm"] for row in rows if "failed" in row] == ["recommended"] * 3
-    assert "no such thing" in report.table(rows, "dp2") and "4 (4.00)" in report.table(rows, "dp2")
+    text = report.table_of(rows, "dp2")
+    assert "no such thing" in text and "4 (4.00)" in text
 
 
 def test_arms_that_do_not_fit_beside_come_in_parts(bench: tuple[measure.Bench, Fakes]) -> None:
@@ -374,25 +356,13 @@ def test_cells_of_fewer_steps_stay_and_of_too_few_are_measured_again(
 
     def other(steps: int) -> measure.Bench:
         sizes = replace(SIZES, warm=5, steps=steps)
-        return measure.Bench(replace(bench[0].options, sizes=sizes), bench[0].say)
+        return measure.Bench(Namespace(**{**vars(bench[0].options), "sizes": sizes}))
 
     assert len(other(2).run("dp2", arms, [1.0], 1)) == 2 and len(bench[1]) == 1
     assert [len(cell["steps"]) for cell in other(4).kept.everything()] == [3, 3]
     other(4).run("dp2", arms, [1.0], 1)
     assert [len(cell["steps"]) for cell in bench[0].kept.everything()] == [4, 4]
     assert len(bench[1]) == 2
-
-
-def test_a_long_session_says_how_far_it_is(
-    bench: tuple[measure.Bench, Fakes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    bench[0].say = said.append
-    bench[0].run("dp2", cells.arms_of("dp2", []), [1.0], 1)
-    assert len(said) == 2 and "side by side" in said[0] and said[1].startswith("1/1 dp2 r1")
-    monkeypatch.setattr(measure, "QUIET_S", 0.0)
-    bench[0].run("dp2", cells.arms_of("dp2", ["native fp32"]), [4.0], 1)
-    assert "dp2 r4: 1 of 2 started" in said and "dp2 r4: 5 of 5 steps" in said
 
 
 def test_links_of_another_kind_are_measured_again(

@@ -14,12 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
 from benchmarks import prepare_gpu, prove_on_gpu
 from benchmarks.gpu_proof import carried
+from tests.paths import ROOT
 
 
 def results(out: Path) -> Path:
@@ -160,18 +157,6 @@ def test_a_part_is_made_anew_or_not_at_all(
     assert prepare_gpu.main([*words, "90"]) == 0
     assert [path.name for path in (tmp_path / "carry" / "kernels").iterdir()] == ["90"]
     assert [path.name for path in (tmp_path / "carry").iterdir()] == ["kernels"]
-
-
-def test_what_a_wheel_needs_is_read_from_it(tmp_path: Path) -> None:
-    place = tmp_path / "thing-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(place, "w") as file:
-        file.writestr(
-            "thing-1.0.dist-info/METADATA",
-            "Name: thing\nRequires-Dist: thing-core==2.1; python_version > '3'\n",
-        )
-    assert prepare_gpu._needed(place, "thing_core") == "thing-core==2.1"
-    with pytest.raises(prepare_gpu.PrepareError, match="does not say which other it needs"):
-        prepare_gpu._needed(place, "other")
 
 
 @pytest.mark.nightly

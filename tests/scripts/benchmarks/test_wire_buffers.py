@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import bench_host as bench
+from benchmarks.gpu_bench import group_messages as kinds
+from benchmarks.gpu_bench.messages import ME, Messages, group_without_wire
+from hybridcomp.channels import Shards
 from hybridcomp.channels.accounting.rank_messages import (
     RankMessages,
     Way,
@@ -22,7 +24,6 @@ from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire import POOL, transport
 from tests.collectives.calls import all_reduce
 from tests.collectives.common import values_of
-from tests.paths import SCRIPTS
 from tests.ranks import RunRanks
 from tests.stand_ins.counted_staging import CountedStaging
 from tests.stand_ins.held import Held
@@ -36,24 +37,16 @@ WAYS: dict[str, Way] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("benchmarks.bench_host")
-
-
-@contextlib.contextmanager
-def group(bench: Any, fused: bool, ranks: int) -> Iterator[None]:
+def group(fused: bool, ranks: int) -> AbstractContextManager[None]:
     """Return a group without a wire, with this CPU's kernels or launches as on a GPU."""
-    with bench.as_on_a_gpu(ranks) if fused else bench.group_without_wire(ranks):
-        yield
+    return bench.as_on_a_gpu(ranks) if fused else group_without_wire(ranks)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("ranks", [4, 8, 64])
-def test_buffers_in_one_level(bench: Any, fused: bool, ranks: int) -> None:
-    with group(bench, fused, ranks):
-        made = bench.Messages(CODEC, torch.randn(N).bfloat16(), ranks)
+def test_buffers_in_one_level(fused: bool, ranks: int) -> None:
+    with group(fused, ranks):
+        made = Messages(CODEC, torch.randn(N).bfloat16(), ranks)
         runs = {**made.kinds(), **made.buckets()}
         for name, way in WAYS.items():
             sent = RankMessages((N,), way, torch.bfloat16, ranks, on_gpu=fused, copied=False)
@@ -64,13 +57,13 @@ def test_buffers_in_one_level(bench: Any, fused: bool, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_buffers_in_two_levels(bench: Any, fused: bool) -> None:
-    ranks, kinds = 8, importlib.import_module("benchmarks.gpu_bench.group_messages")
-    with group(bench, fused, ranks):
+def test_buffers_in_two_levels(fused: bool) -> None:
+    ranks = 8
+    with group(fused, ranks):
         made = kinds.GroupMessages(CODEC, torch.bfloat16, ranks)
         made.whole = made.stretch = torch.zeros(N, dtype=torch.bfloat16)
-        made.shards = kinds.Shards(made.whole, N // ranks)
-        made.shard = made.shards[kinds.ME]
+        made.shards = Shards(made.whole, N // ranks)
+        made.shard = made.shards[ME]
         column = 2 * N // kinds.WIDTH  # a gather between nodes allocates its result
         ways: tuple[tuple[Callable[[], object], Way, int], ...] = (
             (made.deep_all_reduce, "sum", 0), (made.deep_scatter, "scatter", 0),
@@ -101,9 +94,9 @@ def test_buffers_of_payloads_that_vary(on_ranks: RunRanks, name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 64])
-def test_copies_on_the_host(bench: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with group(bench, True, ranks):
-        made = bench.Messages(CODEC, torch.randn(N).bfloat16(), ranks)
+def test_copies_on_the_host(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with group(True, ranks):
+        made = Messages(CODEC, torch.randn(N).bfloat16(), ranks)
         runs = {**made.kinds(), **made.buckets()}
         for name, way in WAYS.items():
             staging = CountedStaging()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import getpass
-import hashlib
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests import built
 
 SOURCE = Path(__file__).resolve().parent / "device.cpp"
 #: environment variables: whether a process uses the stand-in, and its devices
@@ -37,7 +34,7 @@ def why_not() -> str:
         return "torch is not installed"
     if (Path(found.origin).parent / "lib" / "libtorch_cuda.so").exists():
         return "torch is built with CUDA: the tests marked gpu are for it"
-    return "" if _compiler() else "no C++ compiler"
+    return "" if built.compiler() else "no C++ compiler"
 
 
 def begin() -> None:
@@ -47,7 +44,7 @@ def begin() -> None:
     root = _torch()
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
         ctypes.CDLL(str(root / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(built()))
+    ctypes.CDLL(str(library()))
     from tests.stand_ins.cuda import attention, kernels, nccl, surface
 
     surface.place()
@@ -67,39 +64,17 @@ def take_device() -> None:
     elsewhere.place()
 
 
-def built() -> Path:
+def library() -> Path:
     """Build the library if needed; all ranks of this user and torch share it."""
-    from importlib.metadata import version
-
-    digest = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"hybridcomp-cuda-{getpass.getuser()}-{digest}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / "device.so"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.is_file():
-            _build(library)
-    return library
-
-
-def _build(library: Path) -> None:
-    root, partial = _torch(), library.with_suffix(f".{os.getpid()}")
-    include = root / "include"
-    command = [
-        str(_compiler()), "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{include}",
-        f"-I{include / 'torch/csrc/api/include'}", "-o", str(partial), str(SOURCE),
-        f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch",
+    include, root = _torch() / "include", _torch() / "lib"
+    arguments = [
+        "-std=c++20", "-O1", f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
+        str(SOURCE), f"-L{root}", "-lc10", "-ltorch_cpu", "-ltorch",
     ]  # fmt: skip
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    partial.replace(library)
+    return built.library("device", SOURCE.read_bytes() + version("torch").encode(), arguments)
 
 
 def _torch() -> Path:
     found = find_spec("torch")
     assert found is not None and found.origin is not None
     return Path(found.origin).parent
-
-
-def _compiler() -> str | None:
-    return shutil.which("g++") or shutil.which("clang++")

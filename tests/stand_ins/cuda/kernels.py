@@ -15,6 +15,7 @@ class DeviceLauncher(EmulatedLauncher):
     """Launches in the emulator, with words on one device, which has to be current."""
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self._device = torch.device("cuda", index)
 
     def zeros(self, words: int) -> Tensor:

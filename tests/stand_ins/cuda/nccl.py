@@ -181,6 +181,23 @@ class HostNccl(Base):  # type: ignore[misc]
             self._wires[name] = Wire(whole, self._store_of, me, ranks, self._limit)
         return self._wires[name]
 
+    def _agreed(
+        self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], action: Action,
+        like: Sequence[Tensor] | None = None, **more: Any,
+    ) -> Posted:  # fmt: skip
+        """Post a message for which all ranks have to say the same.
+
+        Dtypes and lengths are those of ``like``; default: ``reads``.
+        """
+        wire = self._wire()
+        each = [[str(t.dtype), t.numel()] for t in (reads if like is None else like)]
+
+        def run(values: list[Tensor]) -> Sequence[Tensor]:
+            wire.agree({"what": what, "each": each, **more})
+            return action(values)
+
+        return self._post(what, reads, writes, run)
+
     def _post(
         self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], action: Action,
         wire: Wire | None = None,
@@ -269,32 +286,30 @@ class HostNccl(Base):  # type: ignore[misc]
         op, wire = _op(opts), self._wire()
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": what, "op": op, "each": _said(values)})
             return [combined(wire.gather(value), op) for value in values]
 
-        return self._post(what, tensors, tensors, action)
+        return self._agreed(what, tensors, tensors, action, op=op)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Posted:
         op, wire, root = _op(opts), self._wire(), opts.rootRank
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": "reduce", "op": op, "each": _said(values), "root": root})
             rows = wire.gather(values[0])
             return [combined(rows, op)] if self._rank == root else []
 
-        return self._post("reduce", tensors, tensors if self._rank == root else [], action)
+        writes = tensors if self._rank == root else []
+        return self._agreed("reduce", tensors, writes, action, op=op, root=root)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Posted:
         wire, root = self._wire(), opts.rootRank
         mine = self._rank == root
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": "broadcast", "each": sizes, "root": root})
             rows = wire.gather(values[0] if mine else torch.zeros_like(host(tensors[0])))
             return [] if mine else [rows[root]]
 
-        sizes = _said(tensors)
-        return self._post("broadcast", tensors if mine else [], [] if mine else tensors, action)
+        reads, writes = (tensors, []) if mine else ([], tensors)
+        return self._agreed("broadcast", reads, writes, action, tensors, root=root)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -305,12 +320,10 @@ class HostNccl(Base):  # type: ignore[misc]
         wire = self._wire()  # uneven: torch broadcasts each in one group of calls
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": "all_gather, uneven", "each": sizes})
             found = [torch.empty_like(host(t)) for t in rooms]
             return wire.swap([values[0]] * self._size, found)
 
-        sizes = _said(rooms)
-        return self._post("all_gather, uneven", [own], rooms, action)
+        return self._agreed("all_gather, uneven", [own], rooms, action, rooms)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Posted:
         return self._gathered("all_gather_single", [output], [given], 1)
@@ -340,13 +353,12 @@ class HostNccl(Base):  # type: ignore[misc]
                     raise ValueError(f"{what}: output is not of {self._size} inputs")
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": what, "each": _said(values)})
             found = [wire.gather(value) for value in values]
             return found[0] if parts > 1 or what == "all_gather" else [
                 torch.stack(rows) for rows in found
             ]  # fmt: skip
 
-        return self._post(what, inputs, outputs, action)
+        return self._agreed(what, inputs, outputs, action)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -354,11 +366,10 @@ class HostNccl(Base):  # type: ignore[misc]
         (given,), op, wire = inputs, _op(opts), self._wire()
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": "reduce_scatter", "op": op, "each": _said(values)})
             rows = [wire.gather(value) for value in values]
             return [combined(rows[self._rank], op)]
 
-        return self._post("reduce_scatter", given, outputs, action)
+        return self._agreed("reduce_scatter", given, outputs, action, op=op)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Posted:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
@@ -372,14 +383,13 @@ class HostNccl(Base):  # type: ignore[misc]
                 raise ValueError(f"{what}: the input is not of {self._size} outputs")
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": what, "op": op, "each": _said(values)})
             found = []
             for value in values:
                 rows = [row.reshape(-1).chunk(self._size) for row in wire.gather(value)]
                 found.append(combined([row[self._rank] for row in rows], op))
             return found
 
-        return self._post(what, inputs, outputs, action)
+        return self._agreed(what, inputs, outputs, action, op=op)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -432,26 +442,23 @@ class HostNccl(Base):  # type: ignore[misc]
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Posted:
         wire, mine = self._wire(), self._rank == opts.rootRank
-        rooms = outputs[0] if mine else []
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            wire.agree({"what": "gather", "each": _said(values), "root": opts.rootRank})
             found = wire.gather(values[0])
             return found if mine else []
 
-        return self._post("gather", inputs, rooms, action)
+        rooms = outputs[0] if mine else []
+        return self._agreed("gather", inputs, rooms, action, root=opts.rootRank)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Posted:
         wire, mine, root = self._wire(), self._rank == opts.rootRank, opts.rootRank
-        given = inputs[0] if mine else []
+        given, own = inputs[0] if mine else [], host(outputs[0])
 
         def action(values: list[Tensor]) -> list[Tensor]:
-            own = torch.empty_like(host(outputs[0]))
-            wire.agree({"what": "scatter", "nbytes": own.nbytes, "root": root})
             stack = torch.stack(values) if mine else torch.zeros((self._size, *own.shape)).to(own)
             return [wire.gather(stack)[root][self._rank]]
 
-        return self._post("scatter", given, outputs, action)
+        return self._agreed("scatter", given, outputs, action, outputs, root=root)
 
     def barrier(self, opts: Any = None) -> Posted:
         """All-reduce a word on the current device."""
@@ -539,10 +546,6 @@ def _op(opts: Any) -> str:
         if opts.reduceOp == getattr(Op, name):
             return name
     raise RuntimeError(f"the stand-in has no {opts.reduceOp}")
-
-
-def _said(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    return [[str(t.dtype), t.numel()] for t in tensors]
 
 
 def _overlaps_none(tensor: Tensor, places: set[tuple[int, int]]) -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -23,16 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from hybridcomp import kernels
 from hybridcomp.collectives.wire import payload_sizes, transport
 from hybridcomp.kernels.cuda import CudaKernels
+from tests import built
 from tests.stand_ins.gpu.machine import DEVICE, Gpu, Message
 from tests.stand_ins.gpu.memory import Clock, Stream
-
-#: gives torch a device guard for GPUs, which a build without CUDA lacks
-GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10::impl {
-C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>)
-}
-"""
 
 
 class CudaStream:
@@ -103,20 +93,15 @@ class Future:
 @cache
 def _guard() -> None:
     """Register the guard in this process."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    if built.compiler() is None:
         pytest.skip("no C++ compiler")
     root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
-        source.write_text(GUARD)
-        command = [
-            compiler, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{root / 'include'}",
-            "-o", str(library), str(source), f"-L{root / 'lib'}", "-lc10",
-        ]  # fmt: skip
-        found = subprocess.run(command, capture_output=True, text=True)
-        assert found.returncode == 0, found.stderr
-        ctypes.CDLL(str(library))
+    source = Path(__file__).resolve().parent / "guard.cpp"
+    arguments = [
+        "-std=c++20", "-O0", f"-I{root / 'include'}", str(source), f"-L{root / 'lib'}", "-lc10",
+    ]  # fmt: skip
+    made_of = source.read_bytes() + torch.__version__.encode()
+    ctypes.CDLL(str(built.library("guard", made_of, arguments)))
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +21,28 @@ from tests.paths import ROOT
 CONFIGS = ROOT / "configs"
 
 
-def write(folder: Path, content: Any) -> str:
-    path = folder / "ds_config.json"
-    path.write_text(json.dumps(content))
-    return str(path)
-
-
 def test_validate_prints_the_resolved_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    said_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = CONFIGS / "ds_zero2_recommended.json"
     assert cli.main(["validate", str(path), "--world-size", "2", "--no-pipeline"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{path}: valid\n")
     assert "dp            blockint(bits=4)" in out and "error feedback" not in out
-    feedback = write(tmp_path, {"preset": "recommended", "dp": {"error_feedback": True}})
-    assert cli.main(["validate", feedback]) == 0
-    assert "less than bf16, error feedback" in capsys.readouterr().out
+    feedback = said_of("validate", {"preset": "recommended", "dp": {"error_feedback": True}})
+    assert "less than bf16, error feedback" in feedback
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("ds_*.json")), ids=lambda p: p.stem)
-def test_validate_accepts_every_committed_file(path: Path) -> None:
-    flags = ["--pipeline"] if "pipe" in path.stem else ["--no-pipeline"]
-    assert cli.main(["validate", str(path), "--no-moe", *flags]) == 0
+@pytest.mark.parametrize(
+    "path", sorted([*CONFIGS.glob("ds_*.json"), *CONFIGS.glob("neox/*.yml")]), ids=lambda p: p.stem
+)
+def test_validate_accepts_every_committed_file(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--no-moe", "--pipeline" if "pipe" in path.stem else "--no-pipeline"]
+    assert cli.main(["validate", str(path), *(flags if path.suffix == ".json" else [])]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith((f"{path}: valid\n", f'{path}: there is no "compression" block'))
 
 
 @pytest.mark.parametrize(
@@ -59,76 +60,77 @@ def test_validate_accepts_every_committed_file(path: Path) -> None:
             [],
             'compression.dp: found "zero_optimization.reduce_scatter": false',
         ),
-    ],
-)
-def test_validate_refuses_in_one_line(
-    content: Any,
-    flags: list[str],
-    fragment: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["validate", write(tmp_path, content), *flags]) == cli.BAD_INPUT
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert fragment in captured.err
-
-
-def test_validate_says_that_a_ledger_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": f"{tmp_path}/none/ledger.jsonl"}})
-    assert cli.main(["validate", file]) == 0
-    assert "cannot be written" not in capsys.readouterr().out  # the folder would be created
-    file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": str(tmp_path)}})
-    assert cli.main(["validate", file]) == 0
-    said = capsys.readouterr().out
-    assert f"compression.ledger.jsonl: {tmp_path} cannot be written here (Is a directory)" in said
-
-
-def test_validate_bare_block_and_no_block(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["validate", write(tmp_path, {"preset": "recommended", "tp": "none"})]) == 0
-    assert "valid (a bare block)" in capsys.readouterr().out
-    assert cli.main(["validate", write(tmp_path, {"train_batch_size": 8})]) == 0
-    assert 'there is no "compression" block' in capsys.readouterr().out
-    off = {"compression": {"preset": "recommended", "enabled": False}}
-    assert cli.main(["validate", write(tmp_path, off)]) == 0
-    assert "the block is not enabled" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("neox/*.yml")), ids=lambda p: p.stem)
-def test_validate_reads_the_block_of_a_gpt_neox_file(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["validate", str(path)]) == 0
-    assert f"{path}: valid\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "fragment"),
-    [
         (
-            {"zero_optimization": {"stage": 1, "compression": {"dp": "bf16"}}},
+            {"zero_optimization": {"stage": 1, "compression": {"dp": "bf16"}}}, [],
             "zero_optimization.compression: found 'a block where nothing reads it'",
         ),
-        ({"deepspeed_extra_args": {"compression": {"dp": "rdx"}}}, "compression.dp.codec: found"),
+        (
+            {"deepspeed_extra_args": {"compression": {"dp": "rdx"}}}, [],
+            "compression.dp.codec: found",
+        ),
         (
             {
                 "deepspeed_extra_args": {"compression": {"tp": "bf16"}},
                 "model_parallel_size": 2, "te_mha": True,
             },
+            [],
             "compression.tp: found layers of Transformer Engine",
+        ),
+        (
+            {"compression": {"dp": "bf16", "ledger": "ledger.jsonl"}}, [],
+            'expected an object; write {"jsonl": "ledger.jsonl"}',
+        ),
+        (
+            {"dp": "blockint", "hierarchy": [8, 4]}, ["--world-size", "48"],
+            "compression.hierarchy: found [8, 4]; the job has 6 nodes, no multiple of 4",
         ),
     ],
 )  # fmt: skip
-def test_validate_finds_blocks_that_are_elsewhere(
-    content: Any, fragment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_validate_refuses_in_one_line(
+    content: Any, flags: list[str], fragment: str, said_of: Callable[..., str]
 ) -> None:
-    assert cli.main(["validate", write(tmp_path, content)]) == cli.BAD_INPUT
-    assert fragment in capsys.readouterr().err
+    error = said_of("validate", content, *flags, status=cli.BAD_INPUT)
+    assert fragment in error and error.count("\n") == 1
+
+
+def test_validate_says_that_a_ledger_cannot_be_written(
+    tmp_path: Path, said_of: Callable[..., str]
+) -> None:
+    to = f"{tmp_path}/none/ledger.jsonl"  # the folder would be created
+    said = said_of("validate", {"dp": "bf16", "ledger": {"jsonl": to}})
+    assert "cannot be written" not in said
+    said = said_of("validate", {"dp": "bf16", "ledger": {"jsonl": str(tmp_path)}})
+    assert f"compression.ledger.jsonl: {tmp_path} cannot be written here (Is a directory)" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "fragment"),
+    [
+        ({"preset": "recommended", "tp": "none"}, [], "valid (a bare block)"),
+        ({"train_batch_size": 8}, [], 'there is no "compression" block'),
+        (
+            {"compression": {"preset": "recommended", "enabled": False}}, [],
+            "the block is not enabled",
+        ),
+        (
+            '{"compression": {"dp": "bf16"} // gradients\n}', [],
+            "Hugging Face's Trainer and Accelerate read JSON only",
+        ),
+        (
+            {"bf16": {"enabled": True}, "compression": {"preset": "zhybrid"}}, [],
+            "note: zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing",
+        ),
+        ({"compression": {"preset": "zhybrid"}}, ["1"], "note: dp, zero, tp, pp: one rank"),
+        (
+            {"dp": "blockint", "hierarchy": [8, 4]}, ["64"], "nodes of 8 ranks, units of 4 nodes",
+        ),
+    ],
+)  # fmt: skip
+def test_validate_says_what_a_file_means(
+    content: Any, words: list[str], fragment: str, said_of: Callable[..., str]
+) -> None:
+    ranks = ["--world-size", *words] if words else []
+    assert fragment in said_of("validate", content, *ranks)
 
 
 @pytest.mark.parametrize(
@@ -140,26 +142,15 @@ def test_validate_finds_blocks_that_are_elsewhere(
     ],
 )
 def test_validate_ends_with_the_command_that_starts_the_job(
-    content: Any, start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: Any, start: str, tmp_path: Path, said_of: Callable[..., str]
 ) -> None:
-    path = write(tmp_path, content)
-    assert cli.main(["validate", path]) == 0
-    _, _, end = capsys.readouterr().out.partition("start with  ")
-    assert start in end and path in end
+    _, _, end = said_of("validate", content).partition("start with  ")
+    assert start in end and str(tmp_path / "ds_config.json") in end
     assert end.endswith("started in another way, the job compresses nothing\n")
 
 
-def test_validate_tells_files_that_only_deepspeed_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"compression": {"dp": "bf16"} // gradients\n}')
-    assert cli.main(["validate", str(path)]) == 0
-    assert "Hugging Face's Trainer and Accelerate read JSON only" in capsys.readouterr().out
-
-
 def test_validate_says_what_a_resumed_job_takes_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, said_of: Callable[..., str]
 ) -> None:
     feedback = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
     folder, other = tmp_path / "run" / "global_step5", tmp_path / "plain"
@@ -168,22 +159,33 @@ def test_validate_says_what_a_resumed_job_takes_over(
     checkpoint_note.write(folder, config, 5, 1, [checkpoint_note.RESIDUALS])
     (tmp_path / "run" / "latest").write_text("global_step5")
     words = ["--checkpoint", str(tmp_path / "run")]
-    path = write(tmp_path, {"compression": {**feedback, "min_bytes": 7}})
-    assert cli.main(["validate", path, *words]) == cli.BAD_INPUT
-    assert "no hybridcomp_residuals_rank_00000.pt" in capsys.readouterr().err
+    job = {"compression": {**feedback, "min_bytes": 7}}
+    lacking = said_of("validate", job, *words, status=cli.BAD_INPUT)
+    assert "no hybridcomp_residuals_rank_00000.pt" in lacking
     (folder / "hybridcomp_residuals_rank_00000.pt").touch()
-    assert cli.main(["validate", path, *words]) == 0
-    out = capsys.readouterr().out
+    out = said_of("validate", job, *words)
     assert f"checkpoint {folder}: step 5 of 1 ranks" in out
     assert "note: compression.min_bytes is 7, and was 65536 in that run" in out
     assert "takes over: what error feedback has left out so far" in out and "WARNING" not in out
     for content in ({"train_batch_size": 8}, {"compression": {"dp": "bf16"}}):
-        assert cli.main(["validate", write(tmp_path, content), *words]) == 0
-        assert "WARNING" in capsys.readouterr().out
-    assert cli.main(["validate", path, "--checkpoint", str(other)]) == 0
-    assert "residuals start at zero" in capsys.readouterr().out
-    assert cli.main(["validate", path, "--checkpoint", str(tmp_path / "no")]) == cli.BAD_INPUT
-    assert "expected the folder of a checkpoint" in capsys.readouterr().err
+        assert "WARNING" in said_of("validate", content, *words)
+    plain = said_of("validate", job, "--checkpoint", str(other))
+    assert "residuals start at zero" in plain
+    none = ["--checkpoint", str(tmp_path / "no")]
+    error = said_of("validate", job, *none, status=cli.BAD_INPUT)
+    assert "expected the folder of a checkpoint" in error
+
+
+def assert_has_seams(shown: str) -> None:
+    head, *rows = shown.splitlines()
+    assert head.split() == ["dimension", "what", "upstream"]
+    assert {"offload", "tp"} <= {row.split()[0] for row in rows}
+    assert "`" not in shown and "|" not in shown, "Markdown is for pages"
+
+
+def test_seams_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["seams"]) == 0
+    assert_has_seams(capsys.readouterr().out)
 
 
 def without_deepspeed(*commands: list[str]) -> subprocess.CompletedProcess[str]:
@@ -207,15 +209,13 @@ def without_deepspeed(*commands: list[str]) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_seams_are_listed_and_files_validated_without_deepspeed() -> None:
     file = str(CONFIGS / "ds_zero3_recommended.json")
     found = without_deepspeed(["seams"], ["validate", file])
     assert found.returncode == 0, found.stderr
     seams, valid, _ = found.stdout.split("=" * 9)
-    head, *rows = seams.splitlines()
-    assert head.split() == ["dimension", "what", "upstream"]
-    assert {"offload", "tp"} <= {row.split()[0] for row in rows}
-    assert "`" not in seams and "|" not in seams, "Markdown is for pages"
+    assert_has_seams(seams)
     assert "importing torch" in found.stderr
     assert f"{file}: valid" in valid
     assert "note: DeepSpeed is not installed here: the file is read as 0.19.8" in valid
@@ -228,25 +228,6 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True
     )
     assert (found.returncode, found.stdout, found.stderr) == (0, "{\n", "")
-
-
-def test_validate_shows_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = {"bf16": {"enabled": True}, "compression": {"preset": "zhybrid"}}
-    assert cli.main(["validate", write(tmp_path, content), "--world-size", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "note: zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing" in out
-    assert "note: dp, zero, tp, pp: one rank" in out
-
-
-def test_validate_holds_levels_to_the_number_of_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, {"dp": "blockint", "hierarchy": [8, 4]})
-    assert cli.main(["validate", path, "--world-size", "64"]) == 0
-    assert "nodes of 8 ranks, units of 4 nodes" in capsys.readouterr().out
-    assert cli.main(["validate", path, "--world-size", "48"]) != 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "compression.hierarchy: found [8, 4]; the job has 6 nodes, no multiple of 4" in line
 
 
 def test_schema_is_printed_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,34 +295,28 @@ def test_missing_file_and_missing_command(
     ],
 )
 def test_validate_finds_the_right_line(
-    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str, said: str, said_of: Callable[..., str]
 ) -> None:
     """YAML blocks had been read as Hjson, and keys that DeepSpeed ignores were accepted."""
     pytest.importorskip("yaml")
-    (tmp_path / name).write_text(text)
-    assert cli.main(["validate", str(tmp_path / name)]) == cli.BAD_INPUT
-    error = capsys.readouterr().err
+    error = said_of("validate", text, status=cli.BAD_INPUT, file=name)
     assert said in error and error.count("\n") == 1
 
 
-def test_validate_reads_yaml_in_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_reads_yaml_in_blocks(said_of: Callable[..., str]) -> None:
     pytest.importorskip("yaml")
-    path = tmp_path / "neox.yml"
-    path.write_text(
+    text = (
         "num-layers: 4\npipe-parallel-size: 2\ndeepspeed-extra-args:\n  compression:\n"
         "    dp:\n      codec: blockint\n      bits: 4  # as planned\n"
     )
-    assert cli.main(["validate", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = said_of("validate", text, file="neox.yml")
     assert ": valid\n" in said and "blockint(bits=4)" in said
     assert "python -m hybridcomp.patches.neox" in said
-    block = tmp_path / "block.yaml"
-    block.write_text("preset: recommended\ntp: none\n")
-    assert cli.main(["validate", str(block)]) == 0
-    assert "valid (a bare block)" in capsys.readouterr().out
+    block = said_of("validate", "preset: recommended\ntp: none\n", file="block.yaml")
+    assert "valid (a bare block)" in block
 
 
-def test_keys_of_deepspeed_are_not_taken_for_misspelt_ones(tmp_path: Path) -> None:
+def test_keys_of_deepspeed_are_not_taken_for_misspelt_ones(said_of: Callable[..., str]) -> None:
     keys = {
         "gradient_accumulation_dtype": "fp32", "bfloat16": {}, "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True, "gradient_predivide_factor": 1.0,
@@ -350,8 +325,7 @@ def test_keys_of_deepspeed_are_not_taken_for_misspelt_ones(tmp_path: Path) -> No
         "checkpoint": {}, "compile": {}, "pipeline": {}, "activation_checkpointing": {},
         "wall_clock_breakdown": False,
     }  # fmt: skip
-    path = write(tmp_path, {"compression": {"dp": "bf16"}, **keys})
-    assert cli.main(["validate", path]) == 0
+    assert said_of("validate", {"compression": {"dp": "bf16"}, **keys})
 
 
 def test_help_needs_no_torch() -> None:
@@ -372,8 +346,6 @@ def test_help_says_what_hybridcomp_is(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_page_of_commands_has_those_of_the_command_line() -> None:
-    import re
-
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     on_page = set(
         re.findall(
@@ -382,12 +354,3 @@ def test_the_page_of_commands_has_those_of_the_command_line() -> None:
     )
     choices = next(one.choices for one in cli._parser()._actions if one.dest == "==SUPPRESS==")
     assert choices is not None and on_page - {"run", "neox"} == set(choices)
-
-
-def test_a_ledger_of_a_name_is_told_how_to_write_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, {"compression": {"dp": "bf16", "ledger": "ledger.jsonl"}})
-    assert cli.main(["validate", path]) == cli.BAD_INPUT
-    said = capsys.readouterr().err
-    assert 'expected an object; write {"jsonl": "ledger.jsonl"}' in said

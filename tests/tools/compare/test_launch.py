@@ -164,7 +164,7 @@ def test_mistakes_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["[1]", "null", "3", '"a"', '{"wandb": true}'])
+@pytest.mark.parametrize("text", ["[1]", "null", '{"wandb": true}'])
 def test_a_file_that_holds_no_settings_is_one_line(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

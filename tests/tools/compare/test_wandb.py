@@ -78,9 +78,9 @@ run.finish()
 
 # runs that stopped after 20 steps and were resumed, offline, from a checkpoint of step 15
 import time
-for name in ("samples", "rows"):
-    os.makedirs(f"{folder}/{name}")
-    for part, steps, loss in ((0, range(1, 21), 4.0), (1, range(16, 31), 3.0)):
+for part, steps, loss in ((0, range(1, 21), 4.0), (1, range(16, 31), 3.0)):
+    for name in ("samples", "rows"):
+        os.makedirs(f"{folder}/{name}", exist_ok=True)
         run = wandb.init(project="p", id=f"same-{name}", name=name, mode="offline",
                          dir=f"{folder}/{name}", resume="allow",
                          config={"seed": 7, "model_type": "gpt2", "batch": part},
@@ -93,7 +93,7 @@ for name in ("samples", "rows"):
             else:  # Hugging Face's Trainer: W&B numbers the rows
                 run.log({"train/loss": loss, "train/global_step": step, **values})
         run.finish()
-        time.sleep(1.1)  # folders are named by the second
+    time.sleep(1.1)  # folders are named by the second
 """
 
 

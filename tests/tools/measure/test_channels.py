@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.tools.measure.channels import MESSAGES, Name, channels_of, runner
+from hybridcomp.tools.measure.channels import MESSAGES, channels_of, runner
 from hybridcomp.tools.measure.clock import HostCallClock
 from hybridcomp.tools.measure.links import Key, in_turns
 from hybridcomp.tools.measure.team import Team, connected, shapes_of
-from hybridcomp.tools.plan.machines.rows import Operation
 from tests.ranks import RunRanks
 
 #: values of a message, for native and encoded
@@ -78,10 +76,3 @@ def test_turns_go_there_and_back(on_ranks: RunRanks) -> None:
     names = ["", "none", "expcode()"]
     (first, second), (others, _) = on_ranks(2, turned, names)
     assert (first, second, others) == (names, names[::-1], [])
-
-
-@pytest.mark.parametrize("wanted", MESSAGES)
-def test_dimensions_are_those_of_the_block(wanted: tuple[Name, Operation]) -> None:
-    codecs = channels_of("expcode", {}).policy.codecs
-    assert {name for (name, _), codec in codecs.items() if codec} == {"tp", "pp", "ep", "cp"}
-    assert str(codecs[wanted[0], "forward"]) == str(codecs[wanted[0], "backward"])

@@ -10,10 +10,11 @@ import torch
 
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.tools.measure import links
-from hybridcomp.tools.measure.clock import LEAST, LEAST_LONG, LONG_S, HostCallClock, least_calls
+from hybridcomp.tools.measure.clock import LEAST, LEAST_LONG, LONG_S, least_calls
 from hybridcomp.tools.measure.links import LONG_NBYTES, LONG_SHARE, PATIENCE, Key, _patience, timed
 from hybridcomp.tools.measure.team import GroupShape, Team
 from hybridcomp.tools.plan.machines.rows import Beside, Operation
+from tests.tools.measure.test_clock import Told
 
 ALL = GroupShape(4, 4, ((0, 1, 2, 3),))
 
@@ -34,24 +35,9 @@ def test_long_messages_of_gradients_may_take_a_share_of_the_whole(
 ) -> None:
     part: Any = SimpleNamespace(whole_s=40.0)
     expected = LONG_SHARE * 40.0 if long else PATIENCE * 0.2
-    assert _patience(nbytes, Key(operation, ALL, beside), 0.2, part) == pytest.approx(expected)
-
-
-def test_a_large_allowance_counts_where_it_is_more() -> None:
-    part: Any = SimpleNamespace(whole_s=10.0)
-    assert _patience(LONG_NBYTES, Key("all_reduce", ALL, "alone"), 3.0, part) == 3.0 * PATIENCE
-
-
-class _Slow(HostCallClock):
-    """A clock by which every call takes ``call_s``."""
-
-    def __init__(self, call_s: float) -> None:
-        super().__init__()
-        self.call_s, self.calls = call_s, 0
-
-    def seconds(self, run: object, times: int = 1) -> float:
-        self.calls += 1
-        return self.call_s
+    key = Key(operation, ALL, beside)
+    assert _patience(nbytes, key, 0.2, part) == pytest.approx(expected)
+    assert _patience(nbytes, key, 30.0, part) == 30.0 * PATIENCE, "a large allowance counts"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +48,7 @@ def test_calls_that_take_long_are_few(seconds: float, calls: int) -> None:
     assert least_calls(seconds) == calls
     team = Team(torch.device("cpu"), Nodes([0], "the test"))
     key = Key("all_reduce", GroupShape(1, 1, ((0,),), (0,)), "alone")
-    alone, in_turns = _Slow(seconds), _Slow(seconds)
+    alone, in_turns = Told(seconds), Told(seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Team, "world_size", 1)
         found = timed(team, alone, lambda: None, key, 0.0, (lambda: None, 1.0))

@@ -23,6 +23,7 @@ from hybridcomp.session import closing
 from hybridcomp.tools.commands import cli, doctor
 from hybridcomp.tools.measure import (
     channels,
+    clock,
     coders,
     command,
     kernels,
@@ -30,6 +31,7 @@ from hybridcomp.tools.measure import (
     messages,
     options,
     report,
+    run,
     trainings,
 )
 from hybridcomp.tools.measure.block import BlockSize, TransformerBlock
@@ -40,6 +42,7 @@ from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.rows import Coding, Copy, Rank
 from tests.ranks import RunRanks, run_ranks
+from tests.tools.measure.test_clock import Told
 
 SMALL = kernels.TimedSizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
 
@@ -54,7 +57,11 @@ def little(stages: tuple[int, ...] = ()) -> Iterator[None]:
         mock.patch.dict(coders.NUMELS, {"cpu": (1 << 10, 1 << 12, 1 << 14)}),
         mock.patch.dict(coders.COPIES, {"cpu": (1 << 12,)}),
         mock.patch.dict(coders.SIDE, {"cpu": 64}),
-        mock.patch.object(links, "SIZES", (1 << 12, 1 << 14, 1 << 16)),
+        mock.patch.object(clock, "LEAST", 1),
+        mock.patch.object(clock, "MOST", 2),
+        mock.patch.object(links, "LEAST", 1),
+        mock.patch.object(links, "MOST", 2),
+        mock.patch.object(links, "SIZES", (1 << 12, 1 << 14)),
         mock.patch.object(links, "BUSY_SIZES", (1 << 14,)),
         mock.patch.object(messages, "NUMELS", (1 << 10, 1 << 13)),
         mock.patch.dict(channels.NUMELS, {"cpu": (1 << 10, 1 << 13)}),
@@ -201,14 +208,6 @@ def slow_last() -> tuple[float, ...]:
     return Cluster(cluster_ranks(2), kernels=tuple(rows)).speeds
 
 
-class Slow(HostCallClock):
-    """Says that every call takes a second."""
-
-    def seconds(self, run: Run, times: int = 1) -> float:
-        run()
-        return 1.0
-
-
 class NoTime(MeasuredPart):
     """A part whose time is over."""
 
@@ -226,7 +225,7 @@ def in_no_time() -> list[list[tuple[Any, str]]]:
     found = []
     for named in (sizes, ()):
         with mock.patch.object(kernels, "CPU", kernels.TimedSizes((), sizes, (), (64, 128))):
-            rows = kernels.kernel_rows(team, Slow(), NoTime(), named)
+            rows = kernels.kernel_rows(team, Told(1.0), NoTime(), named)
         found.append([(row.kind, row.note) for row in rows if row.dtype == "fp32"])
     return found
 
@@ -340,7 +339,10 @@ def test_a_block_that_no_rank_has_room_for_is_refused(on_ranks: RunRanks) -> Non
 
 
 def measured_sites() -> Cluster:
-    with little():
+    """Measure links and uplinks alone."""
+    rows = dict.fromkeys(("kernel_rows", "coding_rows", "copy_rows"), lambda *_: [])
+    both = dict.fromkeys(("message_rows", "channel_rows"), lambda *_: ([], []))
+    with little(), mock.patch.multiple(run, **rows, **both):
         return measure(torch.device("cpu"), 0.3, hierarchy=[1, 2])
 
 
@@ -349,7 +351,7 @@ def test_uplinks_of_sites_are_timed_and_planned_with(on_ranks: RunRanks, tmp_pat
     cluster, *others = on_ranks(4, measured_sites)
     assert all(other == cluster for other in others) and cluster.nodes_per_site == 2
     assert {(row.operation, row.beside) for row in cluster.uplinks} == {("send", "groups")}
-    assert {row.nbytes for row in cluster.uplinks} <= {2 << 12, 2 << 14, 2 << 16}
+    assert {row.nbytes for row in cluster.uplinks} <= {2 << 12, 2 << 14}
     assert (2 << 12) in {row.nbytes for row in cluster.uplinks}
     assert any(line.startswith("uplink of a site of 2 nodes: ") for line in report.lines(cluster))
     file = tmp_path / "cluster.json"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from doc_pages import bits
 from hybridcomp.config import CompressionConfig
-from hybridcomp.tools.commands import cli
 from hybridcomp.tools.plan import bits_between
 from hybridcomp.tools.plan.bits_between import JobTraffic
 from hybridcomp.tools.plan.choices import Choices
@@ -28,11 +26,15 @@ from tests.tools.plan.search.test_copies import machines
 
 RECOMMENDED = CompressionConfig.parse({"preset": "recommended"})
 FP32 = torch.float32
+JOB: dict[str, Any] = {
+    "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+    "train_micro_batch_size_per_gpu": 1,
+}  # fmt: skip
 #: job of README's table -> the planner's
 SAME = {
     "zero0": JobTraffic(0), "zero1": JobTraffic(1), "zero3_twice": JobTraffic(3),
     "hpz": JobTraffic(3, copy="native"), "ddp": JobTraffic(0, FP32, FP32),
-    "fsdp2": JobTraffic(3, summed=FP32),
+    "fsdp2": JobTraffic(3, summed=FP32), "hsdp_bf16": JobTraffic(3, shards_in_node=True),
 }  # fmt: skip
 
 
@@ -115,9 +117,7 @@ ADAPTERS = 15_062_528, 0.9793, {"gathered": 42.745, "device": 1.2124}
 
 
 @pytest.mark.parametrize("kept", ["gathered", "device"])
-def test_frozen_once_sends_what_interfaces_counted(
-    kept: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_frozen_once_sends_what_interfaces_counted(kept: Any, said_of: Callable[..., str]) -> None:
     """By validate's bits, pays' bytes and the planner's.
 
     Natively 7 % less was counted, as the frozen embedding has no backward pass, and with what is
@@ -128,15 +128,10 @@ def test_frozen_once_sends_what_interfaces_counted(
     job = JobTraffic(3, frozen=frozen, frozen_kept=kept == "device")
     assert 3 / 4 * job.native() * numel / 8e6 * spare == pytest.approx(counted[kept], rel=0.01)
 
-    path = tmp_path / "ds_config.json"
     block = {"zero": {"frozen": kept}} if kept == "device" else {"preset": "none"}
-    path.write_text(json.dumps({
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
-        "train_micro_batch_size_per_gpu": 1, "compression": block,
-    }))  # fmt: skip
     words = ["--ranks", "4", "--parameters", str(numel), "--compute", "1", "--link", "0.1"]
-    assert cli.main(["pays", str(path), *words, "--frozen", str(frozen)]) == 0
-    said = re.search(r"natively and ([\d.]+) MB encoded", capsys.readouterr().out)
+    shown = said_of("pays", {**JOB, "compression": block}, *words, "--frozen", str(frozen))
+    said = re.search(r"natively and ([\d.]+) MB encoded", shown)
     if kept == "device":
         assert said and float(said[1]) * spare == pytest.approx(counted[kept], rel=0.01)
 
@@ -151,25 +146,11 @@ def test_frozen_once_sends_what_interfaces_counted(
 
 @pytest.mark.parametrize(("share", "status"), [("0.75", 0), ("1", 2), ("-0.1", 2)])
 def test_validate_takes_the_frozen_share(
-    share: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    share: str, status: int, said_of: Callable[..., str]
 ) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
-        "train_micro_batch_size_per_gpu": 1, "compression": {"zero": {"frozen": "device"}},
-    }))  # fmt: skip
-    assert cli.main(["validate", str(path), "--frozen", share]) == status
-    said = capsys.readouterr()
-    assert status or "sends 12.0 bits a parameter (natively 36.0" in said.out
-    assert not status or "--frozen" in said.err
-
-
-def test_hsdp_is_that_of_the_table() -> None:
-    job, codecs = bits.JOBS["hsdp_bf16"], RECOMMENDED.codecs()
-    shards = JobTraffic(3, shards_in_node=True)
-    assert shards.native() == pytest.approx(bits.total(job.today), rel=1e-6)
-    told = shards.encoded(codecs["dp", "forward"], codecs["zero", "forward"])
-    assert told == pytest.approx(bits.total(job.recommended), rel=1e-3)
+    settings = {**JOB, "compression": {"zero": {"frozen": "device"}}}
+    said = said_of("validate", settings, "--frozen", share, status=status)
+    assert ("--frozen" if status else "sends 12.0 bits a parameter (natively 36.0") in said
 
 
 def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
@@ -204,17 +185,11 @@ def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
     ],
 )
 def test_commands_say_it_of_a_file(
-    changed: dict[str, Any], told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, Any], told: str | None, said_of: Callable[..., str]
 ) -> None:
-    settings: dict[str, Any] = {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
-        "train_micro_batch_size_per_gpu": 1, "compression": {"preset": "recommended"},
-    }  # fmt: skip
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({**settings, **changed}))
+    settings = {**JOB, "compression": {"preset": "recommended"}, **changed}
     step = ["--parameters", "1e9", "--compute", "1", "--link", "25"]
-    for words in (["validate", str(path)], ["pays", str(path), *step]):
-        assert cli.main(words) == 0
-        said = capsys.readouterr().out
+    for words in (["validate"], ["pays", *step]):
+        said = said_of(words[0], settings, *words[1:])
         sends = f"between nodes a step sends {told or ''}"
         assert (sends in said) == (told is not None), said

@@ -39,13 +39,13 @@ def test_it_is_what_a_plan_has(how: Way, nodes: int, per_node: int, levels: int)
 
 
 def test_small_messages_and_those_without_a_codec_stay_native() -> None:
-    messages = [RankMessages((1000, NUMEL), "scatter", torch.bfloat16, 8, width=4)]
-    native, plain = of_messages(messages, None, 4)
+    both, long, short = (
+        [RankMessages(numels, "scatter", torch.bfloat16, 8, width=4)]
+        for numels in ((1000, NUMEL), (NUMEL,), (1000,))
+    )
+    native, plain = of_messages(both, None, 4)
     assert native == plain
     codec = make_codec("blockint", bits=4)
-    _, whole = of_messages(
-        [RankMessages((NUMEL,), "scatter", torch.bfloat16, 8, width=4)], codec, 4
-    )
-    small, _ = of_messages([RankMessages((1000,), "scatter", torch.bfloat16, 8, width=4)], codec, 4)
-    _, sent = of_messages(messages, codec, 4, min_bytes=4096)
+    (_, whole), (small, _) = (of_messages(some, codec, 4) for some in (long, short))
+    _, sent = of_messages(both, codec, 4, min_bytes=4096)
     assert sent.between == pytest.approx(whole.between + small.between)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.machines.rows import Coding, Rank
 from tests.paths import ROOT
 
+ZERO_3: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+STEP = ["--parameters", "1e9", "--compute", "1", "--link", "25"]
 DEVICE = pays.Coder("a device", {"blockint": 1.0, "zfp": 1.0}, 0.0)
 SETS = ("plain", "avx2", "avx512")
 #: trained values of the model behind docs/results/speed.md: 6.570 MB native at ZeRO 0 in bf16
@@ -55,8 +58,9 @@ def test_at_the_rate_where_it_stops_to_pay_nothing_changes() -> None:
     assert found.speed_up(found.pays_below, 0.0) == pytest.approx(1.0)
     assert found.speed_up(found.pays_below / 2, 0.0) > 1.2
     assert found.speed_up(found.pays_below * 2, 0.0) < 0.8
-    hidden = pays.Cost(8e6, 8e6, 0.0).speed_up(1e12, 1.0)
-    assert hidden == pytest.approx(1.0)
+    assert pays.Cost(8e6, 8e6, 0.0).speed_up(1e12, 1.0) == pytest.approx(1.0), "hidden"
+    nothing = pays.cost("pp", make_codec("zfp", rate=16), 1e6, pays.MessageGroup(), DEVICE)
+    assert nothing.pays_below == 0.0
 
 
 def test_speeds_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,11 +104,6 @@ def test_steps_are_as_fast_as_the_instructions_at_hand() -> None:
     assert list(speeds.values()) == sorted(speeds.values()) and speeds["plain"] < 0.3e9
     shares = pays.STEPS_BY_INSTRUCTIONS  # instructions that this machine has
     assert speeds == pytest.approx({name: 1.1e9 * shares[name] for name in speeds})
-
-
-def test_what_saves_nothing_pays_nowhere() -> None:
-    found = pays.cost("pp", make_codec("zfp", rate=16), 1e6, pays.MessageGroup(), DEVICE)
-    assert found.pays_below == 0.0
 
 
 def test_estimates_follow_the_measured_trainings() -> None:
@@ -151,31 +150,26 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pays", "--ranks", "1"]) == 2
 
 
-def test_a_file_says_what_its_job_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_says_what_its_job_is(
+    said_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """ZeRO 3 with 8 micro-batches sends 46,800 MB, without tp or pp."""
     settings = {
         "train_batch_size": 256, "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 8, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3}, "compression": {"preset": "recommended"},
+        "gradient_accumulation_steps": 8, **ZERO_3, "compression": {"preset": "recommended"},
     }  # fmt: skip
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(settings))
     step = ["--parameters", "1.3e9", "--compute", "0.8", "--link", "25"]
-    assert cli.main(["pays", str(path), *step]) == 0
-    from_file = capsys.readouterr().out
+    from_file = said_of("pays", settings, *step)
     assert from_file.startswith("bf16 messages among 8 ranks, ZeRO 3, ")
     rows = [line.split()[0] for line in from_file.splitlines()[2:4]]
     assert rows == ["dp", "zero"]
     assert "left out: tp, pp, ep, cp" in from_file and ", of which" in from_file
-    bare = ["recommended", "--stage", "3", "--micro-batches", "8", *step]
-    assert cli.main(["pays", *bare]) == 0
-    by_options = capsys.readouterr().out
-    assert from_file.splitlines()[-1] == by_options.splitlines()[-1]
+    assert cli.main(["pays", "recommended", "--stage", "3", "--micro-batches", "8", *step]) == 0
+    assert from_file.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
     native = 7 / 8 * 2 * 1.3e9 * 8 * 3 / 1e6  # reduced once and gathered twice per micro-batch
     assert f"sends {native:.5g} MB" in from_file
     override = ["--stage", "1", "--dtype", "fp32", "--ranks", "4", "--micro-batches", "1"]
-    assert cli.main(["pays", str(path), *override, *step]) == 0
-    said = capsys.readouterr().out
+    said = said_of("pays", settings, *override, *step)
     assert said.startswith("fp32 messages among 4 ranks, ZeRO 1, ")
     assert f"sends {(2 + 1) * 3 / 4 * 4 * 1.3e9 / 1e6:.5g} MB" in said
 
@@ -190,13 +184,10 @@ def test_a_file_says_what_its_job_is(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_only_dimensions_that_the_job_has(
-    tmp_path: Path, changed: dict[str, object], rows: list[str], capsys: pytest.CaptureFixture[str]
+    changed: dict[str, object], rows: list[str], said_of: Callable[..., str]
 ) -> None:
-    path = tmp_path / "ds_config.json"
     settings = {"zero_optimization": {"stage": 1}, "compression": {"preset": "recommended"}}
-    path.write_text(json.dumps({**settings, **changed}))
-    assert cli.main(["pays", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
+    lines = said_of("pays", {**settings, **changed}).splitlines()[2:]
     assert [line.split()[0] for line in lines if not line.startswith("left out")] == rows
 
 
@@ -224,37 +215,31 @@ def test_a_file_of_gpt_neox_needs_no_settings_of_deepspeed(
 
 
 def test_a_job_without_a_block_is_asked_about_with_recommended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    said_of: Callable[..., str], tmp_path: Path
 ) -> None:
     """A block's own figures count; a file that is no ds_config is an error."""
-    path = tmp_path / "ds_config.json"
     settings: dict[str, object] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
-    path.write_text(json.dumps(settings))
-    assert cli.main(["pays", str(path)]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
+    first, *rest = said_of("pays", settings).splitlines()
+    path = tmp_path / "ds_config.json"
     assert first == f'{path} has no block; with "compression": {{"preset": "recommended"}}:'
-    path.write_text(json.dumps({**settings, "compression": {"preset": "recommended"}}))
-    assert cli.main(["pays", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines() == rest
-    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 4096}))
-    assert cli.main(["pays", str(path)]) == 2
-    assert "found 'no block'" in capsys.readouterr().err
+    block = {"compression": {"preset": "recommended"}}
+    assert said_of("pays", {**settings, **block}).splitlines() == rest
+    no_job = {"model_type": "llama", "hidden_size": 4096}
+    assert "found 'no block'" in said_of("pays", no_job, status=2)
 
 
 def test_a_dtype_that_a_trainer_fills_in_is_not_taken_for_fp32(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    said_of: Callable[..., str],
 ) -> None:
-    path = tmp_path / "ds_config.json"
     settings = {
         "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "train_batch_size": "auto",
         "zero_optimization": {"stage": 2}, "compression": {"preset": "recommended"},
     }  # fmt: skip
-    path.write_text(json.dumps(settings))
-    assert cli.main(["pays", str(path)]) == 0
-    assert capsys.readouterr().out.startswith("bf16 messages among 8 ranks, ZeRO 2, ")
-    path.write_text(json.dumps({**settings, "fp16": {"enabled": True}}))
-    assert cli.main(["pays", str(path)]) == 0
-    assert capsys.readouterr().out.startswith("fp16 messages")
+    assert said_of("pays", settings).startswith("bf16 messages among 8 ranks, ZeRO 2, ")
+    halves = {**settings, "fp16": {"enabled": True}}
+    assert said_of("pays", halves).startswith("fp16 messages")
+    other = {"communication_data_type": "float32", "bf16": {"enabled": True}}
+    assert "communication_data_type" in said_of("pays", other, status=cli.BAD_INPUT)
 
 
 @pytest.mark.parametrize(
@@ -269,20 +254,13 @@ def test_a_dtype_that_a_trainer_fills_in_is_not_taken_for_fp32(
 )
 @pytest.mark.parametrize("has_owner", [True, False])
 def test_gradients_are_summed_in_the_dtype_that_deepspeed_is_told(
-    changed: dict[str, object], width: int, has_owner: bool, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, object], width: int, has_owner: bool, said_of: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if not has_owner:
         monkeypatch.setattr(by_deepspeed, "of_file", lambda settings: None)
-    settings: dict[str, object] = {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
-        "train_micro_batch_size_per_gpu": 1, "compression": {"dp": "bf16"},
-    }  # fmt: skip
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({**settings, **changed}))
-    words = ["--parameters", "1e9", "--compute", "1", "--link", "25", "--ranks", "8"]
-    assert cli.main(["pays", str(path), *words]) == 0
-    said = capsys.readouterr().out
+    settings = {**ZERO_3, "train_micro_batch_size_per_gpu": 1, "compression": {"dp": "bf16"}}
+    said = said_of("pays", {**settings, **changed}, *STEP, "--ranks", "8")
     gathered = 2 if "torch_autocast" not in changed else 4
     assert f"sends {7 / 8 * (width + 2 * gathered) * 1e3:.5g} MB" in said, said
     assert ("(gradients fp32)" in said) == (width == 4)
@@ -298,40 +276,24 @@ def test_gradients_are_summed_in_the_dtype_that_deepspeed_is_told(
         ({"dp": {"codec": "bf16", "accumulate": "node"}, "zero": {"secondary": "exact"}}, 2.3625),
     ],
 )
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_what_crosses_once_is_counted_once(
-    block: dict[str, Any], sent: float, device: str, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    block: dict[str, Any], sent: float, said_of: Callable[..., str]
+) -> None:
     """For eight micro-batches at ZeRO 3: bytes per parameter that a rank sends in a step."""
-    settings: dict[str, Any] = {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
-        "gradient_accumulation_steps": 8, "compression": block,
-    }  # fmt: skip
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(settings))
-    words = ["--parameters", "1e9", "--compute", "1", "--link", "25", "--ranks", "4"]
-    assert cli.main(["pays", str(path), *words, "--device", device]) == 0
-    said = capsys.readouterr().out
+    settings = {**ZERO_3, "gradient_accumulation_steps": 8, "compression": block}
+    said = said_of("pays", settings, *STEP, "--ranks", "4")
     assert f"sends {3 / 4 * 48e3:.5g} MB of gradients and parameters natively" in said
     assert f"and {3 / 4 * sent * 1e3:.5g} MB encoded" in said, said
 
 
 @pytest.mark.parametrize("has_hpz", [False, True])
-def test_a_copy_in_each_node_pays_by_its_steps(
-    has_hpz: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_in_each_node_pays_by_its_steps(has_hpz: bool, said_of: Callable[..., str]) -> None:
     """Two nodes of one link: half of the values are encoded, sent and decoded in each."""
-    path = tmp_path / "ds_config.json"
     zero = {"stage": 3, **({"zero_hpz_partition_size": 2} if has_hpz else {})}
     block = {"dp": {"codec": "bf16"}, "zero": {"secondary": "exact"}}
-    path.write_text(json.dumps({
-        "bf16": {"enabled": True}, "zero_optimization": zero, "compression": block,
-    }))  # fmt: skip
+    settings = {**ZERO_3, "zero_optimization": zero, "compression": block}
     words = ["--ranks", "2", "--codec-gbs", "1", "--device", "cpu"]
-    whole = ["--parameters", "1e9", "--compute", "1", "--link", "25"]
-    assert cli.main(["pays", str(path), *words, *whole]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = said_of("pays", settings, *words, *STEP).splitlines()
     (row,) = (line for line in lines if line.startswith("zero"))
     assert "steps of a node's copy" in row and " 2.9 " in row
     native = 16 * (1 if has_hpz else 2)
@@ -351,29 +313,14 @@ def test_a_copy_in_each_node_pays_by_its_steps(
     ],
 )
 def test_frozen_parameters_have_no_gradients_and_may_be_kept(
-    stage: int, block: dict[str, Any], native: float, sent: float, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    stage: int, block: dict[str, Any], native: float, sent: float, said_of: Callable[..., str]
+) -> None:
     """Of three quarters: bits a parameter that a rank sends in a step."""
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "compression": block,
-    }))  # fmt: skip
-    words = ["--parameters", "1e9", "--compute", "1", "--link", "25", "--ranks", "4"]
-    assert cli.main(["pays", str(path), *words, "--frozen", "0.75"]) == 0
-    said = capsys.readouterr().out
+    settings = {**ZERO_3, "zero_optimization": {"stage": stage}, "compression": block}
+    said = said_of("pays", settings, *STEP, "--ranks", "4", "--frozen", "0.75")
     assert f"sends {3 / 4 * native / 8 * 1e3:.5g} MB of gradients and parameters" in said, said
     assert f"and {3 / 4 * sent / 8 * 1e3:.5g} MB encoded" in said, said
     if "frozen" in block.get("zero", {}):
         assert "whose coding takes 0 ms" not in said
-    assert cli.main(["pays", str(path), *words, "--frozen", "1"]) == cli.BAD_INPUT
-    assert "--frozen: found 1.0" in capsys.readouterr().err
-
-
-def test_no_other_dtype_is_taken_for_sums(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"communication_data_type": "float32", "bf16": {"enabled": True}}))
-    assert cli.main(["pays", str(path)]) == cli.BAD_INPUT
-    assert "communication_data_type" in capsys.readouterr().err
+    refused = said_of("pays", settings, *STEP, "--frozen", "1", status=cli.BAD_INPUT)
+    assert "--frozen: found 1.0" in refused

@@ -2,9 +2,8 @@
 
 They know no tensor, no network and no engine:
 
-cuts       stages of a chain of layers on unequal devices, by dynamic programming over intervals
-ideals     stages of a model that is no chain, by dynamic programming over ideals
-recompute  layers to recompute under a memory limit, by dynamic programming on the chain
-frontier   Pareto frontiers of pairs, for the three above
-slices     where to slice a sequence for a pipeline, as TeraPipe does
+cuts           stages of a chain of layers on unequal devices, by dynamic programming
+dag_partition  stages of a model that is no chain, by dynamic programming over ideals
+recompute      layers to recompute under a memory limit, by dynamic programming on the chain
+frontier       Pareto frontiers of pairs
 """

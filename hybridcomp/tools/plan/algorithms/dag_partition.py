@@ -33,18 +33,13 @@ class Node:
     send_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Split:
-    """The stages, each as the ascending indices of its nodes, and the slowest one's seconds."""
-
-    stages: tuple[tuple[int, ...], ...]
-    slowest: float
-
-
-def graph_split(nodes: Sequence[Node], devices: Sequence[Device]) -> Split | None:
+def graph_split(
+    nodes: Sequence[Node], devices: Sequence[Device]
+) -> tuple[tuple[int, ...], ...] | None:
     """Split ``nodes`` over ``devices``, in that order, so that the slowest stage is fastest.
 
-    A stage may be empty. Returns None where nothing fits into the devices' memory.
+    Returns the ascending indices of each stage's nodes; a stage may be empty. None where nothing
+    fits into the devices' memory.
     Raises HybridcompError on a graph that is not in topological order, or with too many ideals.
     """
     for index, node in enumerate(nodes):
@@ -60,12 +55,12 @@ def graph_split(nodes: Sequence[Node], devices: Sequence[Device]) -> Split | Non
     whole = (1 << len(nodes)) - 1
     if whole not in reached[-1]:
         return None
-    slowest, stages, ideal = reached[-1][whole][0], [], whole
+    stages, ideal = [], whole
     for states in reversed(reached[1:]):
         before = states[ideal][1]
         stages.append(_members(ideal & ~before))
         ideal = before
-    return Split(tuple(reversed(stages)), slowest)
+    return tuple(reversed(stages))
 
 
 def _ideals(nodes: Sequence[Node]) -> set[int]:

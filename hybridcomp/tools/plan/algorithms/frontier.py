@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Point(Generic[T]):
+class Point:
     """One way to reach a state: two costs, both to be small, and the choices made."""
 
     first: float
     second: float
-    choices: T
+    choices: Linked | None
 
 
-def frontier(points: Iterable[Point[T]]) -> list[Point[T]]:
+def frontier(points: Iterable[Point]) -> list[Point]:
     """Return the points that no other point beats in both costs, by rising first cost.
 
-    Of points with equal costs the one that comes first is kept.
+    Of points with equal costs it keeps the first.
     """
-    kept: list[Point[T]] = []
+    kept: list[Point] = []
     for point in sorted(points, key=lambda point: (point.first, point.second)):
         if not kept or point.second < kept[-1].second:
             kept.append(point)

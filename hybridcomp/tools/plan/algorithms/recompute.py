@@ -28,24 +28,17 @@ class Stored:
     work_nbytes: float = 0.0
 
 
-@dataclass(frozen=True)
-class Recomputation:
-    """Segments ``[start, stop)`` that are recomputed, the extra seconds, and the highest memory."""
+def cheapest_recomputation(
+    layers: Sequence[Stored], nbytes: float
+) -> tuple[tuple[int, int], ...] | None:
+    """Find the segments ``[start, stop)`` whose recomputation takes the fewest extra seconds.
 
-    segments: tuple[tuple[int, int], ...]
-    seconds: float
-    peak_nbytes: float
-
-
-def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputation | None:
-    """Find the recomputation of ``layers`` with the fewest extra seconds within ``nbytes``.
-
-    Returns None where none fits.
+    ``nbytes``: limit of ``cost.memory.worst_moment``. Returns None where none fits.
     """
     # choices: 2 * stop + recomputed, for every segment in order; a kept segment has one layer
-    states: list[list[Point[Linked | None]]] = [[Point(0.0, 0.0, None)]]
+    states: list[list[Point]] = [[Point(0.0, 0.0, None)]]
     for stop in range(1, len(layers) + 1):
-        points: list[Point[Linked | None]] = []
+        points: list[Point] = []
         recomputed = extra = 0.0
         for start in reversed(range(stop)):
             first = layers[start]
@@ -73,35 +66,4 @@ def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputa
         if marked % 2:
             segments.append((start, stop))
         start = stop
-    return Recomputation(tuple(segments), best.second, peak_nbytes(layers, segments))
-
-
-def peak_nbytes(layers: Sequence[Stored], segments: Sequence[tuple[int, int]]) -> float:
-    """Return the peak bytes of forward and backward where ``segments`` are recomputed."""
-    starts = dict(segments)
-    kept, peak, position = 0.0, 0.0, 0
-    while position < len(layers):
-        if position in starts:
-            stop = starts[position]
-            peak = max(peak, kept + _segment_nbytes(layers, position, stop))
-            kept += layers[position].input_nbytes
-            position = stop
-        else:
-            layer = layers[position]
-            peak = max(peak, kept + layer.nbytes + layer.work_nbytes)
-            kept += layer.nbytes
-            position += 1
-    return max(peak, kept)
-
-
-def _segment_nbytes(layers: Sequence[Stored], start: int, stop: int) -> float:
-    """Return the peak bytes of a recomputed segment in backward: its layers, one at work.
-
-    Backward frees a layer before it goes on, so the peak is at some layer: those before it are
-    still kept.
-    """
-    kept, peak = 0.0, 0.0
-    for layer in layers[start:stop]:
-        kept += layer.nbytes
-        peak = max(peak, kept + layer.work_nbytes)
-    return peak
+    return tuple(segments)

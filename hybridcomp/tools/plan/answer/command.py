@@ -36,15 +36,7 @@ PICTURE, LINKS, FOUND = "plan.png", "links.svg", "plans.json"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan or check; return the exit status, 1 if a check missed. Raises HybridcompError."""
-    try:
-        return _run(options)
-    except OSError as error:  # on files that are read or written below
-        where = error.filename or "a file"
-        raise HybridcompError(f"{where}: {error.strerror or error}; name another one") from error
-
-
-def _run(options: argparse.Namespace) -> int:
+    """Plan or check; return the exit status, 1 after a miss. Raises HybridcompError, OSError."""
     if options.check is not None:
         return _check(options)
     for name in ("model", "samples", "length"):

@@ -1,10 +1,10 @@
 """Write the files that start a plan: its engine's configuration and the launcher's command.
 
 ``deepspeed``  ``ds_config.json``: batch, ZeRO stage, dtype, offload and the block, over the user's
-               own file where one is given (its optimizer and schedule stay).
+               file (``--base``), whose optimizer and schedule stay.
 ``megatron``   ``megatron_args.txt`` for pretrain_*.py, and ``compression.json`` for
                ``HYBRIDCOMP_CONFIG``.
-``neox``       ``neox.yml``, over the user's own file where one is given.
+``neox``       ``neox.yml``, over the user's file (``--base``).
 ``fsdp2``      ``sharding.py`` with the calls of ``fully_shard``, ``fsdp2.json`` with the batch as
                DeepSpeed writes it, and ``compression.json``.
 
@@ -34,6 +34,7 @@ from hybridcomp.tools.plan.answer.start_command import (
     filled,
     general,
     nvme_path,
+    write_script,
 )
 from hybridcomp.tools.plan.cost.copies import FP32, STATES
 from hybridcomp.tools.plan.engines import (
@@ -69,7 +70,7 @@ def write(
 
     Args:
         base: the user's configuration of the engine; the plan's settings replace those in it.
-        command: the user's command with places to fill in (``filled``); empty: a general one.
+        command: the user's command with places to fill in (``filled``); empty: ``general``.
         ledger: where the run writes its ledger; None: as the user's block says.
         before: lines of ``start.sh`` above the command.
     """
@@ -101,11 +102,7 @@ def write(
         words = filled(command, plan, cluster, folder)
     # the name comes from a config.json of somebody else: a line feed would end the comment
     why = f"# {plan.layout}, planned for {foreign.one_line(plan.model)}"
-    start.write_text(
-        "\n".join(["#!/bin/sh", *before, why, f"exec {words}", ""]),
-        encoding="utf-8", errors="surrogateescape",
-    )  # fmt: skip
-    start.chmod(0o755)
+    write_script(start, [*before, why, f"exec {words}"])
     return [*written, start]
 
 
@@ -130,7 +127,7 @@ def _host_room(plan: Plan, cluster: Cluster) -> dict[str, float]:
         return {}
     ranks = min(cluster.ranks_per_node, plan.layout.ranks)
     own = 2 * FP32 if plan.dtype == "fp32" else 3 * FP32
-    # counted as the policy counts; one byte more, as its sums of sub-groups are whole numbers
+    # as the policy counts; one more byte, since its sums of sub-groups are whole numbers
     room = ranks * STATES * plan.prediction.memory["host"] / own
     return {"host_gb": (room + 1) / 1e9} if room else {}
 
@@ -212,7 +209,7 @@ def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, A
 def megatron_arguments(plan: Plan) -> list[str]:
     """Return Megatron's own arguments, one option per line.
 
-    Without quotes: the shell takes none away from what ``$(cat FILE)`` gives.
+    Without quotes, which the shell would leave in the words of ``$(cat FILE)``.
     """
     layout = plan.layout
     found = [

@@ -12,6 +12,7 @@ from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.errors import HybridcompError, install_hint
 from hybridcomp.tools.pages import links
 from hybridcomp.tools.plan.answer.report import codecs
+from hybridcomp.tools.plan.engines import runs
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Span
 
 #: distinct for colour-blind readers too (Okabe and Ito)
@@ -109,9 +110,9 @@ def _speed(axes: Any, plans: Sequence[Plan], native: Plan | None) -> None:
 
 
 def labels(plans: Sequence[Plan], ends: tuple[float, float]) -> dict[tuple[float, float], str]:
-    """Return the numbers of the plans by place; plans that lie together share one label.
+    """Return the numbers of the plans by place; plans closer than ``NEAR`` share a label.
 
-    ``ends``: of the two axes, of which places within ``NEAR`` are one.
+    ``ends``: of the two axes.
     """
     found: dict[tuple[float, float], list[int]] = {}
     for number, plan in enumerate(plans, 1):
@@ -126,13 +127,8 @@ def labels(plans: Sequence[Plan], ends: tuple[float, float]) -> dict[tuple[float
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Format ``1-5, 8`` of ascending numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    ends = ((start, stop - 1) for start, stop in runs(numbers))
+    return ", ".join(f"{start}-{last}" if start < last else f"{start}" for start, last in ends)
 
 
 def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:

@@ -245,7 +245,7 @@ def answer(found: Found, cluster: Cluster) -> Iterator[str]:
 
 
 def ruled_out(refused: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for each reason, most layouts first; reasons that differ in a number are one."""
+    """Yield a line for each reason, most layouts first; joins reasons that differ in a number."""
     counts: dict[tuple[str, str], int] = {}
     numbers: dict[tuple[str, str], list[str]] = {}
     for why, count in refused.items():

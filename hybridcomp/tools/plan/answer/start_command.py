@@ -33,6 +33,13 @@ SCRIPT = "SCRIPT"
 NVME_PATH = "/local_nvme"
 
 
+def write_script(path: Path, lines: Sequence[str]) -> None:
+    """Write an executable script for the shell, with paths that are no UTF-8 as they are."""
+    text = "\n".join(["#!/bin/sh", *lines, ""])
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    path.chmod(0o755)
+
+
 def blocks(plan: Plan) -> tuple[int, ...]:
     """Return the number of blocks of each chunk, without embedding and head of a decoder."""
     return tuple(map(len, block_chunks(plan.layout, plan.repeated))) if plan.layout.cuts else ()

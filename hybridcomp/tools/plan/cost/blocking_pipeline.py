@@ -1,7 +1,7 @@
 """Simulate pipelines with blocking messages: DeepSpeed's ``PipelineEngine``, GPT-NeoX's too.
 
-``TrainSchedule`` gives each stage a list of sends, receives and passes that it does one after the
-other, and ``p2p.send`` and ``p2p.recv`` block. Two things follow that no other engine has:
+``TrainSchedule`` gives each stage a list of sends, receives and passes, which it executes in order,
+and ``p2p.send`` and ``p2p.recv`` block. Two things follow that no other engine has:
 
 * a stage sends an activation after it has received the gradient that its next pass needs, not right
   after the pass that made it: the two directions between a pair of stages are serialized, and
@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from hybridcomp.tools.plan.cost.schedule import Op, Task, order
-from hybridcomp.tools.plan.cost.times import Durations, StageTimes
+from hybridcomp.tools.plan.cost.times import StageTimes
 from hybridcomp.tools.plan.layout import Layout
 
 
@@ -71,7 +71,7 @@ def _is_next_slot(before: Op, own: Op, stage: int, stages: int) -> bool:
     """Return whether a backward pass has the slot right after a forward pass.
 
     Forward passes of a stage have the slots ``stage + 2 k``, backward passes ``2 stages - 1 - stage
-    + 2 k``; a result is sent in the next slot, even where that one has no pass.
+    + 2 k``; a result is sent in the next slot, even if that slot has no pass.
     """
     return not before.backward and before.micro_batch == own.micro_batch + stages - 1 - stage
 
@@ -105,7 +105,7 @@ def last_ends(
             row, own = rows[stage], times[stage]
             while places[stage] < len(row):
                 move = row[places[stage]]
-                took = _took(own, move.pass_)
+                took = own.took(move.pass_)
                 if move.what == "pass":
                     begun = ready[stage]
                     ready[stage] += took.busy
@@ -122,7 +122,7 @@ def last_ends(
                         ready[stage] = begun + took.returned
                     else:
                         link = message.sender, move.pass_.backward
-                        sent = _took(times[message.sender], move.pass_).sent
+                        sent = times[message.sender].took(move.pass_).sent
                         begun = max(begun, links.get(link, 0.0))
                         ready[stage] = links[link] = begun + sent
                         if tasks is not None:
@@ -153,10 +153,6 @@ def _reductions(own: StageTimes, stage: int, start: float) -> list[Task]:
         Task("reduce", stage, 0, 0, f"replicas {stage}", start, gone),
         Task("code", stage, 0, 0, f"stage {stage}", gone, gone + own.reduce.coding),
     ]
-
-
-def _took(own: StageTimes, pass_: Op) -> Durations:
-    return (own.backward if pass_.backward else own.forward)[pass_.chunk]
 
 
 def _reduced(own: StageTimes) -> float:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridcomp.tools.plan.machines.estimates import Estimate
+from hybridcomp.tools.plan.machines.estimates import NOTHING, Estimate
 from hybridcomp.tools.plan.machines.rows import Direction, Operation
-
-NOTHING = Estimate(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -16,8 +14,8 @@ class Price:
     """Cost of one message, or of several together, on one rank.
 
     coding: seconds of the device in encoding and decoding, calls included. wire: seconds of the
-    link between nodes. inside: seconds of the link inside a node, and of its native messages that
-    go with an encoded one; of a copy to or from the host, those of the bus and of the host's codec.
+    link between nodes. inside: seconds of the link inside a node, native messages beside an encoded
+    message included; of a copy to or from the host, seconds of the bus and of the host's codec.
     nbytes, native_nbytes: bytes that this rank sends to others, as sent, and as native messages
     would be. between_nbytes, between_native_nbytes: the part of both that goes to other nodes.
     """

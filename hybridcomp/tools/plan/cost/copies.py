@@ -86,11 +86,11 @@ def gradient_nbytes(
 ) -> tuple[float, float]:
     """Return bytes a gradient value that DeepSpeed copies in a step, to the host and back.
 
-    It keeps sums of micro-batches on the host: each fetches the sum so far and sends the new one,
-    at stage 3 the first one, too. At the end comes the sum in fp32. Stage 1 reduces once a step,
-    and copies only that sum. At stage 2 sums are those of all parameters that a rank owns a part of
-    (``async_accumulate_grad_in_cpu_via_gpu``), and ``whole`` is the number of their values for each
-    value that the rank owns (``whole_of``).
+    It keeps sums of micro-batches on the host: each micro-batch fetches the sum so far (at stage 2
+    all but the first) and sends the new sum. At the end the sum in fp32 is copied. Stage 1 reduces
+    once a step, and copies only that sum. At stage 2 sums are of all parameters that a rank owns a
+    part of (``async_accumulate_grad_in_cpu_via_gpu``), and ``whole`` is the number of their values
+    for each value that the rank owns (``whole_of``).
 
     A value of tests/training's model in bf16, whose largest parameter two ranks share (``whole``
     1.51), both ways together; the ledger of real trainings has the same to the digits shown::

@@ -1,8 +1,8 @@
 """Price ZeRO 3's gathers and its sub-groups by the settings that DeepSpeed has for them.
 
 A pass is simulated as the policy ``memory: planned`` does in a run (``autotune.zero3_moves``), on
-the trace that DeepSpeed would record of the model. Where that trace is long a layer counts as one
-module, so that a step needs no more room than is computed.
+the trace that DeepSpeed would record of the model. In a long trace each layer counts as a single
+module, which never underestimates the room that a step needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridcomp.autotune.zero3_moves import (
 )
 from hybridcomp.tools.plan.models.model import ModelLayer
 
-#: values of a parameter that never leaves (``stage3_param_persistence_threshold``)
+#: values of a parameter that stays gathered (``stage3_param_persistence_threshold``)
 PERSISTENT = 1e5
 #: modules of a trace in which every parameter is one
 MODULES = 40
@@ -43,8 +43,8 @@ Sizes = tuple[tuple[int, ...], float]
 class Gathered(NamedTuple):
     """The gathers of a micro-batch.
 
-    times: over the values of all parameters that leave. peak: values at once, with those that never
-    leave.
+    times: gathered values, relative to all parameters that are freed after use. peak: values that
+    are present at once, persistent parameters included.
     """
 
     times: float

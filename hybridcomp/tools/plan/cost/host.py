@@ -1,11 +1,11 @@
 """Estimate an engine's overhead beside layers and messages, from its small trainings.
 
-``hybridcomp measure`` had the engine train a few blocks. The same step is priced here by the same
-model as a plan, and the difference is the engine's overhead: its hooks and copies for every value,
+``hybridcomp measure`` lets the engine train a few blocks. This module prices the same step by the
+same model as a plan; the difference is the engine's overhead: its hooks and copies for every value,
 its Python for every micro-batch and step, and the cost of codecs in the engine beyond the codecs
-themselves. Native trainings of two sizes show which part grows with the parameters; of the others,
-whose difference to native is work on values, one size is enough. Where a training was faster than
-its price, messages were hidden behind compute, and ``overlap`` is the hidden share of compute.
+themselves. Native trainings of two sizes show which part grows with the parameters; encoded
+trainings differ from these by work on values, so that a single size is enough. If a training was
+faster than its price, compute hid messages, and ``overlap`` is the share of compute that did.
 """
 
 from __future__ import annotations
@@ -67,17 +67,14 @@ class OverheadModel:
 
     @property
     def depth(self) -> int:
-        """Return the number of blocks in the chain."""
         return self.row.blocks
 
     @property
     def parameters(self) -> float:
-        """Return the number of parameters in all blocks."""
         return float(self.row.blocks * self.row.parameters)
 
     @property
     def repeated(self) -> range:
-        """Return the indices of the layers that are blocks: all of them."""
         return range(self.row.blocks)
 
     def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
@@ -89,11 +86,9 @@ class OverheadModel:
         return (block,) * row.blocks
 
     def shared(self, shape: BatchShape) -> float:
-        """Return 0.0: no stage shares weights with another one."""
         return 0.0
 
     def refuses(self, shape: BatchShape) -> str | None:
-        """Return None: every shape can be built."""
         return None
 
 
@@ -152,12 +147,11 @@ def _evened(taken: Iterable[Taken]) -> list[Taken]:
 def least(hosts: Iterable[Host]) -> Host:
     """Return a lower bound of the overhead of all ``hosts`` (at least one)."""
     known = list(hosts)
-    micro, step = ([getattr(one, name) for one in known] for name in ("micro", "step"))
-    return Host(
-        Line(min(one.each for one in micro), min(one.per_value for one in micro)),
-        Line(min(one.each for one in step), min(one.per_value for one in step)),
-        max(one.overlap for one in known),
+    micro, step = (
+        Line(*map(min, zip(*(getattr(one, name) for one in known), strict=True)))
+        for name in ("micro", "step")
     )
+    return Host(micro, step, max(one.overlap for one in known))
 
 
 def nearest(hosts: Hosts, zero_stage: int, style: Style) -> Host:

@@ -13,14 +13,14 @@ import torch
 from hybridcomp.dimensions import ROWS, Dimension, Direction, Key
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
-from hybridcomp.tools.plan.cost.calls import NOTHING, Coded, EngineCall
+from hybridcomp.tools.plan.cost.calls import Coded, EngineCall
 from hybridcomp.tools.plan.cost.copies import Copying, Whole, copyings, filing
 from hybridcomp.tools.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.tools.plan.cost.prices import Prices
 from hybridcomp.tools.plan.cost.spans import GroupSpans
 from hybridcomp.tools.plan.layout import Group, Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
-from hybridcomp.tools.plan.machines.estimates import Estimate
+from hybridcomp.tools.plan.machines.estimates import NOTHING, Estimate
 from hybridcomp.tools.plan.machines.rows import Kind, Operation
 from hybridcomp.tools.plan.models.model import BatchShape, Messages, Model, ModelLayer
 from hybridcomp.tools.plan.request import Batch, SearchLimits
@@ -39,7 +39,7 @@ ALL_REDUCE: tuple[Operation, ...] = ("all_reduce",)
 class Item:
     """Equal messages of a dimension and direction: one of them, their dtype and their number.
 
-    fixed: how they go whatever is chosen; None: as is chosen.
+    fixed: the choice that no search changes; None: the search chooses.
     """
 
     key: Key
@@ -281,8 +281,8 @@ class PlannedJob:
     ) -> list[Item]:
         """Return copies of ``values`` gradients to the host and of parameters back.
 
-        share: of them that steps on the host. DeepSpeed copies the sums of the others there and
-        back all the same, in every micro-batch. States on a drive leave these copies native.
+        share: of the values that step on the host. DeepSpeed copies the sums of the others to the
+        host and back in every micro-batch, too. With states on a drive these copies are native.
         """
         # at stage 3 a rank has a part of every layer, else whole layers
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")

@@ -23,8 +23,9 @@ from hybridcomp.tools.plan.cost.calls import EngineCall
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.prices import MIN_BYTES
-from hybridcomp.tools.plan.cost.schedule import in_flight
+from hybridcomp.tools.plan.cost.schedule import layout_in_flight
 from hybridcomp.tools.plan.cost.work import COPIED, KEPT, StageWork, Work, gathered, on_host
+from hybridcomp.tools.plan.engines import runs
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.model import ModelLayer
 
@@ -121,8 +122,7 @@ def kept_by_codecs(
         gathered = RankMessages((round(values),), "gather", job.dtype, layout.size("replicas"))
         found["references"] = float(reference_nbytes(gathered))
     largest = 0.0
-    passes = (one.items + one.sent for one in (*stage.forward, *stage.backward))
-    for items in (stage.reduce, stage.gather, stage.micro, stage.copies, *passes):
+    for items, _ in stage.messages():
         for item in items:
             choice = item.fixed or choices[item.key]
             # states are coded on the host, and what is kept is decoded only
@@ -166,10 +166,7 @@ def _sealed(job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices)
         if number not in layout.recomputed
     ]  # fmt: skip
     values = sum(numel for numel in held if numel * job.dtype.itemsize >= MIN_BYTES)
-    index = stage.rank // layout.ranks_per_stage
-    flying = in_flight(
-        index, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
-    )
+    flying = layout_in_flight(layout, stage.rank // layout.ranks_per_stage)
     return values * choice.bits(job.dtype) / 8 * flying / layout.virtual
 
 
@@ -183,12 +180,10 @@ def _grows(job: PlannedJob, layout: Layout) -> bool:
 
 def _moment(job: PlannedJob, layout: Layout, stage: int, own: StageWork) -> Moment:
     """Return the peak of the backward pass while all other micro-batches are in flight."""
-    flying = in_flight(
-        stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
-    )
+    flying = layout_in_flight(layout, stage)
     layers = [layer for _, layer in own.layers]
     segments = local_segments(layout, own)
-    one = _kept_nbytes(layers, segments)
+    one = kept_nbytes(layers, segments)
     # chunks in flight are one virtual stage each
     before = (flying / layout.virtual - 1) * one if flying else 0.0
     made = worst_moment(layers, segments, job.dtype.itemsize, grows=_grows(job, layout))
@@ -198,20 +193,13 @@ def _moment(job: PlannedJob, layout: Layout, stage: int, own: StageWork) -> Mome
 def local_segments(layout: Layout, stage: StageWork) -> list[tuple[int, int]]:
     """Return the recomputed segments, as indices into the stage's layers."""
     place = {number: index for index, (number, _) in enumerate(stage.layers)}
-    found = []
-    for start, stop in layout.recompute:
-        inside = [place[number] for number in range(start, stop) if number in place]
-        runs: list[list[int]] = []
-        for index in inside:
-            if runs and runs[-1][-1] == index - 1:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        found += [(run[0], run[-1] + 1) for run in runs]
-    return sorted(found)
+    return sorted(
+        run for start, stop in layout.recompute
+        for run in runs(place[number] for number in range(start, stop) if number in place)
+    )  # fmt: skip
 
 
-def _kept_nbytes(layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]]) -> float:
+def kept_nbytes(layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]]) -> float:
     """Return the bytes that one micro-batch keeps between forward and backward."""
     starts, kept, position = dict(segments), 0.0, 0
     while position < len(layers):

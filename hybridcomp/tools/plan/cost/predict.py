@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hybridcomp.dimensions import DIMENSIONS, Dimension
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import FREE, Price
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import device_nbytes, memory_of
-from hybridcomp.tools.plan.cost.step import Step, simulated, step_of
+from hybridcomp.tools.plan.cost.schedule import Task
+from hybridcomp.tools.plan.cost.step import simulated, step_of
 from hybridcomp.tools.plan.cost.times import HIGH, LOW, View
-from hybridcomp.tools.plan.cost.work import StageWork, Work, by_dimension
+from hybridcomp.tools.plan.cost.work import StageWork, Work, price
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
 
 
@@ -33,13 +34,13 @@ def _frozen(work: Work) -> float:
 
 def predicted(job: PlannedJob, work: Work, choices: Choices) -> Prediction:
     """Predict seconds, memory and bytes of a step."""
-    step = simulated(job, work, choices)
+    seconds, tasks = simulated(job, work, choices)
     sent = [_messages(job, work, stage, choices) for stage in work.stages]
     names = [name for name in DIMENSIONS if any(name in one for one in sent)]
     alone = step_of(job, work, choices, View(without=frozenset(DIMENSIONS)))
     busiest = max(_compute(work, stage) for stage in work.stages)
     exposed: dict[str, float] = {
-        name: step.seconds - step_of(job, work, choices, View(without=frozenset([name])))
+        name: seconds - step_of(job, work, choices, View(without=frozenset([name])))
         for name in names
     }
     ranks = work.layout.ranks_per_stage
@@ -54,8 +55,8 @@ def predicted(job: PlannedJob, work: Work, choices: Choices) -> Prediction:
 
     low, high = (step_of(job, work, choices, View(pick)) for pick in (LOW, HIGH))
     return Prediction(
-        seconds=step.seconds, low=min(low, step.seconds), high=max(high, step.seconds),
-        tokens_per_second=job.batch.samples * job.batch.length / step.seconds,
+        seconds=seconds, low=min(low, seconds), high=max(high, seconds),
+        tokens_per_second=job.batch.samples * job.batch.length / seconds,
         compute_seconds=busiest, bubble_seconds=max(0.0, alone - busiest),
         codec_seconds=max(sum(one.coding.value for one in own.values()) for own in sent),
         memory={kind: fullest.get(kind, 0.0) for kind in MEMORY_KINDS},
@@ -74,7 +75,7 @@ def predicted(job: PlannedJob, work: Work, choices: Choices) -> Prediction:
         },
         between_nbytes={name: most(name, "between_nbytes") for name in names},
         between_native_nbytes={name: most(name, "between_native_nbytes") for name in names},
-        spans=tuple(_spans(work, step)),
+        spans=tuple(_spans(work, tasks)),
     )  # fmt: skip
 
 
@@ -87,21 +88,16 @@ def _messages(
 ) -> dict[Dimension, Price]:
     """Price the messages that a rank of ``stage`` sends in a step, by dimension."""
     found: dict[Dimension, Price] = {}
-    count = work.layout.passes
-    passes = [items for one in (*stage.forward, *stage.backward)
-              for items in (one.items, one.sent)]  # fmt: skip
-    for items, times in (
-        *((items, count) for items in (*passes, stage.micro)),
-        (stage.reduce, 1), (stage.gather, 1), (stage.copies, 1),
-    ):  # fmt: skip
-        for name, price in by_dimension(job, items, choices, times).items():
-            found[name] = found.get(name, FREE).plus(price)
-    return {name: price for name, price in found.items() if price.native_nbytes}
+    for items, once in stage.messages():
+        for item in items:
+            cost = price(job, item, choices).times(1 if once else work.layout.passes)
+            found[item.key[0]] = found.get(item.key[0], FREE).plus(cost)
+    return {name: cost for name, cost in found.items() if cost.native_nbytes}
 
 
-def _spans(work: Work, step: Step) -> Iterator[Span]:
+def _spans(work: Work, tasks: Sequence[Task]) -> Iterator[Span]:
     """Yield the tasks for a picture: of a pass first the compute, then the messages it awaits."""
-    for task in step.tasks:
+    for task in tasks:
         if task.end <= task.start:
             continue
         if task.what not in ("forward", "backward"):

@@ -27,11 +27,11 @@ from hybridcomp.collectives.native_nbytes import (
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.choices import INSIDE, Choice
-from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, Coded, EngineCall, Price
+from hybridcomp.tools.plan.cost.calls import FREE, Coded, EngineCall, Price
 from hybridcomp.tools.plan.cost.copies import ALONE, BESIDE, Copying
 from hybridcomp.tools.plan.machines import rings
 from hybridcomp.tools.plan.machines.cluster import Cluster
-from hybridcomp.tools.plan.machines.estimates import Estimate
+from hybridcomp.tools.plan.machines.estimates import NOTHING, Estimate
 from hybridcomp.tools.plan.machines.rows import Direction, Operation
 
 #: messages of fewer bytes stay native: the block's default of ``min_bytes``
@@ -53,7 +53,7 @@ class Prices:
     ) -> Price:  # fmt: skip
         """Price ``call`` on one rank. Raises HybridcompError where a measurement is missing.
 
-        ``dimension``: the one whose channel sends it; None: only the collective counts.
+        ``dimension``: whose channel sends it; None: only the collective counts.
         """
         key = call, choice, dtype, dimension
         if key not in self._known:
@@ -225,11 +225,6 @@ class Prices:
         units = call.ranks // width
         stretch = EngineCall(operation, call.numel / width, units, units, sites=call.sites)
         between = self._encoded(stretch, choice, dtype, 0.0)
-        parts: tuple[Operation, ...] = ("all_to_all", "all_gather")
-        if operation == "reduce_scatter":
-            parts = ("all_to_all",)
-        elif operation == "all_gather":
-            parts = ("all_gather",)
         found = Price(
             between.coding, between.wire, NOTHING, between.nbytes, native, between.between_nbytes,
             _crossing(call, dtype),
@@ -240,7 +235,7 @@ class Prices:
             if level and operation == "all_gather":
                 found = found.plus(self._relayed(numel, ranks, choice, dtype))
                 break
-            for part in parts:
+            for part in rings.level_parts(operation):
                 if level and part == "all_to_all" and choice.inside:
                     found = found.plus(self._encoded_inside(numel, ranks))
                     continue

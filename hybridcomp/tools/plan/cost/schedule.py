@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from hybridcomp.tools.plan.layout import Layout
+
 
 class Op(NamedTuple):
     """One pass of a chunk of a stage over one micro-batch."""
@@ -87,3 +89,8 @@ def in_flight(stage: int, stages: int, virtual: int, micro_batches: int, slices:
         kept += -1 if op.backward else 1
         most = max(most, kept)
     return most
+
+
+def layout_in_flight(layout: Layout, stage: int) -> int:
+    """Return ``in_flight`` of a stage of ``layout``."""
+    return in_flight(stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count)

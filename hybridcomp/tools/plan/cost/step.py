@@ -12,7 +12,6 @@ stages do not wait for messages to replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridcomp.tools.plan.choices import Choices
@@ -68,7 +67,7 @@ def _last_ends(
                 if source is None:
                     break
                 begin = max(ready[stage], source)
-                took = (own.backward if op.backward else own.forward)[op.chunk]
+                took = own.took(op)
                 last = place == len(ops) - 1
                 behind = None
                 if last or (op.backward and op.chunk == 0 and own.reduces):
@@ -126,7 +125,7 @@ def _behind(own: StageTimes, op: Op, begin: float, last: bool, link: float) -> _
 
     ``link``: when the sends posted before have ended.
     """
-    took = (own.backward if op.backward else own.forward)[op.chunk]
+    took = own.took(op)
     reduced, wire, hidden = own.behind(took, op.backward and op.chunk == 0, last)
     shared = begin + took.busy - hidden
     sent = max(link, begin + took.busy) + took.sent
@@ -140,7 +139,7 @@ def _tasks_of_pass(
 
     ``link``: when the sends posted before have ended.
     """
-    took = (own.backward if op.backward else own.forward)[op.chunk]
+    took = own.took(op)
     what = "backward" if op.backward else "forward"
     place = stage, op.chunk, op.micro_batch
     device, end = f"stage {stage}", begin + took.busy
@@ -155,17 +154,6 @@ def _tasks_of_pass(
         send,
         Task("code", *place, device, behind.free, behind.free + behind.coding),
     ]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step with its tasks, by their start.
-
-    seconds: of the whole step, also where ``tasks`` are of fewer micro-batches.
-    """
-
-    seconds: float
-    tasks: tuple[Task, ...]
 
 
 def sample(layout: Layout) -> tuple[int, int]:
@@ -203,8 +191,8 @@ def step_of(job: PlannedJob, work: Work, choices: Choices, view: View = VIEW) ->
     return seconds_of(work.layout, stage_times(job, work, choices, view))
 
 
-def simulated(job: PlannedJob, work: Work, choices: Choices, view: View = VIEW) -> Step:
-    """Simulate the step with its tasks, which show fewer micro-batches of a long step."""
+def simulated(job: PlannedJob, work: Work, choices: Choices) -> tuple[float, list[Task]]:
+    """Return the seconds of a step and its tasks by start, of fewer micro-batches if it is long."""
     tasks: list[Task] = []
-    seconds = seconds_of(work.layout, stage_times(job, work, choices, view), tasks)
-    return Step(seconds, tuple(sorted(tasks, key=lambda task: (task.start, task.stage))))
+    seconds = seconds_of(work.layout, stage_times(job, work, choices), tasks)
+    return seconds, sorted(tasks, key=lambda task: (task.start, task.stage))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import EngineCall, Price
 from hybridcomp.tools.plan.cost.job import PlannedJob
-from hybridcomp.tools.plan.cost.schedule import Task
+from hybridcomp.tools.plan.cost.schedule import Op, Task
 from hybridcomp.tools.plan.cost.work import Items, StageWork, Wish, Work, lands_behind, price
 from hybridcomp.tools.plan.machines.estimates import Estimate
 
@@ -93,6 +93,10 @@ class StageTimes:
     landed: float = 0.0
     uploaded: float = 0.0
     filed: float = 0.0
+
+    def took(self, op: Op) -> Durations:
+        """Return the seconds of a pass."""
+        return (self.backward if op.backward else self.forward)[op.chunk]
 
     @property
     def optimizer(self) -> float:

@@ -7,21 +7,21 @@ other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
 from hybridcomp.autotune.zero3_moves import Knobs
-from hybridcomp.dimensions import Dimension, Direction
+from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost import fully_shard
-from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, EngineCall, Price
+from hybridcomp.tools.plan.cost.calls import EngineCall, Price
 from hybridcomp.tools.plan.cost.copies import Whole, whole_of
 from hybridcomp.tools.plan.cost.gathers import DEFAULT, Gathered, ModelPass
 from hybridcomp.tools.plan.cost.job import Item, PlannedJob
 from hybridcomp.tools.plan.layout import Layout
-from hybridcomp.tools.plan.machines.estimates import Estimate
+from hybridcomp.tools.plan.machines.estimates import NOTHING, Estimate
 from hybridcomp.tools.plan.models.model import ModelLayer
 
 Items = tuple[Item, ...]
@@ -74,6 +74,13 @@ class StageWork:
         experts = _mean((layer.expert_parameters, layer.frozen) for layer in layers)
         return self.dense * (1 - dense), self.experts * (1 - experts)
 
+    def messages(self) -> Iterator[tuple[Items, bool]]:
+        """Yield all messages of a step, and whether they are sent once, not in every pass."""
+        for one in (*self.forward, *self.backward):
+            yield from ((one.items, False), (one.sent, False))
+        yield self.micro, False
+        yield from ((items, True) for items in (self.reduce, self.gather, self.copies))
+
     @property
     def compute(self) -> float:
         """Return the compute seconds of one micro-batch."""
@@ -111,54 +118,46 @@ def divided(job: PlannedJob, work: Work, layout: Layout) -> Work:
 def _stage(job: PlannedJob, layout: Layout, index: int, layers: Sequence[ModelLayer]) -> StageWork:
     rank = job.slowest_rank(layout, index)
     own = layout.chunks(index)
-    forward, backward = [], []
-    for place, chunk in enumerate(own):
-        number = index + place * layout.stages  # of the chunk, in the order of the model
-        forward.append(_ahead(job, layout, index, rank, layers, chunk, number))
-        backward.append(_behind(job, layout, index, rank, layers, chunk, number))
+    forward, backward = (
+        tuple(
+            _pass(job, layout, index, rank, layers, chunk, index + place * layout.stages, way)
+            for place, chunk in enumerate(own)
+        )
+        for way in DIRECTIONS
+    )
     held = tuple((number, layers[number]) for chunk in own for number in chunk)
     dense = sum(layer.parameters for _, layer in held)
     experts = sum(layer.expert_parameters for _, layer in held)
     if layout.stages == 1:
         dense -= job.model.shared(job.shape(layout))
     return _with_step(job, layout, index, StageWork(
-        rank, tuple(forward), tuple(backward), (), (), (), NOTHING, dense, experts, held,
+        rank, forward, backward, (), (), (), NOTHING, dense, experts, held,
     ))  # fmt: skip
 
 
-def _ahead(
+def _pass(
     job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
-    chunk: Sequence[int], number: int,
+    chunk: Sequence[int], number: int, way: Direction,
 ) -> Pass:  # fmt: skip
-    """Build the forward pass of one chunk."""
-    items = _messages(job, layout, stage, [layers[one] for one in chunk], "forward")
-    sent: list[Item] = []
-    if number + 1 < layout.stages * layout.virtual:
-        sent = job.sends(layout, stage, crossing(layout, layers, number), "forward")
-    compute = Estimate.total(job.compute(layers[one], rank)[0] for one in chunk)
-    return Pass(compute, merged(items), merged(sent))
-
-
-def _behind(
-    job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
-    chunk: Sequence[int], number: int,
-) -> Pass:  # fmt: skip
-    """Build the backward pass of one chunk; recomputed layers add forward and its messages."""
-    again = [layers[one] for one in chunk if one in layout.recomputed]
-    compute = Estimate.total(job.compute(layers[one], rank)[1] for one in chunk)
-    compute = compute.plus(Estimate.total(job.compute(one, rank)[0] for one in again))
-    items = _messages(job, layout, stage, [layers[one] for one in chunk], "backward")
+    """Build a pass of chunk ``number``; backward runs recomputed layers forward, too."""
+    own, again, sent = [layers[one] for one in chunk], list[ModelLayer](), list[Item]()
+    compute = Estimate.total(job.compute(one, rank)[DIRECTIONS.index(way)] for one in own)
+    if way == "forward" and number + 1 < layout.stages * layout.virtual:
+        sent = job.sends(layout, stage, crossing(layout, layers, number), way)
+    elif way == "backward":
+        again = [layers[one] for one in chunk if one in layout.recomputed]
+        compute = compute.plus(Estimate.total(job.compute(one, rank)[0] for one in again))
+        if number and layers[min(chunk) - 1].frozen < 1:
+            sent = job.sends(layout, stage, crossing(layout, layers, number - 1), way)
+    items = _messages(job, layout, stage, own, way)
     items += _messages(job, layout, stage, again, "forward")
-    sent: list[Item] = []
-    if number and layers[min(chunk) - 1].frozen < 1:
-        sent = job.sends(layout, stage, crossing(layout, layers, number - 1), "backward")
     return Pass(compute, merged(items), merged(sent))
 
 
 def _messages(
     job: PlannedJob, layout: Layout, stage: int, layers: Sequence[ModelLayer], way: Direction
 ) -> list[Item]:
-    """Return the messages of ``layers`` in one pass; equal layers send equal ones."""
+    """Return the messages of ``layers`` in one pass; equal layers share an item."""
     counts = Counter(layer.forward if way == "forward" else layer.backward for layer in layers)
     return [
         replace(item, count=item.count * count)
@@ -322,7 +321,7 @@ def _width(item: Item) -> int:
 
 
 def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
-    """Return sizes of parameters a rank owns parts of, all in one group of the optimizer."""
+    """Return the sizes of parameters that a rank owns parts of, in one group of the optimizer."""
     if layout.zero_stage != 2 or layout.accumulation == 1:
         return Whole()
     layers = [layer for _, layer in stage.layers]
@@ -374,8 +373,8 @@ def _inside(layout: Layout, parts: Sequence[Item], times: float, renewed: int) -
 def _crossing(layout: Layout, parts: Sequence[Item]) -> list[Item]:
     """Return what crosses nodes once in a step: whole gathers, or steps of the copies.
 
-    Each rank gets the steps of its part of the copy from one rank of each other node. Those of 8
-    bits are priced as exact ones, of which they are a part.
+    Each rank gets the steps of its part of the copy from one rank of each other node. Steps of 8
+    bits are priced as exact steps, of which they are a part.
     """
     if layout.copy == "native":
         return list(parts)
@@ -403,14 +402,6 @@ def merged(items: Iterable[Item]) -> Items:
     return tuple(replace(item, count=count) for item, count in counts.items())
 
 
-def priced(job: PlannedJob, items: Items, choices: Choices) -> Price:
-    """Add up the prices of ``items`` with these choices."""
-    found = FREE
-    for item in items:
-        found = found.plus(price(job, item, choices))
-    return found
-
-
 class Wish(Protocol):
     """Prices from which lower bounds are made, such as the cheapest of a budget's choices."""
 
@@ -427,18 +418,19 @@ def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
     return found.times(item.count)
 
 
+def layer_seconds(
+    job: PlannedJob, layout: Layout, layer: ModelLayer, choices: Choices | Wish
+) -> float:
+    """Return seconds of both passes of ``layer`` on the fastest rank, messages included."""
+    fastest = max(range(layout.ranks), key=job.cluster.speeds.__getitem__)
+    seconds = sum(figure.value for figure in job.compute(layer, fastest))
+    for messages, way in zip((layer.forward, layer.backward), DIRECTIONS, strict=True):
+        for item in job.layer_items(layout, 0, messages, way):
+            seconds += price(job, item, choices).seconds.value
+    return seconds
+
+
 def lands_behind(job: PlannedJob, item: Item, choices: Choices | Wish) -> bool:
     """Return whether a copy overlaps with the last pass: encoded gradients, but not on a CPU."""
     encoded = not isinstance(choices, Choices) or not choices[item.key].native
     return encoded and item.key == ("offload", "backward") and not job.on_cpu
-
-
-def by_dimension(
-    job: PlannedJob, items: Items, choices: Choices, count: float = 1.0
-) -> dict[Dimension, Price]:
-    """Price ``items``, times ``count``, by dimension."""
-    found: dict[Dimension, Price] = {}
-    for item in items:
-        name = item.key[0]
-        found[name] = found.get(name, FREE).plus(price(job, item, choices).times(count))
-    return found

@@ -13,7 +13,7 @@ from hybridcomp.tools.commands.replan import saved_job
 from hybridcomp.tools.compare.launch import fill
 from hybridcomp.tools.plan.answer import files as plan_files
 from hybridcomp.tools.plan.answer.base import base_of
-from hybridcomp.tools.plan.answer.start_command import PORT
+from hybridcomp.tools.plan.answer.start_command import PORT, write_script
 from hybridcomp.tools.plan.jobs.rates import Rates, has_saved
 from hybridcomp.tools.plan.jobs.request import Job, JobList
 from hybridcomp.tools.plan.jobs.state import Places, Shape
@@ -73,9 +73,7 @@ def _start(job: Job, ranks: tuple[int, ...], rates: Rates, shape: Shape, folder:
     then = ["exec", folder / "replanned" / plan_files.START_FILE]
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / plan_files.START_FILE
-    lines = ["#!/bin/sh", *before, "set -e", foreign.shell_words(words), foreign.shell_words(then)]
-    start.write_text("\n".join([*lines, ""]), encoding="utf-8", errors="surrogateescape")
-    start.chmod(0o755)
+    write_script(start, [*before, "set -e", foreign.shell_words(words), foreign.shell_words(then)])
     return start
 
 

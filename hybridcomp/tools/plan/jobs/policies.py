@@ -22,7 +22,7 @@ GREEDILY, MUTATED, CHANGED = 0.7, 0.5, 1.5
 class FirstIn:
     """Start jobs in order of arrival, with the ranks they asked for, which never change.
 
-    size: what all of them get instead, or the nearest that they can have.
+    size: ranks that every job gets instead, or the next larger size that it can have.
     """
 
     size: int | None = None
@@ -47,13 +47,16 @@ class FirstIn:
 def greedy(state: ClusterState) -> dict[str, int]:
     """Start the shortest jobs on the fewest ranks, then grow those that this shortens most.
 
-    What runs has no claim to its ranks. A step is from a job's number of ranks to the next that it
-    can have, and counts the seconds saved for each rank, weighted by priority (as Optimus does,
-    Peng et al., EuroSys 2018).
+    Running jobs have no claim to their ranks. A step goes from a job's number of ranks to the next
+    that it can have, and counts the seconds saved for each rank, weighted by priority (as Optimus
+    does, Peng et al., EuroSys 2018).
     """
     found = dict(state.fixed)
-    order = sorted(state.tasks.values(), key=lambda one: (_first_seconds(state, one), one.name))
-    for task in order:
+
+    def shortest(task: JobRates) -> tuple[float, str]:
+        return state.seconds(task.name, task.sizes[0]) / task.priority, task.name
+
+    for task in sorted(state.tasks.values(), key=shortest):
         tried = {**found, task.name: task.sizes[0]}
         if task.name not in found and state.fits(tried):
             found = tried
@@ -80,16 +83,12 @@ def growths(state: ClusterState, allocation: Allocation) -> dict[str, tuple[int,
     return found
 
 
-def _first_seconds(state: ClusterState, task: JobRates) -> float:
-    return state.seconds(task.name, task.sizes[0]) / task.priority
-
-
 @dataclass
 class Evolution:
     """Search the allocation with the fewest expected seconds, from the greedy one and the last.
 
-    The same moments and ``seed`` give the same answers. ``kept``: the best of the last search,
-    with which the next one begins; a call replaces it.
+    The same states and ``seed`` give the same answers. ``kept``: the best of the last search, which
+    the next search begins with; a call replaces it.
     """
 
     seed: int = 0

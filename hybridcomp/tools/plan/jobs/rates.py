@@ -27,7 +27,7 @@ _model = cache(read_model)
 
 @dataclass
 class Rates:
-    """Steps of jobs on ``cluster``, by the planner.
+    """Predicts the steps of jobs on ``cluster`` with the planner.
 
     known: seconds, or why there is no plan, by a digest of everything that the answer depends on.
     """

@@ -25,9 +25,9 @@ Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 
 @dataclass(frozen=True)
 class JobRanks:
-    """The ranks of a job: limits, what its user would have asked for, and the numbers it has now.
+    """The ranks of a job: limits, the number for first in, first out, and the ranks it has now.
 
-    asked: only what first in, first out gives it; None: ``most``, at most those of a node.
+    asked: ranks under the policy first in, first out; None: ``most``, at most the ranks of a node.
     """
 
     __pydantic_config__ = STRICT
@@ -48,9 +48,9 @@ class Job:
         samples_left: until it ends.
         priority: weight of its seconds.
         arrival: seconds, on the clock of ``--now``.
-        command: what starts it, with places to fill in; empty: a general one.
-        checkpoint: folder from which ``hybridcomp replan`` has it go on.
-        resumes: the script itself goes on on other ranks (``hybridcomp.resume``).
+        command: starts it, with places to fill in; empty: ``start_command.general``.
+        checkpoint: folder from which ``hybridcomp replan`` resumes it.
+        resumes: whether the script continues on other ranks by itself (``hybridcomp.resume``).
     """
 
     __pydantic_config__ = STRICT
@@ -72,9 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobList:
-    """All jobs, the seconds that a job loses when its ranks change, and the last search's
-    answers.
-    """
+    """All jobs, the seconds that a job loses on other ranks, and the last search's answers."""
 
     __pydantic_config__ = STRICT
 

@@ -68,7 +68,7 @@ class JobRates:
 
     rates: samples a second by number of ranks, of those numbers that it can have.
     total: samples when it arrived. asked: ranks that first in, first out gives it.
-    is_fixed: it runs, and nobody can have it go on on other ranks.
+    is_fixed: it runs, and cannot resume on other ranks.
     """
 
     name: str

@@ -15,12 +15,11 @@ from typing import Any
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.machines import rings
 from hybridcomp.tools.plan.machines.codings import coded, coding_of
-from hybridcomp.tools.plan.machines.estimates import Curve, Estimate, curves
-from hybridcomp.tools.plan.machines.links import NOTHING, Links
+from hybridcomp.tools.plan.machines.estimates import NOTHING, Curve, Estimate, curves
+from hybridcomp.tools.plan.machines.links import Links
 from hybridcomp.tools.plan.machines.overheads import MessageCosts, Overhead
 from hybridcomp.tools.plan.machines.rows import (
     STRICT,
-    Beside,
     Carried,
     Coding,
     Copy,
@@ -122,24 +121,18 @@ class Cluster:
         """Return the seconds of one native collective (``Links.seconds``)."""
         return self._links.seconds(operation, nbytes, ranks, nodes, busy, computing, sites)
 
-    def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """Return a rank's compute speed during a message, as a share (``Links.compute_left``)."""
-        return self._links.compute_left(operation, nbytes, ranks, nodes)
-
     def returned(self, nbytes: float, nodes: int) -> float:
         """Return the share of a send's seconds until the call returns (``Links.returned``)."""
         return self._links.returned(nbytes, nodes)
 
     def coding(
-        self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False,
-        on_host: bool = False,
-    ) -> Estimate:  # fmt: skip
+        self, setting: str, dtype: str, numel: float, direction: Direction, on_host: bool = False
+    ) -> Estimate:
         """Return the seconds in which a device codes ``numel`` values of ``dtype`` in one call.
 
         Args:
             setting: a codec's ``spec``, such as ``blockint(bits=4)``; where only other settings of
                 the same codec were measured, the slowest of them stands for it.
-            busy: a matrix product runs at the same time.
             on_host: the device's host runs the codec, not the device.
 
         Raises HybridcompError where the codec was not measured at all.
@@ -149,24 +142,22 @@ class Cluster:
         host = on_host and not self.on_cpu
         table = self._host_codings if host else self._codings
         known = coding_of(table, setting, dtype, direction)
-        beside: Beside = "compute" if busy else "alone"
-        chosen = [curve for (_, how), curve in known.items() if how == beside]
+        chosen = [curve for (_, beside), curve in known.items() if beside == "alone"]
         found = [curve.at(numel) for curve in chosen or known.values()]
         return max(found, key=lambda figure: figure.value)
 
     def encoded_parts(
         self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
-        ranks: int, nodes: int, busy: bool = False, computing: bool = False,
+        ranks: int, nodes: int, busy: bool = False,
     ) -> tuple[Estimate, Estimate]:  # fmt: skip
         """Return seconds of coding and of wire of one encoded collective, without overhead."""
         shape = rings.encoded_shape(operation, ranks)
         coding = Estimate.total(
-            self.coding(setting, dtype, share * numel, direction, computing)
+            self.coding(setting, dtype, share * numel, direction)
             for direction, share in shape.coded
         )
         wire = Estimate.total(
-            self.seconds(part, share * nbytes, ranks, nodes, busy, computing)
-            for part, share in shape.sent
+            self.seconds(part, share * nbytes, ranks, nodes, busy) for part, share in shape.sent
         )
         return coding, wire
 
@@ -266,18 +257,15 @@ class Cluster:
 
     @cached_property
     def _costs(self) -> MessageCosts:
-        return MessageCosts(self.encoded, self.channels, self._parts_of, self._is_fixed)
-
-    def _is_fixed(self, setting: str) -> bool:
-        return self._fixed.get(setting.partition("(")[0], True)
-
-    @cached_property
-    def _fixed(self) -> dict[str, bool]:
-        return {row.setting.partition("(")[0]: row.fixed_size for row in self.codecs}
+        fixed = {row.setting.partition("(")[0]: row.fixed_size for row in self.codecs}
+        return MessageCosts(
+            self.encoded, self.channels, self._parts_of,
+            lambda setting: fixed.get(setting.partition("(")[0], True),
+        )  # fmt: skip
 
     def _parts_of(self, row: Encoded | Carried) -> float:
         parts = self.encoded_parts(
             row.operation, row.setting, row.dtype, row.numel, row.nbytes, row.ranks, row.nodes,
-            row.beside != "alone", row.beside == "compute",
+            row.beside != "alone",
         )  # fmt: skip
         return Estimate.total(parts).value

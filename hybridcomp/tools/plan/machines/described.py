@@ -39,6 +39,10 @@ TO_AND_FRO: tuple[Tier, ...] = ("to_host", "to_device")
 FILES: tuple[Tier, ...] = ("to_drive", "from_drive")
 
 
+def _assumed(value: float, spread: float) -> Estimate:
+    return Estimate.exact(value, assumed=True, spread=spread)
+
+
 @dataclass(frozen=True)
 class Link:
     """A link: its latency and its bandwidth.
@@ -54,16 +58,11 @@ class Link:
 
     def timings(self, nodes: int, spread: float) -> list[Timing]:
         """Return the rows of two sends, which fix latency and bandwidth of every send."""
-        return [
-            Timing(
-                "send", 2, nodes, nbytes,
-                Estimate.exact(
-                    1e-6 * self.latency_us + nbytes / (1e9 * self.gbytes_per_second),
-                    assumed=True, spread=spread,
-                ),
-            )
-            for nbytes in (SMALL, LARGE)
-        ]  # fmt: skip
+        rows = []
+        for nbytes in (SMALL, LARGE):
+            seconds = 1e-6 * self.latency_us + nbytes / (1e9 * self.gbytes_per_second)
+            rows.append(Timing("send", 2, nodes, nbytes, _assumed(seconds, spread)))
+        return rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class CodecSpeed:
                     speed = self.decode_gbytes_per_second
                 for numel in (SMALL, LARGE):
                     seconds = 1e-6 * self.launch_us + width * numel / (1e9 * speed)
-                    figure = Estimate.exact(seconds, assumed=True, spread=spread)
+                    figure = _assumed(seconds, spread)
                     rows.append(Coding(setting, dtype, direction, numel, figure))
         return rows
 
@@ -106,11 +105,7 @@ class HostSpeed:
 
     def message(self, spread: float) -> MessageHost:
         """Return the fixed cost of a message as a cluster holds it, in seconds."""
-        each, more = (
-            Estimate.exact(1e-6 * us, assumed=True, spread=spread)
-            for us in (self.us, self.us_per_rank)
-        )
-        return MessageHost(each, more)
+        return MessageHost(*(_assumed(1e-6 * us, spread) for us in (self.us, self.us_per_rank)))
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ class Description:
         for index in range(self.nodes * self.ranks_per_node):
             speed = self.speeds.get(index, 1.0)
             flops = {
-                dtype: Estimate.exact(1e12 * speed * rate, assumed=True, spread=self.spread)
+                dtype: _assumed(1e12 * speed * rate, self.spread)
                 for dtype, rate in self.tflops.items()
             }
             node, nbytes = index // self.ranks_per_node, round(1e9 * self.memory_gb)
@@ -212,14 +207,11 @@ class Description:
             per_byte = 1 / (1e9 * self.host_memory_gbytes_per_second)
             kinds.append(("host_adam", ADAM_NBYTES * per_byte))
         return [
-            Kernel(
-                rank, kind, dtype, size,
-                Estimate.exact(size * each, assumed=True, spread=self.spread),
-            )
+            Kernel(rank, kind, dtype, size, _assumed(size * each, self.spread))
             for kind, each in kinds
             for dtype in ("fp32", "bf16", "fp16")
             for size in (SMALL, LARGE)
-        ]  # fmt: skip
+        ]
 
     def _copies(self) -> list[Copy]:
         if self.host is None:

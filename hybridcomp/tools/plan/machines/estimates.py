@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Annotated, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -64,10 +66,10 @@ class Estimate(NamedTuple):
     @classmethod
     def total(cls, figures: Iterable[Estimate]) -> Estimate:
         """Return the sum of all ``figures``; 0 of none."""
-        found = cls(0.0, 0.0, 0.0)
-        for figure in figures:
-            found = found.plus(figure)
-        return found
+        return functools.reduce(cls.plus, figures, NOTHING)
+
+
+NOTHING = Estimate(0.0, 0.0, 0.0)
 
 
 def _ordered(figure: Estimate) -> Estimate:
@@ -145,16 +147,8 @@ def _line(start: float, stop: float, share: float) -> float:
     return max(0.0, origin + share * slope)
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the median of at least one value."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
 def summary(values: Sequence[float]) -> Estimate:
     """Return median and quartiles of measured values (at least one), nearest ranks."""
     ordered = sorted(values)
     last = len(ordered) - 1
-    value = median(ordered)
-    return Estimate(value, ordered[round(last / 4)], ordered[round(3 * last / 4)])
+    return Estimate(median(ordered), ordered[round(last / 4)], ordered[round(3 * last / 4)])

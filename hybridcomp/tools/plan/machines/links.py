@@ -11,11 +11,9 @@ from typing import Any
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.machines import rings
-from hybridcomp.tools.plan.machines.estimates import Curve, Estimate, curves
+from hybridcomp.tools.plan.machines.estimates import NOTHING, Curve, Estimate, curves
 from hybridcomp.tools.plan.machines.overheads import closest
 from hybridcomp.tools.plan.machines.rows import Beside, Operation, Timing
-
-NOTHING = Estimate(0.0, 0.0, 0.0)
 
 
 class Links:
@@ -31,8 +29,7 @@ class Links:
         uplinks: Sequence[Timing] = (),
         ranks_per_site: int = 1,
     ) -> None:
-        self._rows, self._ranks_per_node = rows, ranks_per_node
-        self._ranks_per_site = ranks_per_site
+        self._ranks_per_node, self._ranks_per_site = ranks_per_node, ranks_per_site
         sends = [(row.nbytes, row.seconds) for row in uplinks]
         self._uplink = Curve.through(sends) if sends else None
         self._curves: dict[tuple[Any, ...], Curve] = curves(
@@ -79,26 +76,13 @@ class Links:
             if curve is not None:
                 return curve.at(nbytes)
         curve = self._curves.get((operation, ranks, nodes, "alone"))
-        sharing = self._sharing(ranks, nodes) if busy or computing else 1.0
+        sharing = 1.0  # groups of this shape that share the link of a node
+        if nodes > 1 and (busy or computing):
+            sharing = max(1.0, self._ranks_per_node * nodes / ranks)
         if curve is not None and sharing == 1.0:
             return curve.at(nbytes)
         found = self._ring(operation, nbytes, ranks, nodes, sharing)
         return found.times(self._correction(operation, nbytes, ranks, nodes))
-
-    def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """Return the share of its speed at which a rank computes during such a message.
-
-        It is that of the most similar message that was measured; 1 without any.
-        """
-        rows = {
-            (row.ranks, row.nodes, row.nbytes): row.compute_left.value for row in self._rows
-            if row.compute_left is not None and row.operation == operation
-        }  # fmt: skip
-        if not rows:
-            return 1.0
-        group = closest({key[:2] for key in rows}, ranks, nodes)
-        sizes = {key[2]: left for key, left in rows.items() if key[:2] == group}
-        return sizes[min(sizes, key=lambda size: abs(size - nbytes))]
 
     def returned(self, nbytes: float, nodes: int) -> float:
         """Return the share of a send's seconds after which its call returns; 1 if not timed.
@@ -108,10 +92,6 @@ class Links:
         known = self._returned.get(min(nodes, 2))
         whole = self.seconds("send", nbytes, 2, nodes).value if known is not None else 0.0
         return min(1.0, known.at(nbytes).value / whole) if known is not None and whole else 1.0
-
-    def _sharing(self, ranks: int, nodes: int) -> float:
-        """Return how many groups of this shape share the link of a node."""
-        return max(1.0, self._ranks_per_node * nodes / ranks) if nodes > 1 else 1.0
 
     def _ring(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int, sharing: float

@@ -40,11 +40,10 @@ def _of_devices(cluster: Cluster, engine: str) -> Iterator[str]:
         )
     kinds = {row.kind for row in cluster.kernels}
     if "elementwise" not in kinds:
-        todo = 'write "memory_gbytes_per_second" into it' if cluster.by_hand else AGAIN
         adam = "" if "adam" in kinds else ", and the optimizer's step,"
         yield (
             f"nothing about the devices' memory: what is no matrix product{adam} is planned as if "
-            f"it took no time; {todo}"
+            f"it took no time; {_todo(cluster, 'memory_gbytes_per_second')}"
         )
     if not cluster.by_hand and not any(row.engine == engine for row in cluster.trainings):
         todo = f"; {AGAIN} with DeepSpeed" if engine == "deepspeed" else ""
@@ -55,25 +54,28 @@ def _of_devices(cluster: Cluster, engine: str) -> Iterator[str]:
 
 
 def _of_hosts(cluster: Cluster) -> Iterator[str]:
-    if not cluster.copies:
-        todo = 'write "host" into it' if cluster.by_hand else AGAIN
-        yield (
-            "nothing about copies between device and host: no plan has its optimizer on the host; "
-            f"{todo}"
-        )
-        return
-    if not cluster.codes_on_host:
-        todo = 'write "host_codecs" into it' if cluster.by_hand else AGAIN
-        yield (
-            "nothing about codecs on the hosts: copies between device and host are planned "
-            f"natively; {todo}"
-        )
-    if not _steps_on_host(cluster):
-        todo = 'write "host_memory_gbytes_per_second" into it' if cluster.by_hand else AGAIN
-        yield (
-            "nothing about the optimizer on the hosts: its steps there are planned as fast as on "
-            f"the devices; {todo}"
-        )
+    for known, field, said in (
+        (
+            cluster.copies, "host",
+            "copies between device and host: no plan has its optimizer on the host",
+        ),
+        (
+            cluster.codes_on_host, "host_codecs",
+            "codecs on the hosts: copies between device and host are planned natively",
+        ),
+        (
+            _steps_on_host(cluster), "host_memory_gbytes_per_second",
+            "the optimizer on the hosts: its steps there are planned as fast as on the devices",
+        ),
+    ):  # fmt: skip
+        if not known:
+            yield f"nothing about {said}; {_todo(cluster, field)}"
+        if not cluster.copies:
+            return
+
+
+def _todo(cluster: Cluster, field: str) -> str:
+    return f'write "{field}" into it' if cluster.by_hand else AGAIN
 
 
 def _steps_on_host(cluster: Cluster) -> bool:

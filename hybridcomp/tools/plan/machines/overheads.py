@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple, TypeVar
 
-from hybridcomp.tools.plan.machines.estimates import Estimate, median
+from hybridcomp.tools.plan.machines.estimates import NOTHING, Estimate
 from hybridcomp.tools.plan.machines.rows import NATIVE, Carried, Encoded, Operation
 
-NOTHING = Estimate(0.0, 0.0, 0.0)
 Kind = TypeVar("Kind", bound=Hashable)
 Row = TypeVar("Row", Encoded, Carried)
 #: ranks and nodes of a group
@@ -60,7 +60,13 @@ class MessageCosts:
         self._channels = overheads(
             (row for row in carried if row.setting != NATIVE), parts, channel
         )
-        self._native = left_native((row for row in carried if row.setting == NATIVE), channel)
+        # a channel does the same work for messages of any length: larger differences are noise
+        self._native = {
+            key: {size: min(map(_more, own)) for size, own in sizes.items()}
+            for key, sizes in _grouped(
+                (row for row in carried if row.setting == NATIVE), channel
+            ).items()
+        }
 
     def of(
         self, operation: Operation, ranks: int, nodes: int, setting: str, dimension: str = "",
@@ -110,20 +116,6 @@ def overheads(
     }
 
 
-def left_native(
-    rows: Iterable[Carried], kind: Callable[[Carried], Kind]
-) -> dict[Kind, dict[Size, Estimate]]:
-    """Return the seconds that channels add to native messages, by ``kind`` and by group.
-
-    It is the least over messages of any length: a channel does the same work for each, and larger
-    differences are noise between turns.
-    """
-    return {
-        key: {size: min(map(_more, own)) for size, own in sizes.items()}
-        for key, sizes in _grouped(rows, kind).items()
-    }
-
-
 def _grouped(
     rows: Iterable[Row], kind: Callable[[Row], Kind]
 ) -> dict[Kind, dict[Size, list[Row]]]:  # fmt: skip
@@ -134,6 +126,7 @@ def _grouped(
 
 
 def _more(row: Carried) -> Estimate:
+    """Return the seconds that a channel adds to a message that it leaves native."""
     more = row.seconds.minus(row.direct)
     return more if more.value else NOTHING
 
@@ -160,7 +153,7 @@ def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
         hosts.append(Estimate(host, max(0.0, host - below), host + above))
         factors.append(factor)
     low, high = min(one.low for one in hosts), max(one.high for one in hosts)
-    return Overhead(Estimate(median([one.value for one in hosts]), low, high), median(factors))
+    return Overhead(Estimate(median(one.value for one in hosts), low, high), median(factors))
 
 
 def closest(known: Collection[Size], ranks: int, nodes: int) -> Size:

@@ -18,6 +18,13 @@ from hybridcomp.tools.plan.machines.rows import Direction, Operation
 Send = Callable[[float], Estimate]
 
 
+def level_parts(operation: Operation) -> tuple[Operation, ...]:
+    """Return the native messages of an encoded collective inside of a node, or of a site."""
+    if operation == "all_gather":
+        return ("all_gather",)
+    return ("all_to_all",) if operation == "reduce_scatter" else ("all_to_all", "all_gather")
+
+
 def ring(
     operation: Operation, nbytes: float, ranks: int, nodes: int, inside: Send | None,
     between: Send | None, sharing: float = 1.0,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
-from hybridcomp.tools.plan.machines.estimates import median
 from hybridcomp.tools.plan.machines.rows import Kernel, Rank
 
 

@@ -16,17 +16,14 @@ class Decoder(DecoderSizes):
 
     @property
     def depth(self) -> int:
-        """Number of layers: embedding, blocks, and the final norm with the output."""
         return self.blocks + 2
 
     @property
     def repeated(self) -> range:
-        """The blocks, behind the embedding."""
         return range(1, self.blocks + 1)
 
     @property
     def is_chain(self) -> bool:
-        """True: a decoder's layers form a chain."""
         return True
 
     @cached_property
@@ -37,7 +34,6 @@ class Decoder(DecoderSizes):
         return total - self.shared(BatchShape(1, 1))
 
     def refuses(self, shape: BatchShape) -> str | None:
-        """Say why the model cannot be cut into ``shape``; None where it can."""
         if self.heads % shape.tensor or (self.kv_heads % shape.tensor and
                                          shape.tensor % self.kv_heads):  # fmt: skip
             return (
@@ -73,5 +69,4 @@ class Decoder(DecoderSizes):
         return f"mesh {q} does not divide {wrong[0]}" if wrong else None
 
     def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
-        """Return the chain: embedding, blocks, head."""
         return decoder_layers.layers(self, shape)

@@ -112,13 +112,9 @@ def _block(model: DecoderSizes, shape: BatchShape, sparse: bool) -> ModelLayer:
         flops, backward = flops + more + router, backward + 2 * (more + router)
         # router's scores in fp32, tokens of the experts in and out
         kept += held + 8 * n * model.experts + 2 * shape.width * routed * model.hidden
-        if model.shared_intermediate:
-            own, bias, more, held = _mlp(model, shape, model.shared_intermediate, n)
-            parameters += own + bias + model.hidden  # and its gate
-            flops, backward, kept = flops + more, backward + 2 * more, kept + held
-    else:
-        own, bias, more, held = _mlp(model, shape, model.intermediate, n)
-        parameters += own + bias
+    if always:
+        own, bias, more, held = _mlp(model, shape, always, n)
+        parameters += own + bias + (model.hidden if sparse else 0)  # its gate
         flops, backward, kept = flops + more, backward + 2 * more, kept + held
     kept += 2 * _norm_kept(model, shape) + shape.width * stream  # second normed input
     forward, back = _messages(model, shape, sparse)

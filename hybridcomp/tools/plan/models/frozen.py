@@ -19,30 +19,24 @@ class _Wrapped:
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
         return self.model.depth
 
     @property
     def parameters(self) -> float:
-        """Parameters of the whole model."""
         return self.model.parameters
 
     @property
     def is_chain(self) -> bool:
-        """True where every layer reads only the output of the layer before it."""
         return self.model.is_chain
 
     @property
     def repeated(self) -> range:
-        """The layers that are blocks."""
         return self.model.repeated
 
     def shared(self, shape: BatchShape) -> float:
-        """Return values on a rank that the first and the last layer share."""
         return self.model.shared(shape)
 
     def refuses(self, shape: BatchShape) -> str | None:
-        """Say why the model cannot be cut into ``shape``; None where it can."""
         return self.model.refuses(shape)
 
 
@@ -50,8 +44,8 @@ class _Wrapped:
 class AdaptedModel(_Wrapped):
     """``model`` with the share ``frozen`` of every layer not trained, as under adapters (LoRA).
 
-    Passes go back through all layers, and spare the gradients of frozen weights; what layers keep
-    for them stays, since adapters need it.
+    Backward passes go through all layers, without the gradients of frozen weights. Layers keep
+    their activations, since adapters need them.
     """
 
     frozen: float
@@ -93,9 +87,10 @@ class FrozenModel(_Wrapped):
             todo = f"expected 1 to {blocks - 1}, fewer than the model's {blocks} blocks"
             raise ConfigError("--frozen", self.frozen, todo)
         if not self.model.is_chain or self.model.shared(BatchShape(1, 1)):
+            what = "tied embeddings"
             todo = "the embedding would train as the head's weight; untie them to freeze the front"
-            what = "a model that is no chain" if not self.model.is_chain else "tied embeddings"
             if not self.model.is_chain:
+                what = "a model that is no chain"
                 todo = "the front of a graph is not known; freeze it in the script"
             raise ConfigError("--frozen", what, todo)
 

@@ -10,8 +10,8 @@ from hybridcomp.tools.plan.models.decoder import Decoder
 
 #: model families that have the layers of ``Decoder``
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-#: those whose key ``attention_bias`` is about all four matrices of attention; the key, and its
-#: default, for families with biases of queries, keys and values alone
+#: those whose key ``attention_bias`` adds biases to all four matrices of attention; key and default
+#: of those with biases of queries, keys and values alone
 _ALL_BIASES = ("llama", "qwen3", "qwen3_moe")
 _QKV_BIAS = {"qwen2": ("", True), "qwen2_moe": ("qkv_bias", True)}
 GPT_LIKE = ("gpt2", "gpt_neox")

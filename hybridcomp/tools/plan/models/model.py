@@ -21,7 +21,7 @@ class BatchShape:
 
     micro_batch: samples. length: tokens of a whole sample. width: bytes of a value. tensor,
     sequence, context, expert, mesh: the degrees of the layout that cut it. slices: of the tokens,
-        one a pass; all are taken as equally long. ring: context ranks send keys around a ring.
+        one for each pass, taken as equally long. ring: context ranks send keys around a ring.
     """
 
     micro_batch: int
@@ -48,7 +48,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class MeshBlock:
-    """One block sent along a line of a mesh: to every other rank of it, or from each.
+    """One block sent along a line of a mesh: to all other ranks of the line, or from each.
 
     kind: the direction of ``tp2d``. line: ``"row"`` or ``"column"``. numel: values of this rank's
     block.

@@ -1,7 +1,7 @@
-"""Trace modules with torch's private tools: fake tensors, the counter of FLOPs, MemTracker.
+"""Trace modules with torch's private tools: fake tensors and the counter of FLOPs.
 
-They are in ``torch._subclasses``, ``torch.utils.flop_counter`` and ``torch.distributed._tools`` and
-may move; then only this file has to change.
+They are in ``torch._subclasses`` and ``torch.utils.flop_counter`` and may move; then only this file
+has to change.
 """
 
 from __future__ import annotations
@@ -54,26 +54,6 @@ def flop_counter() -> Any:
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
     return FlopCounterMode(display=False, custom_mapping=extra)
-
-
-def peak_nbytes(
-    module: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]
-) -> int:
-    """Return the peak bytes of ``step``, counted by torch's MemTracker; fake or real tensors.
-
-    Counts weights, gradients, optimizer states, activations and everything temporary, in bytes over
-    all devices. Raises HybridcompError.
-    """
-    try:
-        from torch.distributed._tools.mem_tracker import MemTracker
-    except ImportError as error:
-        raise _missing("MemTracker", error) from None
-    tracker = MemTracker()
-    tracker.track_external(module, optimizer)
-    with tracker:
-        step()
-    snapshot = tracker.get_tracker_snapshot("peak")
-    return sum(int(by_kind["Total"]) for by_kind in snapshot.values())
 
 
 @dataclass
@@ -157,7 +137,8 @@ def trace(
                 raise HybridcompError("the model's outputs have no gradient: it cannot be planned")
             torch.autograd.backward(torch.stack(grown).sum())
         spent = counter.get_total_flops() - forward
-    _share_backward(watch.traced, forward, spent)
+    for one in watch.traced:  # in proportion to their FLOPs of forward
+        one.backward_flops = one.flops * spent / forward if forward else 0.0
     return watch.traced
 
 
@@ -201,12 +182,6 @@ def _makers(nodes: Sequence[Any], producer: dict[Any, int]) -> set[int]:
             continue
         waiting += [before for before, _ in node.next_functions if before is not None]
     return found
-
-
-def _share_backward(traced: list[Traced], forward: float, backward: float) -> None:
-    """Split the FLOPs of backward over the units in proportion to their FLOPs of forward."""
-    for unit in traced:
-        unit.backward_flops = unit.flops * backward / forward if forward else 0.0
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

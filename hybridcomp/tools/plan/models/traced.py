@@ -2,7 +2,7 @@
 
 The units of the module are the members of its ``ModuleList``s and ``Sequential``s, and the
 submodules beside these. A module whose units read more than the unit before (encoder-decoder,
-several towers) is a graph, and is split by ``ideals``.
+several towers) is a graph, which ``algorithms.dag_partition`` splits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class TracedModel:
 
     @property
     def depth(self) -> int:
-        """Number of units of the module."""
         return len(self._any())
 
     @property
@@ -94,12 +93,10 @@ class TracedModel:
 
     @property
     def parameters(self) -> float:
-        """Parameters of the whole module."""
         return sum(unit.parameters for unit in self._any())
 
     @property
     def is_chain(self) -> bool:
-        """True where every unit reads only the output of the unit before it."""
         return all(set(unit.inputs) <= {index - 1} for index, unit in enumerate(self._any()))
 
     def shared(self, shape: BatchShape) -> float:

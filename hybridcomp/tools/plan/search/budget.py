@@ -88,19 +88,15 @@ class AllowedChoices:
         wanted = [] if copy == "native" else [COPIES["exact"], COPIES[copy]]
         return all(choice in allowed for choice in wanted)
 
-    def keeps_frozen(self) -> bool:
-        """Return whether ranks may keep frozen weights encoded, exactly: where ``zero`` may act."""
-        return bool(dict(self.allowed).get("zero"))
-
-    def sums_in_nodes(self) -> bool:
-        """Return whether micro-batches may be summed inside of nodes: where ``dp`` has a codec."""
-        return bool(dict(self.allowed).get("dp"))
+    def acts(self, name: Dimension) -> bool:
+        """Return whether the dimension may have a codec."""
+        return bool(dict(self.allowed).get(name))
 
     def inside(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Yield those of ``choices`` for ``dp`` that may stand beside encoded sums inside of sites.
+        """Yield the ``choices`` of ``dp`` that may go with encoded sums inside of sites.
 
-        Where the budget allows the codec of these sums for ``dp``, too, and only with lossy codecs
-        of fixed bits: no error bound counts what a level leaves out.
+        The budget has to allow the codec of these sums (``INSIDE``) for ``dp``, and the choice has
+        to be a lossy codec of fixed bits: no error bound counts what a level leaves out.
         """
         allowed = dict(self.allowed).get("dp", ())
         if not any(dict(choice.setting) == INSIDE for choice in allowed):
@@ -131,11 +127,6 @@ class AllowedChoices:
             dropped += [_family(choice) for choice in choices if choice not in kept]
             left.append((name, kept))
         return replace(self, allowed=tuple(left)), sorted(set(dropped))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the name and the allowed settings as JSON types."""
-        allowed = {name: [choice.written for choice in some] for name, some in self.allowed}
-        return {"name": self.name, "allowed": allowed}
 
 
 def _family(choice: Choice) -> str:

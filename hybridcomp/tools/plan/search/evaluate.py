@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridcomp.config.directional import STATE_CODECS
@@ -15,7 +14,7 @@ from hybridcomp.tools.plan.cost.job import Item, PlannedJob
 from hybridcomp.tools.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.tools.plan.cost.step import seconds_of
 from hybridcomp.tools.plan.cost.times import least_seconds, stage_times
-from hybridcomp.tools.plan.cost.work import Items, StageWork, Work, lands_behind, price
+from hybridcomp.tools.plan.cost.work import Work, lands_behind, price
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 
@@ -72,7 +71,7 @@ class Evaluator:
     def ideal(self, zero_stage: int) -> Ideal:
         """Return the lower-bound prices of this budget at a ZeRO stage."""
         if zero_stage not in self._ideals:
-            keys = [key for name, _ in self.budget.allowed for key in _keys_of(name)]
+            keys = [key for name, _ in self.budget.allowed for key in KEYS if key[0] == name]
             options = ((key, options_of(self.job, self.budget, key, zero_stage)) for key in keys)
             self._ideals[zero_stage] = Ideal(tuple(options))
         return self._ideals[zero_stage]
@@ -132,10 +131,10 @@ class Evaluator:
         return best
 
     def options(self, work: Work) -> dict[Key, tuple[tuple[float, Choice], ...]]:
-        """Return the options of every key with messages, without those that another one beats.
+        """Return the options of every key with messages, without dominated ones.
 
-        One beats another where no part of any stage takes longer with it, and it keeps no more
-        bytes. Each option comes with its seconds summed over all stages.
+        An option dominates another if no part of any stage takes longer with it, and it keeps no
+        more bytes. Each option comes with its seconds summed over all stages.
         """
         keys = _keys(work)
         roomy = self.need(work, Choices()) + self.largest(work) <= self.job.capacity
@@ -164,9 +163,8 @@ class Evaluator:
             sent = (one.sent for one in (*stage.forward, *stage.backward))
             apart = work.layout.slices or self.job.has_blocking_pipeline(work.layout)
             posted = tuple(sent) if apart else ()
-            for items in _all(stage):
+            for items, once in stage.messages():
                 behind = items is stage.reduce or items is stage.micro or items in posted
-                once = items is stage.reduce or items is stage.gather or items is stage.copies
                 count = 1 if once else work.layout.passes
                 for item in items:
                     if item.key != key or item.fixed:
@@ -185,7 +183,7 @@ class Evaluator:
         return (*costs, kept)
 
     def largest(self, work: Work) -> float:
-        """Return the bytes of the largest buffers that choices have, all at once."""
+        """Return the bytes of all buffers together, each as large as any choice makes it."""
         zero_stage = work.layout.zero_stage
         most: dict[str, float] = {}
         for key in _keys(work):
@@ -200,7 +198,7 @@ class Evaluator:
 def _keys(work: Work) -> dict[Key, None]:
     """Return the keys of messages that choices are about."""
     return dict.fromkeys(
-        item.key for stage in work.stages for items in _all(stage) for item in items
+        item.key for stage in work.stages for items, _ in stage.messages() for item in items
         if not item.fixed and item.call.ranks > 1
     )  # fmt: skip
 
@@ -222,20 +220,6 @@ def options_of(
     if key[0] in SUMMED and job.cluster.nodes_per_site:
         found = (*found, *budget.inside(found))
     return found
-
-
-def _keys_of(name: str) -> Iterator[Key]:
-    return (key for key in KEYS if key[0] == name)
-
-
-def _all(stage: StageWork) -> Iterator[Items]:
-    for one in (*stage.forward, *stage.backward):
-        yield one.items
-        yield one.sent
-    yield stage.micro
-    yield stage.reduce
-    yield stage.gather
-    yield stage.copies
 
 
 def _beats(one: Costs, other: Costs) -> bool:

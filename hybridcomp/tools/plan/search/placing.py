@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.errors import HybridcompError
@@ -14,31 +15,30 @@ from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import EngineCall
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import FP32, device_nbytes, memory_of, states
-from hybridcomp.tools.plan.cost.schedule import in_flight
-from hybridcomp.tools.plan.cost.work import StageWork, Work, price, work_of
-from hybridcomp.tools.plan.engines import RECOMPUTE_REASONS, can_recompute, recomputations
+from hybridcomp.tools.plan.cost.schedule import layout_in_flight
+from hybridcomp.tools.plan.cost.work import StageWork, Work, layer_seconds, price, work_of
+from hybridcomp.tools.plan.engines import RECOMPUTE_REASONS, can_recompute, recomputations, runs
 from hybridcomp.tools.plan.layout import Layout, even_cuts
-from hybridcomp.tools.plan.machines.estimates import Estimate
+from hybridcomp.tools.plan.machines.estimates import NOTHING
 from hybridcomp.tools.plan.models.model import ModelLayer
-from hybridcomp.tools.plan.search.recomputing import cheapest, contiguous, need
+from hybridcomp.tools.plan.search.recomputing import cheapest, need
 from hybridcomp.tools.plan.search.space import UNCUT_ENGINES
 
-
-@dataclass(frozen=True)
-class Reserve:
-    """Bytes a parameter to keep free for residuals of codecs."""
-
-    of_parameter: float = 0.0
+#: the layer behind each stage
+Stops = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Placer:
-    """Places layouts, with a cache of cuts and of recomputed segments."""
+    """Places layouts, with a cache of cuts and of recomputed segments.
+
+    ``reserve`` below: bytes a parameter that stay free for residuals; None: no limit of memory.
+    """
 
     job: PlannedJob
     #: layouts that cannot be placed with any memory, and the reasons
     unable: dict[Layout, str] = field(default_factory=dict)
-    _cuts: dict[tuple[object, ...], cuts.Cuts | None] = field(default_factory=dict)
+    _cuts: dict[tuple[object, ...], Stops | None] = field(default_factory=dict)
     _segments: dict[tuple[object, ...], tuple[tuple[int, int], ...] | None] = field(
         default_factory=dict
     )
@@ -50,7 +50,7 @@ class Placer:
         """
         seen: set[Layout] = set()
         free = self._cut(layout, None, False)  # without a limit of memory
-        for reserve in (Reserve(), Reserve(FP32)) if feedback else (Reserve(),):
+        for reserve in (0.0, FP32) if feedback else (0.0,):
             if free is not None and not self.job.limits.fixed.get("recompute"):
                 work = work_of(self.job, free)
                 if self._fits(work, reserve):
@@ -67,12 +67,6 @@ class Placer:
     def _may_recompute(self, layout: Layout) -> bool:
         return self.job.limits.recompute and not layout.slices
 
-    def cut(self, layout: Layout) -> Layout:
-        """Return ``layout`` with the fastest cuts without a limit of memory."""
-        found = self._cut(layout, None, False)
-        assert found is not None  # no limit of memory, and no more stages than layers
-        return found
-
     def least_nbytes(self, layout: Layout) -> float:
         """Return the fullest rank's bytes with even cuts and, if allowed, all blocks recomputed."""
         depth = self.job.model.depth
@@ -86,7 +80,7 @@ class Placer:
             for stage in range(layout.stages)
         )
 
-    def _place(self, layout: Layout, reserve: Reserve, lean: bool) -> Work | None:
+    def _place(self, layout: Layout, reserve: float, lean: bool) -> Work | None:
         """Find the best cuts with all activations kept, or (lean) with recomputation as needed."""
         cut = self._cut(layout, reserve, lean)
         if cut is None:
@@ -104,19 +98,19 @@ class Placer:
             return work
         return self._recomputed(work, reserve) if lean else None
 
-    def _fits(self, work: Work, reserve: Reserve) -> bool:
+    def _fits(self, work: Work, reserve: float) -> bool:
         return all(
             self._nbytes(work, stage, reserve) <= self.job.capacity
             for stage in range(work.layout.stages)
         )
 
-    def _nbytes(self, work: Work, stage: int, reserve: Reserve) -> float:
+    def _nbytes(self, work: Work, stage: int, reserve: float) -> float:
         own = work.stages[stage]
-        more = reserve.of_parameter * (own.dense + own.experts)
+        more = reserve * (own.dense + own.experts)
         return device_nbytes(memory_of(self.job, work, stage, Choices())) + more
 
-    def _cut(self, layout: Layout, reserve: Reserve | None, lean: bool) -> Layout | None:
-        """Return the layout with its cuts; None where none fit. No reserve: no limit of memory."""
+    def _cut(self, layout: Layout, reserve: float | None, lean: bool) -> Layout | None:
+        """Return the layout with its cuts; None where none fit."""
         depth = self.job.model.depth
         if given := self.job.limits.fixed.get("cuts"):
             return layout.replace(cuts=tuple(given)) if sum(given) == depth else None
@@ -134,33 +128,29 @@ class Placer:
         found = self._chain_cuts(layout, reserve, lean)
         if found is None:
             return None
-        starts = (0, *found.stops)
-        sizes = [b - a for a, b in zip(starts, found.stops, strict=False)]
-        return layout.replace(cuts=tuple(sizes))
+        return layout.replace(cuts=tuple(b - a for a, b in pairwise((0, *found))))
 
-    def _chain_cuts(self, layout: Layout, reserve: Reserve | None, lean: bool) -> cuts.Cuts | None:
+    def _chain_cuts(self, layout: Layout, reserve: float | None, lean: bool) -> Stops | None:
         key: tuple[object, ...] = layout, reserve, lean
         if reserve is None:  # without memory, replicas and ZeRO do not matter
             key = (self.job.shape(layout), layout.stages, layout.passes, None,
                    tuple(self._devices(layout, reserve)))  # fmt: skip
         if key not in self._cuts:
-            fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
-            lean_ones = self.job.model.repeated if lean else range(0)
+            lean_ones, limited = self.job.model.repeated if lean else (), reserve is not None
             layers = [
                 cuts.ChainLayer(
-                    self._layer_seconds(layout, layer, fastest),
+                    layer_seconds(self.job, layout, layer, Choices()),
                     self._layer_nbytes(layout, layer, reserve),
-                    _kept(layer, number in lean_ones) if reserve else 0.0,
+                    limited * (layer.input_nbytes if number in lean_ones else layer.kept_nbytes),
                     *self._cut_seconds(layout, layer),
                 )
                 for number, layer in enumerate(self.job.layers(layout))
             ]
-            self._cuts[key] = cuts.stage_cuts(
-                layers, self._devices(layout, reserve), layout.passes, any_order=False
-            )
+            devices = self._devices(layout, reserve)
+            self._cuts[key] = cuts.stage_cuts(layers, devices, layout.passes)
         return self._cuts[key]
 
-    def _devices(self, layout: Layout, reserve: Reserve | None) -> list[cuts.Device]:
+    def _devices(self, layout: Layout, reserve: float | None) -> list[cuts.Device]:
         room = float("inf") if reserve is None else self.job.capacity
         speeds = self.job.cluster.speeds
         top = max(speeds[: layout.ranks])
@@ -169,23 +159,15 @@ class Placer:
             for stage in range(layout.stages)
         ]
 
-    def _layer_seconds(self, layout: Layout, layer: ModelLayer, rank: int) -> float:
-        """Return seconds of forward and backward of ``layer`` on ``rank``, native messages incl."""
-        seconds = sum(figure.value for figure in self.job.compute(layer, rank))
-        for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
-            for item in self.job.layer_items(layout, 0, messages, way):  # type: ignore[arg-type]
-                seconds += price(self.job, item, Choices()).seconds.value
-        return seconds
-
-    def _layer_nbytes(self, layout: Layout, layer: ModelLayer, reserve: Reserve | None) -> float:
+    def _layer_nbytes(self, layout: Layout, layer: ModelLayer, reserve: float | None) -> float:
         if reserve is None:
             return 0.0
         alone = StageWork(
-            0, (), (), (), (), (), Estimate(0.0, 0.0, 0.0), layer.parameters,
+            0, (), (), (), (), (), NOTHING, layer.parameters,
             layer.expert_parameters, ((0, layer),),
         )  # fmt: skip
         values = layer.parameters + layer.expert_parameters
-        return device_nbytes(states(self.job, layout, alone)) + reserve.of_parameter * values
+        return device_nbytes(states(self.job, layout, alone)) + reserve * values
 
     def _cut_seconds(self, layout: Layout, layer: ModelLayer) -> tuple[float, float]:
         """Return seconds of messages across a cut behind ``layer``, of the stages on both sides.
@@ -212,12 +194,11 @@ class Placer:
         )
         return ahead, back
 
-    def _split(self, layout: Layout, reserve: Reserve | None) -> Layout | None:
+    def _split(self, layout: Layout, reserve: float | None) -> Layout | None:
         """Return ``layout`` with the stages of a model that is no chain; None where none fit."""
-        fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
         nodes = [
             dag_partition.Node(
-                self._layer_seconds(layout, layer, fastest),
+                layer_seconds(self.job, layout, layer, Choices()),
                 self._layer_nbytes(layout, layer, reserve)
                 + (0.0 if reserve is None else layer.kept_nbytes),
                 layer.inputs,
@@ -230,13 +211,11 @@ class Placer:
         except HybridcompError as error:  # too wide to be split exactly
             self.unable[layout] = str(error)
             return None
-        if found is None or not all(found.stages):
+        if found is None or not all(found):
             return None
-        return layout.replace(
-            cuts=tuple(map(len, found.stages)), nodes=tuple(map(tuple, found.stages))
-        )
+        return layout.replace(cuts=tuple(map(len, found)), nodes=found)
 
-    def _recomputed(self, work: Work, reserve: Reserve) -> Work | None:
+    def _recomputed(self, work: Work, reserve: float) -> Work | None:
         """Return the work with the engine's cheapest recomputation that fits; None without one."""
         if self.job.limits.engine in UNCUT_ENGINES:
             return self._segmented(work, reserve)
@@ -245,7 +224,7 @@ class Placer:
         fitting = [one for one in works if self._fits(one, reserve)]
         return min(fitting, key=_compute, default=None)
 
-    def _segmented(self, work: Work, reserve: Reserve) -> Work | None:
+    def _segmented(self, work: Work, reserve: float) -> Work | None:
         """Return the work with the cheapest segments on every stage that exceeds its memory."""
         segments: list[tuple[int, int]] = []
         for stage, own in enumerate(work.stages):
@@ -258,7 +237,7 @@ class Placer:
             blocks = self.job.model.repeated  # scripts recompute no embedding and no head
             numbers = [number for number, _ in own.layers]
             for start, stop in found:
-                segments += contiguous([n for n in numbers[start:stop] if n in blocks])
+                segments += runs(n for n in numbers[start:stop] if n in blocks)
         layout = work.layout.replace(recompute=tuple(sorted(segments)))
         done = work_of(self.job, layout)
         return done if self._fits(done, reserve) else None
@@ -274,10 +253,7 @@ class Placer:
             else dataclasses.replace(layer, input_nbytes=layer.kept_nbytes)
             for number, layer in own.layers
         ]
-        flying = in_flight(
-            stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
-        )
-        others = max(0.0, flying / layout.virtual - 1)
+        others = max(0.0, layout_in_flight(layout, stage) / layout.virtual - 1)
         key = tuple(layers), others, round(room), layout.micro_batch
         if key not in self._segments:
             stored = [
@@ -289,11 +265,6 @@ class Placer:
             limit = need(layers, (), others, width) + room
             self._segments[key] = cheapest(stored, layers, others, width, limit)
         return self._segments[key]
-
-
-def _kept(layer: ModelLayer, lean: bool) -> float:
-    """Return bytes that a layer keeps of a pass: its input alone if recomputed (``lean``)."""
-    return layer.input_nbytes if lean else layer.kept_nbytes
 
 
 def _compute(work: Work) -> float:

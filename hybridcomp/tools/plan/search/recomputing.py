@@ -5,34 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridcomp.tools.plan.algorithms.recompute import Stored, cheapest_recomputation
-from hybridcomp.tools.plan.cost.memory import worst_moment
+from hybridcomp.tools.plan.cost.memory import kept_nbytes, worst_moment
 from hybridcomp.tools.plan.models.model import ModelLayer
 
 #: number of memory limits of one pass to try, where several passes are in flight
 LIMITS = 8
 
 
-def contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs ``[start, stop)`` of consecutive numbers (virtual stages have gaps)."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return runs
-
-
 def need(
     layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]], others: float, width: int
 ) -> float:
     """Return the peak bytes of activations with ``others`` more micro-batches in flight."""
-    starts, kept, position = dict(segments), 0.0, 0
-    while position < len(layers):
-        layer = layers[position]
-        kept += layer.input_nbytes if position in starts else layer.kept_nbytes
-        position = starts.get(position, position + 1)
-    return others * kept + worst_moment(layers, segments, width, grows=False).activations
+    one = worst_moment(layers, segments, width, grows=False)
+    return others * kept_nbytes(layers, segments) + one.activations
 
 
 def cheapest(
@@ -48,7 +33,7 @@ def cheapest(
     for step in range(1, LIMITS + 1) if others else (LIMITS,):
         found = cheapest_recomputation(stored, limit * step / LIMITS)
         if found is not None:
-            tried.append(tuple(found.segments))
+            tried.append(found)
     seconds = [layer.forward_seconds for layer in stored]
     fitting = [
         (sum(sum(seconds[start:stop]) for start, stop in segments), segments)

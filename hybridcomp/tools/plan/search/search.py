@@ -17,7 +17,7 @@ from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calibrate import calibrated
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.predict import plan_of
-from hybridcomp.tools.plan.cost.work import KEPT, Work, work_of
+from hybridcomp.tools.plan.cost.work import KEPT, Work, layer_seconds, work_of
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.models.model import Model
@@ -141,10 +141,10 @@ class _Search:
         return found if plans else nothing(self.job, self.placer, every, found)
 
     def _allows(self, layout: Layout) -> bool:
-        """Return whether the budget has what the layout's copies and sums are encoded with."""
-        sums = not layout.sums_ours or self.budget.sums_in_nodes()
+        """Return whether the budget has the codecs of copies, sums and kept weights."""
+        sums = not layout.sums_ours or self.budget.acts("dp")
         kept = layout.frozen == "gathered" or (
-            self.budget.keeps_frozen() and self.job.can_price("zero", KEPT)
+            self.budget.acts("zero") and self.job.can_price("zero", KEPT)
         )
         return self.budget.keeps(layout.copy) and sums and kept
 
@@ -187,21 +187,15 @@ def _family(layout: Layout) -> Layout:
 def balanced_seconds(job: PlannedJob, evaluator: Evaluator, layout: Layout) -> float:
     """Bound a step from below over all cuts: perfectly balanced stages, ideal messages."""
     speeds = job.cluster.speeds
-    fastest = max(range(layout.ranks), key=speeds.__getitem__)
     ideal = evaluator.ideal(layout.zero_stage)
     total = 0.0
     counted: dict[int, float] = {}
     for layer in job.layers(layout):
         if id(layer) not in counted:
-            seconds = sum(figure.value for figure in job.compute(layer, fastest))
-            for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
-                for item in job.layer_items(layout, 0, messages, way):  # type: ignore[arg-type]
-                    seconds += ideal.price(job, item).seconds.value
-            counted[id(layer)] = seconds
+            counted[id(layer)] = layer_seconds(job, layout, layer, ideal)
         total += counted[id(layer)]
-    paces = [
-        speeds[job.slowest_rank(layout, stage)] / speeds[fastest] for stage in range(layout.stages)
-    ]
+    top = max(speeds[: layout.ranks])
+    paces = [speeds[job.slowest_rank(layout, stage)] / top for stage in range(layout.stages)]
     steady = total / sum(paces)
     count = layout.passes
     if layout.virtual > 1:

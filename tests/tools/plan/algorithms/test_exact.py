@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations, product
+from itertools import combinations, product
 
 import pytest
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.algorithms.cuts import ChainLayer, Device, stage_cuts
 from hybridcomp.tools.plan.algorithms.dag_partition import Node, graph_split
-from hybridcomp.tools.plan.algorithms.recompute import Stored, cheapest_recomputation, peak_nbytes
+from hybridcomp.tools.plan.algorithms.recompute import Stored, cheapest_recomputation
+from hybridcomp.tools.plan.cost.memory import worst_moment
+from hybridcomp.tools.plan.models.model import ModelLayer
 
 INFINITE = float("inf")
 
@@ -37,8 +39,7 @@ def cut_seconds(
     return sum(costs) + (micro_batches - 1) * max(costs)
 
 
-@pytest.mark.parametrize("any_order", [True, False])
-def test_cuts_are_the_best_of_all(any_order: bool) -> None:
+def test_cuts_are_the_best_of_all() -> None:
     draw, fits = random.Random(1), 0
     for _ in range(300):
         # integers: sums are exact in any order
@@ -49,33 +50,19 @@ def test_cuts_are_the_best_of_all(any_order: bool) -> None:
         kinds = [Device(2.0 ** draw.randrange(-1, 2), draw.randrange(8, 90)) for _ in range(2)]
         devices = [draw.choice(kinds) for _ in range(draw.randrange(1, 4))]
         micro_batches = draw.choice([1, 2, 8])
-        orders = set(permutations(devices)) if any_order else {tuple(devices)}
         best = min(
             (
-                cut_seconds(layers, order, (*stops, len(layers)), micro_batches)
-                for order in orders
+                cut_seconds(layers, devices, (*stops, len(layers)), micro_batches)
                 for stops in combinations(range(1, len(layers)), len(devices) - 1)
             ),
             default=INFINITE,
         )
-        found = stage_cuts(layers, devices, micro_batches, any_order=any_order)
-        if best == INFINITE:
-            assert found is None
-            continue
-        fits += 1
-        assert found is not None
-        assert found.step_seconds(micro_batches) == best
-        assert cut_seconds(layers, found.devices, found.stops, micro_batches) == best
-        assert sorted(map(str, found.devices)) == sorted(map(str, devices))
+        found = stage_cuts(layers, devices, micro_batches)
+        assert (found is None) == (best == INFINITE)
+        if found is not None:
+            fits += 1
+            assert cut_seconds(layers, devices, found, micro_batches) == best
     assert fits > 150
-
-
-def test_a_slow_device_gets_fewer_layers() -> None:
-    found = stage_cuts([ChainLayer(1.0)] * 12, [Device(), Device(0.5)], 64)
-    assert found is not None
-    sizes = {device.speed: stop - start for device, start, stop in zip(
-        found.devices, (0, *found.stops), found.stops, strict=False)}  # fmt: skip
-    assert sizes == {1.0: 8, 0.5: 4}
 
 
 def split_seconds(
@@ -125,17 +112,13 @@ def test_splits_of_graphs_are_the_best_of_all() -> None:
             for stage_of in product(range(stages), repeat=len(nodes))
         )
         found = graph_split(nodes, devices)
-        if best == INFINITE:
-            assert found is None
-            continue
-        fits += 1
-        assert found is not None and found.slowest == best
-        stage_of = [0] * len(nodes)
-        for stage, members in enumerate(found.stages):
-            for member in members:
-                stage_of[member] = stage
-        assert sorted(sum(found.stages, ())) == list(range(len(nodes)))
-        assert split_seconds(nodes, devices, stage_of) == best
+        assert (found is None) == (best == INFINITE)
+        if found is not None:
+            fits += 1
+            of_node = {node: stage for stage, members in enumerate(found) for node in members}
+            assert sorted(sum(found, ())) == list(range(len(nodes)))
+            stage_of = [of_node[node] for node in range(len(nodes))]
+            assert split_seconds(nodes, devices, stage_of) == best
     assert fits > 150
 
 
@@ -144,6 +127,15 @@ def test_graphs_that_cannot_be_split_are_told() -> None:
         graph_split([Node(1.0, inputs=(1,)), Node(1.0)], [Device()])
     with pytest.raises(HybridcompError, match="a graph of 40 nodes with more than 20000 ideals"):
         graph_split([Node(1.0)] * 40, [Device()])
+
+
+def peak(layers: Sequence[Stored], segments: Sequence[tuple[int, int]]) -> float:
+    """Return the peak bytes of the memory model for these layers."""
+    whole = [
+        ModelLayer("m", "module", 0, 0, 0, 0, 0, one.nbytes, one.input_nbytes, one.work_nbytes, 0)
+        for one in layers
+    ]
+    return worst_moment(whole, segments, 2, grows=False).activations
 
 
 def segmentations(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -170,18 +162,18 @@ def test_recomputation_is_the_best_of_all() -> None:
             Stored(*(float(draw.randrange(*span)) for span in ((1, 9), (4, 20), (1, 5), (0, 6))))
             for _ in range(draw.randrange(1, 7))
         ]
-        limit = draw.uniform(0.3, 1.1) * peak_nbytes(layers, [])
-        fitting = [
-            sum(layer.forward_seconds for start, stop in segments for layer in layers[start:stop])
-            for segments in segmentations(len(layers))
-            if peak_nbytes(layers, segments) <= limit
-        ]
+        limit = draw.uniform(0.3, 1.1) * peak(layers, [])
+
+        def seconds(segments: Sequence[tuple[int, int]], layers: list[Stored] = layers) -> float:
+            return sum(
+                one.forward_seconds for start, stop in segments for one in layers[start:stop]
+            )
+
+        every = segmentations(len(layers))
+        fitting = [seconds(some) for some in every if peak(layers, some) <= limit]
         found = cheapest_recomputation(layers, limit)
-        if not fitting:
-            assert found is None
-            continue
-        assert found is not None
-        assert found.seconds == min(fitting)
-        assert found.peak_nbytes == peak_nbytes(layers, found.segments) <= limit
-        recomputed += bool(found.segments)
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert seconds(found) == min(fitting) and peak(layers, found) <= limit
+            recomputed += bool(found)
     assert recomputed > 50

@@ -27,7 +27,7 @@ BASE = {
 
 
 def test_deepspeeds_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> None:
-    written = files.write(plan(), CLUSTER, tmp_path, BASE)
+    written = files.write(plan(), CLUSTER, tmp_path, BASE, ledger=tmp_path / "ledger.jsonl")
     assert [path.name for path in written] == ["plan.json", "ds_config.json", "start.sh"]
     found = json.loads((tmp_path / "ds_config.json").read_text())
     assert "train_batch_size" not in found, "it would contradict what the plan says"
@@ -35,7 +35,8 @@ def test_deepspeeds_file_is_the_users_with_what_the_plan_decides(tmp_path: Path)
     assert found["gradient_accumulation_steps"] == 8
     assert found["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 5}
     assert found["optimizer"] == BASE["optimizer"] and found["bf16"]["enabled"]
-    assert found["compression"]["ledger"] == {"every": 5}
+    ledger = {"every": 5, "jsonl": str(tmp_path / "ledger.jsonl")}
+    assert found["compression"]["ledger"] == ledger
     assert "min_bytes" not in found["compression"], "the plan counted on its own"
 
 
@@ -50,14 +51,6 @@ def test_the_block_of_the_files_is_the_plans(tmp_path: Path) -> None:
     assert codecs["zero", "forward"] is None
     assert block.planned.layout["ranks"] == 4 and block.planned.layout["stages"] == 2
     assert Plan.read(tmp_path / "plan.json").choices == Choices.of(ENCODED)
-
-
-def test_offload_and_the_ledger_of_a_trial(tmp_path: Path) -> None:
-    moved = plan(Layout(data=4, zero_stage=2, offload=True))
-    files.write(moved, CLUSTER, tmp_path, BASE, ledger=tmp_path / "ledger.jsonl")
-    found = json.loads((tmp_path / "ds_config.json").read_text())
-    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-    assert found["compression"]["ledger"]["jsonl"] == str(tmp_path / "ledger.jsonl")
 
 
 def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
@@ -169,7 +162,9 @@ def test_a_yaml_of_a_list_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found 'list'"):
         base_of(tmp_path / "mine.yml", "neox")
     (tmp_path / "mine.yml").write_text("")
-    assert base_of(tmp_path / "mine.yml", "neox") == {}
+    assert base_of(tmp_path / "mine.yml", "neox") == base_of(None, "megatron") == {}
+    with pytest.raises(ConfigError, match="Megatron takes arguments"):
+        base_of(tmp_path / "x.json", "megatron")
 
 
 @pytest.mark.parametrize("written", ["[1]", "{}", '{"hybridcomp plan": 1}', "x", '"a"'])
@@ -202,9 +197,3 @@ def test_what_no_file_decides_is_said() -> None:
     again = plan(Layout(data=4, cuts=(6,), recompute=((1, 3),)))
     assert "recompute" in start_command.left_to_script(again, [])
     assert start_command.left_to_script(plan(engine="megatron"), []) == ""
-
-
-def test_megatron_takes_no_file(tmp_path: Path) -> None:
-    assert base_of(None, "megatron") == {}
-    with pytest.raises(ConfigError, match="Megatron takes arguments"):
-        base_of(tmp_path / "x.json", "megatron")

@@ -15,6 +15,7 @@ from hybridcomp.tools.commands import cli
 from hybridcomp.tools.plan.answer import files, start_command
 from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Engine
+from tests.selection import by_day
 from tests.test_foreign import armed
 from tests.tools.plan.answer.made import CLUSTER, plan
 from tests.tools.plan.answer.test_command import ALONE, CONFIG
@@ -104,14 +105,14 @@ def test_settings_of_the_users_own_file_stay_settings(tmp_path: Path) -> None:
         assert {key: found[key] for key in base} == base
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", by_day(ENGINES, ["deepspeed"]))
 def test_the_command_plans_a_hostile_config(
     engine: Engine, tmp_path: Path, launchers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A regression test: `_name_or_path` had ended the comment of start.sh."""
     canary = tmp_path / "canary"
     hostile = "".join(armed(canary))
-    config = {**CONFIG, "_name_or_path": hostile}
+    config = {**CONFIG, "num_hidden_layers": 2, "_name_or_path": hostile}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "cluster.json").write_text(json.dumps({**DESCRIBED, "device": hostile}))
     out = tmp_path / "plans $(touch canary)"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridcomp.tools.plan.cost.blocking_pipeline import message_of, moves
 from hybridcomp.tools.plan.cost.schedule import Op, order
-from hybridcomp.tools.plan.cost.times import Durations, StageTimes, are_blocking
+from hybridcomp.tools.plan.cost.times import StageTimes, are_blocking
 from hybridcomp.tools.plan.layout import Layout
 
 
@@ -96,7 +96,7 @@ class _Builder:
         """Add a pass, its send and its reductions; return the events that the next pass awaits."""
         own, sent = self.times[stage], self._sent[stage, op]
         device, link = f"stage {stage}", f"link {stage}"
-        took = (own.backward if op.backward else own.forward)[op.chunk]
+        took = own.took(op)
         what = "backward" if op.backward else "forward"
         reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
         begun = self._put(sent - 1, what, device, took.busy - behind,
@@ -164,7 +164,7 @@ def _blocking(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int)
         last.append(now)
     events: Events = {}
     for (what, stage, pass_), number in numbers.items():
-        took = _took(times[stage], pass_)
+        took = times[stage].took(pass_)
         way = "backward" if pass_.backward else "forward"
         if what == "pass":
             after = before["pass", stage, pass_]
@@ -192,7 +192,3 @@ def _put_end(events: Events, stage: int, own: StageTimes, after: tuple[int, ...]
     ):  # fmt: skip
         number = len(events)
         events[number], after = Event(what, f"{resource} {stage}", seconds, after), (number,)
-
-
-def _took(own: StageTimes, pass_: Op) -> Durations:
-    return (own.backward if pass_.backward else own.forward)[pass_.chunk]

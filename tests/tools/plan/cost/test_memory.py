@@ -9,6 +9,7 @@ import torch
 from gpt.model import GPT, loss_of
 from gpt.weights import ModelConfig
 from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from hybridcomp.tools.plan.choices import Choices
@@ -17,10 +18,9 @@ from hybridcomp.tools.plan.cost.memory import device_nbytes, memory_of
 from hybridcomp.tools.plan.cost.work import work_of
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.arguments import train_gpt
-from hybridcomp.tools.plan.models.torch_tools import peak_nbytes
 from hybridcomp.tools.plan.request import Batch, SearchLimits
 from tests.selection import by_day
-from tests.tools.plan.clusters import cluster, small
+from tests.tools.plan.clusters import cluster, small, step
 
 SEGMENTS = {"kept": (), "some": ((1, 3),), "all": tuple((n, n + 1) for n in range(1, 5))}
 
@@ -53,9 +53,14 @@ def measured(config: ModelConfig, batch: int, length: int, dtype: torch.dtype,
         optimizer.zero_grad()
 
     step()
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MemTracker's, about recomputed modules
-        return peak_nbytes(model, optimizer, step)
+        with tracker:
+            step()
+    snapshot = tracker.get_tracker_snapshot("peak")
+    return sum(int(by_kind["Total"]) for by_kind in snapshot.values())
 
 
 @pytest.mark.parametrize("recompute", SEGMENTS)
@@ -87,35 +92,27 @@ def test_peak_is_within_5_percent_of_memtrackers(
 
 def test_what_codecs_keep() -> None:
     layout = Layout(data=4, micro_batch=2, zero_stage=1, cuts=(6,))
-    job = PlannedJob(small(), cluster(1, 4), Batch(8, 128), SearchLimits())
-    work = work_of(job, layout)
     block = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
              "zero": {"codec": "blockint", "bits": 4, "delta": True}}  # fmt: skip
-    plain, kept = (memory_of(job, work, 0, one) for one in (Choices(), Choices.of_block(block)))
+    plain, kept = (step(layout, cluster(1, 4), one).memory for one in (None, block))
     values = small().parameters
     assert plain["residuals"] == plain["references"] == plain["payloads"] == 0
     assert kept["residuals"] == 4 * values
     assert kept["references"] == 2 * values / 4
     assert kept["payloads"] == pytest.approx(2 * values * 4.2578125 / 8)
     # buckets with few owners are encoded again by the summing ranks
-    limits = SearchLimits(bucket_numel=1000)
-    small_buckets = PlannedJob(small(), cluster(1, 4), Batch(8, 128), limits)
-    summed = memory_of(small_buckets, work_of(small_buckets, layout), 0, Choices.of_block(block))
+    summed = step(layout, cluster(1, 4), block, bucket_numel=1000).memory
     assert summed["residuals"] == pytest.approx(5 * values, abs=8)
     # on several nodes with several ranks each, residuals belong to a node's sum
-    spread = PlannedJob(small(), cluster(2, 2), Batch(8, 128), SearchLimits())
-    two_levels = memory_of(spread, work_of(spread, layout), 0, Choices.of_block(block))
-    assert two_levels["residuals"] == 4 * values / 2
+    assert step(layout, cluster(2, 2), block).memory["residuals"] == 4 * values / 2
 
 
 def test_states_of_the_engines() -> None:
     values = small().parameters
     layout = Layout(data=4, micro_batch=2, zero_stage=1, cuts=(6,))
     for engine, gradients in (("deepspeed", 2), ("megatron", 4)):
-        job = PlannedJob(small(), cluster(1, 4), Batch(8, 128), SearchLimits(engine=engine))  # type: ignore[arg-type]
-        found = memory_of(job, work_of(job, layout), 0, Choices())
+        found = step(layout, cluster(1, 4), engine=engine).memory
         assert found["weights"] == 2 * values and found["gradients"] == gradients * values
         assert found["optimizer"] == 12 * values / 4
-    job = PlannedJob(small(), cluster(1, 4), Batch(8, 128), SearchLimits())
-    three = memory_of(job, work_of(job, layout.replace(zero_stage=3)), 0, Choices())
+    three = step(layout.replace(zero_stage=3), cluster(1, 4)).memory
     assert three["weights"] == 2 * values / 4 and three["gathered"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from hybridcomp.tools.plan.cost.times import Durations, Seconds, StageTimes, lea
 from hybridcomp.tools.plan.cost.work import Work, work_of
 from hybridcomp.tools.plan.layout import Layout, even_cuts
 from hybridcomp.tools.plan.request import Batch, SearchLimits
-from tests.tools.plan.clusters import cluster, small
+from tests.tools.plan.clusters import PlannedStep, cluster, small, step
 from tests.tools.plan.cost.events import step_spans
 
-RECOMMENDED = Choices.of_block({"preset": "recommended"})
+RECOMMENDED = {"preset": "recommended"}
 
 
 def test_orders_of_1f1b() -> None:
@@ -89,7 +90,7 @@ def assert_events_say_so(layout: Layout, times: tuple[StageTimes, ...], count: i
 
 def test_a_step_is_its_events() -> None:
     draw = random.Random(5)
-    for index in range(60):
+    for index in range(30):
         stages, virtual = draw.randrange(1, 5), draw.choice([1, 1, 2])
         virtual = virtual if stages > 1 else 1
         count = stages * draw.randrange(1, 4)
@@ -102,7 +103,7 @@ def test_a_step_is_its_events() -> None:
 
 def test_a_step_whose_stages_meet_is_its_events() -> None:
     draw = random.Random(7)
-    for _ in range(60):
+    for _ in range(30):
         stages, count = draw.randrange(2, 6), draw.randrange(1, 9)
         layout = Layout(stages=stages, accumulation=count)
         times = random_times(draw, layout, micro=False, blocking=True)
@@ -160,11 +161,9 @@ def test_long_steps_are_extrapolated(blocking: bool) -> None:
         assert seconds_of(layout, times) == pytest.approx(whole, rel=0.002)
 
 
-def job_of(layout: Layout, **limits: object) -> PlannedJob:
-    batch = Batch(layout.samples, 128)
-    ranks = layout.ranks
-    return PlannedJob(small(), cluster(nodes=ranks, ranks_per_node=1), batch,
-               SearchLimits(bucket_numel=4e6, **limits))  # type: ignore[arg-type]  # fmt: skip
+def apart(layout: Layout, block: Any = None) -> PlannedStep:
+    """Return a step of ``layout`` with each rank on a node of its own."""
+    return step(layout, cluster(layout.ranks, 1), block, bucket_numel=4e6)
 
 
 #: layouts of the training benchmark: 1 rank per node, samples and tokens of a micro-batch
@@ -190,10 +189,7 @@ def test_bytes_are_those_that_the_bench_has_measured(name: str, arm: str) -> Non
         measured = {"native bf16": 16.01, "recommended": 6.27}[arm] * 3_279_616 / 8e6
     else:
         measured = speeds.measured()[name, arm, 1.0]["sent_MB"]
-    layout = LAYOUTS[name]
-    job = job_of(layout)
-    choices = RECOMMENDED if arm == "recommended" else Choices()
-    found = predicted(job, work_of(job, layout), choices)
+    found = apart(LAYOUTS[name], RECOMMENDED if arm == "recommended" else None).told
     sent = sum(found.nbytes.values())
     ratio = 1e6 * measured / sent
     assert 0.99 < ratio < 1.01 if name == "zero3" else 1.0 < ratio < 1.09
@@ -253,9 +249,8 @@ def test_three_levels_send_least_over_uplinks() -> None:
 
 def test_prediction_of_a_pipeline() -> None:
     layout = Layout(stages=4, accumulation=8, cuts=even_cuts(6, 4))
-    job = job_of(layout)
-    work = work_of(job, layout)
-    native, encoded = (predicted(job, work, one) for one in (Choices(), RECOMMENDED))
+    job, work, native, _ = apart(layout)
+    encoded = apart(layout, RECOMMENDED).told
     assert encoded.nbytes["pp"] < native.nbytes["pp"] == encoded.native_nbytes["pp"]
     assert native.low <= native.seconds <= native.high and native.low < native.high
     assert native.codec_seconds == 0 < encoded.codec_seconds
@@ -263,8 +258,8 @@ def test_prediction_of_a_pipeline() -> None:
     assert encoded.exposed["pp"] < native.exposed["pp"]
     for span in native.spans:
         assert 0 <= span.start < span.end <= native.seconds * (1 + 1e-9)
-    step = simulated(job, work, Choices())
-    assert step.seconds == native.seconds == max(task.end for task in step.tasks)
+    seconds, tasks = simulated(job, work, Choices())
+    assert seconds == native.seconds == max(task.end for task in tasks)
 
 
 def test_overlap_hides_a_part_of_the_gradients() -> None:
@@ -276,7 +271,7 @@ def test_overlap_hides_a_part_of_the_gradients() -> None:
             for share in (0.0, 0.2)
         )
     )  # fmt: skip
-    passes = none.compute_seconds - work_of(job_of(layout), layout).stages[0].adam.value
+    passes = none.compute_seconds - apart(layout).work.stages[0].adam.value
     assert some.seconds == pytest.approx(none.seconds - 0.2 * passes, rel=1e-3)
     assert some.exposed["dp"] < none.exposed["dp"]
 
@@ -284,10 +279,7 @@ def test_overlap_hides_a_part_of_the_gradients() -> None:
 def test_offload_and_zero_3_are_slower_here_and_smaller() -> None:
     plain = Layout(data=2, micro_batch=2, cuts=(6,), zero_stage=2)
     host, three = plain.replace(offload=True), plain.replace(zero_stage=3)
-    found = {}
-    for layout in (plain, host, three):
-        job = job_of(layout)
-        found[layout] = predicted(job, work_of(job, layout), Choices())
+    found = {layout: apart(layout).told for layout in (plain, host, three)}
     assert found[host].memory["host"] == found[plain].memory["optimizer"] > 0
     assert found[host].device_nbytes < found[plain].device_nbytes
     assert found[three].memory["weights"] < found[plain].memory["weights"]

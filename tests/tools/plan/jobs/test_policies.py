@@ -10,6 +10,7 @@ import pytest
 from hybridcomp.tools.plan.jobs.policies import Evolution, FirstIn, choices, greedy
 from hybridcomp.tools.plan.jobs.replay import compared, replay
 from hybridcomp.tools.plan.jobs.state import ClusterState, JobRates, Shape
+from tests.selection import by_day
 
 
 def shape(nodes: int = 2, of_node: int = 4) -> Shape:
@@ -93,7 +94,7 @@ def drawn(seed: int) -> ClusterState:
     return ClusterState(where, known, left, running, frozenset(running), chance.choice((0.0, 60.0)))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", by_day(range(40), range(8)))
 def test_a_decision_is_never_expected_to_be_worse_than_greedy(seed: int) -> None:
     now = drawn(seed)
     found, again = Evolution(seed)(now), Evolution(seed)(now)
@@ -113,7 +114,7 @@ def test_a_decision_is_never_expected_to_be_worse_than_greedy(seed: int) -> None
         assert now.fixed.keys() <= places.keys()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", by_day(range(8), range(3)))
 def test_a_small_search_comes_near_the_best_of_all_allocations(seed: int) -> None:
     chance = random.Random(seed)
     now = state(*(task(name, chance.uniform(10, 5000), chance.uniform(0.3, 1.0))

@@ -135,13 +135,6 @@ def test_what_was_measured_with_others_at_work_counts_there() -> None:
     assert cluster.seconds("send", 1 << 20, 2, 2).value < 0.1
 
 
-def test_compute_that_is_left_beside_a_message() -> None:
-    row = Timing("send", 2, 2, 1 << 20, figure(1.0), "compute", Estimate(0.4, 0.3, 0.5))
-    cluster = machine(*SENDS, row)
-    assert cluster.compute_left("send", 1 << 10, 2, 2) == 0.4
-    assert cluster.compute_left("all_reduce", 1 << 10, 2, 2) == 1.0
-
-
 def test_a_sender_goes_on_before_its_message_has_arrived() -> None:
     sends = [
         Timing("send", 2, 2, size, figure(PER_BYTE * size), returned=figure(after * size))
@@ -174,8 +167,6 @@ def test_codecs_by_setting_else_by_name() -> None:
     found = cluster.coding("blockint(bits=4)", "bf16", 1 << 22, "decode")
     assert found.value == pytest.approx(1e-5 + 1e-9 * (1 << 22))
     assert cluster.coding("zfp(rate=16)", "bf16", 1 << 20, "encode").value > 5e-3
-    busy = cluster.coding("blockint(bits=4)", "bf16", 1 << 22, "decode", busy=True)
-    assert busy == found  # nothing else was measured
     with pytest.raises(HybridcompError, match=r"no figure for mpc\(dim=1\) of bf16"):
         cluster.coding("mpc(dim=1)", "bf16", 10, "encode")
 

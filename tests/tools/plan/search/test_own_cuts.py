@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
 
-from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.choices import Choice, Choices
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import memory_of
@@ -24,6 +23,7 @@ from hybridcomp.tools.plan.models.model import BatchShape
 from hybridcomp.tools.plan.request import Batch, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 from hybridcomp.tools.plan.search.evaluate import Evaluator
+from hybridcomp.tools.plan.search.placing import Placer
 from hybridcomp.tools.plan.search.search import search
 from hybridcomp.tools.plan.search.slicing import slice_lengths
 from hybridcomp.tools.plan.search.space import layouts
@@ -89,41 +89,6 @@ def test_what_is_decided_is_proposed_alone() -> None:
     assert {one.context_way for one in ring} == {"ring"}
     with pytest.raises(ConfigError, match="own: found 'tree'; expected some of ring, tp2d, slices"):
         SearchLimits(own=("tree",))
-
-
-def test_levels_are_tried_where_a_group_has_them() -> None:
-    limits = SearchLimits(dtype="fp32")
-    machines = cluster(nodes=2, ranks_per_node=2)
-    both = every(PlannedJob(small(), machines, Batch(8, 128), limits))
-    assert {one.hierarchy for one in both if one.data == 4} == {True, False}
-    assert {one.hierarchy for one in both if one.data == 2 and one.tensor == 2} == {True}
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"mesh": 2, "tensor": 2}, "expected one of them to be 1"),
-        ({"slices": (4, 4)}, "in 2 stages or more"),
-        ({"slices": (4,), "stages": 2}, "several"),
-        ({"slices": (4, 0), "stages": 2}, "a token or more"),
-        ({"mesh": 0}, "mesh 0; expected 1 or more"),
-    ],
-)
-def test_layouts_that_contradict_themselves(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(HybridcompError, match=said):
-        Layout(**fields)
-
-
-def test_older_plans_are_read_and_their_layouts_written_as_ever() -> None:
-    plain = Layout(stages=2, cuts=(3, 3))
-    assert not {"mesh", "slices"} & plain.to_json().keys()
-    for one in (Layout(mesh=2, data=3), plain.replace(slices=(70, 58))):
-        assert Layout.from_json(one.to_json()) == one
-    assert str(Layout(mesh=2, data=3, zero_stage=1)) == "mesh2x2 dp3 zero1 mb1x1"
-    assert Layout(mesh=2, data=3).ranks == 12
-    meshed = Layout(mesh=2, data=2)
-    assert meshed.members("row", 6) == (6, 7) and meshed.members("column", 6) == (4, 6)
-    assert meshed.members("data", 6) == (2, 6)
 
 
 # ---- messages, memory, time
@@ -251,8 +216,6 @@ def test_the_best_of_all_is_found_among_them() -> None:
         limits = SearchLimits(dtype="fp32", own=OWN, keep=3, recompute=False)
         made = PlannedJob(small(), machines, Batch(samples, 512), limits)
         evaluator, best = Evaluator(made, BUDGET), float("inf")
-        from hybridcomp.tools.plan.search.placing import Placer
-
         placer = Placer(made)
         for layout in layouts(made, Counter()):
             for work in placer.places(layout, False):
@@ -296,22 +259,6 @@ def test_megatron_recomputes_heads_of_chunks_or_segments_of_all() -> None:
     assert list(recomputations("neox", layout, blocks)) == [every_one, pairs, three]
 
 
-@pytest.mark.parametrize("engine", ["megatron", "neox"])
-def test_plans_recompute_as_their_engine_does(engine: str) -> None:
-    fixed = {"stages": 2, "tensor": 1, "micro_batch": 16}
-    model, batch = small(blocks=7), Batch(128, 128)
-    more: Any = {"engine": engine, "fixed": fixed, "keep": 3}
-    free = search(model, cluster(2, 1, memory_gb=10.0), BUDGET, batch, SearchLimits(**more)).plans[
-        0
-    ]
-    tight = cluster(2, 1, memory_gb=0.55 * free.prediction.device_nbytes / 0.92e9)
-    found = search(model, tight, BUDGET, batch, SearchLimits(**more))
-    assert found.plans and found.plans[0].layout.recompute
-    for plan in found.plans:
-        assert can_recompute(engine, plan.layout, plan.repeated)
-        assert plan.prediction.device_nbytes <= 0.92 * tight.ranks[0].nbytes
-
-
 def test_recomputation_that_an_engine_cannot_run_is_told() -> None:
     fixed = {"stages": 2, "recompute": ((2, 3),)}
     limits = SearchLimits(engine="megatron", fixed=fixed)
@@ -320,22 +267,20 @@ def test_recomputation_that_an_engine_cannot_run_is_told() -> None:
     assert any("Megatron recomputes the first layers" in why for why in found.refused)
 
 
-def test_three_levels_are_tried_where_a_group_spans_sites() -> None:
+def test_levels_are_tried_where_a_group_spans_nodes_or_sites() -> None:
     limits = SearchLimits(dtype="fp32")
+    both = every(PlannedJob(small(), cluster(2, 2), Batch(8, 128), limits))
+    assert {one.hierarchy for one in both if one.data == 4} == {True, False}
+    assert {one.hierarchy for one in both if one.data == 2 and one.tensor == 2} == {True}
     uplink = {"gbytes_per_second": 0.01}
     machines = cluster(nodes=4, ranks_per_node=2, nodes_per_site=2, uplink=uplink)
     found = every(PlannedJob(small(), machines, Batch(8, 128), limits))
     assert {one.hierarchy for one in found if one.data == 8} == {True, False, (2, 2)}
     assert {one.hierarchy for one in found if one.data == 4 and one.tensor == 2} == {True, (2, 2)}
     assert {one.hierarchy for one in found if one.size("replicas") == 2} == {True}
-    deep = next(one for one in found if one.hierarchy == (2, 2))
-    assert Layout.from_json(json.loads(json.dumps(deep.to_json()))) == deep
-    assert "levels 2x2" in str(deep)
     given = SearchLimits(dtype="fp32", fixed={"hierarchy": (2, 2)})
     fixed = every(PlannedJob(small(), machines, Batch(8, 128), given))
     assert {one.hierarchy for one in fixed} == {(2, 2)}
     other, refused = SearchLimits(dtype="fp32", fixed={"hierarchy": (2, 4)}), Counter[str]()
     assert not list(layouts(PlannedJob(small(), machines, Batch(8, 128), other), refused))
     assert any("nodes of 2 ranks and sites of 2 nodes" in why for why in refused), refused
-    with pytest.raises(ConfigError, match=r"ranks of a node and nodes of a site, such as \[8, 4\]"):
-        SearchLimits(fixed={"hierarchy": [2]})

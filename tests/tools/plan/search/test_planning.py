@@ -12,13 +12,13 @@ import pytest
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import KEYS
-from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.algorithms import dag_partition
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import device_nbytes, memory_of
 from hybridcomp.tools.plan.cost.step import step_of
 from hybridcomp.tools.plan.cost.work import work_of
+from hybridcomp.tools.plan.engines import can_recompute
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.traced import named
 from hybridcomp.tools.plan.request import Batch, Found, SearchLimits
@@ -109,10 +109,9 @@ def test_the_best_of_all_is_found(engine: Any, gbits: float, memory_gb: float) -
     assert least * (1 - 1e-9) <= found.plans[0].prediction.seconds <= 1.04 * least
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-def test_plans_are_ranked_and_the_same_each_time(engine: Any) -> None:
+def test_plans_are_ranked_and_the_same_each_time() -> None:
     machines = cluster(nodes=4, ranks_per_node=1, gbits=0.2, memory_gb=0.05)
-    limits = SearchLimits(engine=engine, most_micro_batch=4)
+    limits = SearchLimits(most_micro_batch=4)
     found = search(small(), machines, SMALL_BUDGET, BATCH, limits)
     seconds = [plan.prediction.seconds for plan in found.plans]
     assert seconds == sorted(seconds) and len({plan.layout for plan in found.plans}) > 3
@@ -128,12 +127,6 @@ def first(gbits: float, budget: AllowedChoices = RECOMMENDED, **fixed: object) -
     return search(small(), machines, budget, BATCH, SearchLimits(fixed=fixed, keep=1))
 
 
-def test_two_speeds_get_two_plans() -> None:
-    slow, fast = first(0.02).plans[0], first(100.0).plans[0]
-    assert (slow.layout, slow.choices) != (fast.layout, fast.choices)
-    assert slow.choices.items and not fast.choices.items
-
-
 def test_a_slow_link_is_worth_a_codec() -> None:
     native, encoded = (first(0.05, AllowedChoices.parse(name), tensor=1, stages=1)
                        for name in ("native", "recommended"))  # fmt: skip
@@ -141,13 +134,12 @@ def test_a_slow_link_is_worth_a_codec() -> None:
     lossless = first(0.05, AllowedChoices.parse("lossless"), tensor=1, stages=1).plans[0]
     assert all(one.codec is not None and one.codec.lossless for _, one in lossless.choices)
     assert lossless.prediction.seconds <= native.plans[0].prediction.seconds
+    assert not first(100.0).plans[0].choices.items, "a fast link is not"
 
 
 def test_what_the_user_has_decided_stays() -> None:
     found = first(1.0, tensor=2, stages=2, zero_stage=0, cuts=(3, 3)).plans[0]
     assert (found.layout.tensor, found.layout.stages, found.layout.cuts) == (2, 2, (3, 3))
-    with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulate"):
-        SearchLimits(fixed={"tensors": 2})
 
 
 def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
@@ -174,26 +166,29 @@ def test_a_rank_half_as_fast_gets_fewer_layers() -> None:
     assert evenly.prediction.seconds > 1.25 * plan.prediction.seconds
 
 
-def test_half_the_memory_switches_recomputation_on() -> None:
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron", "neox"])
+def test_half_the_memory_switches_recomputation_on(engine: Any) -> None:
+    """As the engine can recompute."""
     fixed = {"stages": 2, "tensor": 1, "micro_batch": 16}
-    limits, model = SearchLimits(fixed=fixed, keep=3), small(blocks=6)
+    limits, model = SearchLimits(engine=engine, fixed=fixed, keep=3), small(blocks=7)
     plenty = cluster(nodes=2, ranks_per_node=1, memory_gb=10.0)
     batch = Batch(128, 128)
     free = search(model, plenty, RECOMMENDED, batch, limits).plans[0]
     assert not free.layout.recompute
     need = free.prediction.device_nbytes
-    half = cluster(nodes=2, ranks_per_node=1, memory_gb=0.5 * need / 0.92e9)
+    half = cluster(nodes=2, ranks_per_node=1, memory_gb=0.55 * need / 0.92e9)
     room = 0.92 * half.ranks[0].nbytes
     tight = search(model, half, RECOMMENDED, batch, limits)
     assert tight.plans[0].layout.recompute
     assert tight.plans[0].prediction.seconds > free.prediction.seconds
     for plan in tight.plans:
+        assert can_recompute(engine, plan.layout, plan.repeated)
         assert max(plan.prediction.memory_by_stage) <= room
 
 
 def test_memory_is_never_crossed() -> None:
     draw, recomputed = random.Random(7), 0
-    for _ in range(12):
+    for _ in range(6):
         memory = draw.uniform(0.02, 0.12)
         machines = cluster(nodes=4, ranks_per_node=1, memory_gb=memory, gbits=draw.uniform(0.05, 5))
         limits = SearchLimits(keep=3, most_micro_batch=4)
@@ -221,9 +216,7 @@ def test_what_no_plan_meets_is_told() -> None:
 
 
 def test_graphs_are_split_by_their_ideals() -> None:
-    from hybridcomp.tools.plan.models.reading import read_model
-
-    model = read_model("tests.tools.plan.models.test_models:wide_towers")
+    model = named("tests.tools.plan.models.test_models:wide_towers")
     machines = cluster(nodes=2, ranks_per_node=1, gbits=1000.0)
     limits = SearchLimits(dtype="fp32", fixed={"stages": 2}, keep=1)
     plan = search(model, machines, RECOMMENDED, Batch(8, 1), limits).plans[0]
@@ -232,9 +225,13 @@ def test_graphs_are_split_by_their_ideals() -> None:
     assert Layout.from_json(plan.layout.to_json()) == plan.layout
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-@pytest.mark.parametrize("gbits", [0.05, 1.0])
-@pytest.mark.parametrize("slow", [{}, {1: 0.5}])
+@pytest.mark.parametrize(
+    ("engine", "gbits", "slow"),
+    by_day(
+        [*itertools.product(("deepspeed", "megatron"), (0.05, 1.0), ({}, {1: 0.5}))],
+        [("deepspeed", 0.05, {1: 0.5}), ("megatron", 0.05, {})],
+    ),
+)
 def test_cuts_are_near_the_fastest_simulated_ones(
     engine: Any, gbits: float, slow: dict[int, float]
 ) -> None:
@@ -251,5 +248,5 @@ def test_cuts_are_near_the_fastest_simulated_ones(
         (one, two - one, blocks + 2 - two)
         for one, two in itertools.combinations(range(1, blocks + 2), 2)
     ]
-    found = Placer(job).cut(layout).cuts
-    assert seconds(found) <= 1.04 * min(map(seconds, every))
+    found = Placer(job)._cut(layout, None, False)
+    assert found is not None and seconds(found.cuts) <= 1.04 * min(map(seconds, every))
