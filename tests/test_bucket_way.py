@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.paths import ROOT
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.way import Way, followed
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -89,16 +89,16 @@ def _held(name: str, found: list[tuple[list[str], tuple[int, int, int]]]) -> Non
         assert all(n <= most for n, most in zip(size, BUDGET[name], strict=True)), size
 
 
-def test_a_bucket_of_zero_1_takes_the_way_that_the_page_lists() -> None:
-    found = run_ranks(2, _zero1)
+def test_a_bucket_of_zero_1_takes_the_way_that_the_page_lists(module_ranks: RunRanks) -> None:
+    found = module_ranks(2, _zero1)
     assert found[1][0] == documented(), "rank 1 owns nothing of the first bucket, so encodes first"
     assert sorted(found[0][0]) == sorted(found[1][0]), "ranks take the same way"
     _held("zero1", found)
 
 
-def test_a_reduce_scatter_of_fsdp2_keeps_its_budget() -> None:
-    _held("fsdp2", run_ranks(2, _fsdp2))
+def test_a_reduce_scatter_of_fsdp2_keeps_its_budget(module_ranks: RunRanks) -> None:
+    _held("fsdp2", module_ranks(2, _fsdp2))
 
 
-def test_an_all_reduce_of_activations_keeps_its_budget() -> None:
-    _held("tp", run_ranks(2, _tp))
+def test_an_all_reduce_of_activations_keeps_its_budget(module_ranks: RunRanks) -> None:
+    _held("tp", module_ranks(2, _tp))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -34,6 +35,7 @@ from hybridcomp.patches.rules.engine import Rule
 from tests.paths import ROOT
 
 NAMES = frozenset(DIMENSIONS)
+QUOTED = re.compile(f"[\"']({'|'.join(DIMENSIONS)})[\"']")
 #: package whose functions seams replace -> engines that send their messages
 ENGINES = {
     "deepspeed": (DEEPSPEED,),
@@ -181,7 +183,8 @@ def names_in(node: ast.AST) -> set[str]:
 
 def asks(path: Path) -> bool:
     """Return whether a module compares with a dimension's name, or lists several."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text if QUOTED.search(text) else "")):
         if isinstance(node, ast.Compare) and names_in(node):
             return True
         if isinstance(node, ast.Tuple | ast.List | ast.Set) and len(names_in(node)) > 1:

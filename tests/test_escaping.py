@@ -144,7 +144,7 @@ def test_a_label_of_a_picture_is_no_formula() -> None:
 def test_damaged_texts_are_one_line() -> None:
     pytest.importorskip("yaml")
     for read in (escaping.parsed_json, escaping.parsed_yaml):
-        for text in ("[" * 100_000, "{" * 5000, '{"a": ', "[1, 2\n\n"):
+        for text in ("[" * 5000, "{" * 5000, '{"a": ', "[1, 2\n\n"):
             with pytest.raises(ValueError) as caught:
                 read(text)
             assert "\n" not in str(caught.value)

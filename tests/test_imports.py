@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from tests.paths import ROOT
 from tests.ranks import RankPool
 from tests.scripts_on_ranks import run_python
@@ -162,6 +164,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.nightly
 def test_every_module_can_be_imported_alone() -> None:
     absent = {name for name, package in NEEDS.items() if find_spec(package) is None}
     arrows = graph(late=False)

@@ -42,7 +42,8 @@ UPSTREAM = {"patches/ds/pipeline/tied_weights.py", "patches/torch/ddp/slot.py"}
 
 
 def _sends(path: Path) -> bool:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text if any(f"dist.{name}" in text for name in SENDERS) else "")
     return any(
         isinstance(node, ast.Attribute)
         and node.attr in SENDERS

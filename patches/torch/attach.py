@@ -22,15 +22,14 @@ from hybridcomp.errors import AgreementError, ConfigError, PeerError, SeamError
 from hybridcomp.job import agreement
 from hybridcomp.job.together import together
 from hybridcomp.log import complain
+from hybridcomp.log import say_once as say
 from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.torch import island_masters, torch_versions, weights
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.patches.torch.session import Source, read, say
+from hybridcomp.patches.torch.session import Source, read
 from hybridcomp.patches.torch.state import claimed_saves
 from hybridcomp.patches.torch.state.at_checkpoint import AtCheckpoint
-from hybridcomp.publishing import EngineWeights
 from hybridcomp.session import process
-from hybridcomp.sync import Masters
 from hybridcomp.sync.islands import is_island
 
 #: attribute of a model: its Attached, None where attach found no block
@@ -45,7 +44,7 @@ SILENT_S = 5.0
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
 #: modules that load weights -> their ``Attached``, which holds the module
 _loads: weakref.WeakKeyDictionary[Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
-#: models that were detached: only the user attaches them again; held weakly
+#: detached models, which ``auto_attach`` leaves native; held weakly
 detached: weakref.WeakSet[Module] = weakref.WeakSet()
 REPLICATE = (
     "the composable replicate keeps its DistributedDataParallel, and the passes of the model, to "
@@ -83,7 +82,7 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
 
 
 def _ranks(model: Module) -> Ranks | None:
-    """Return the ranks that attach ``model`` together; None: all, or none that is known."""
+    """Return the ranks that attach ``model`` together; None: all ranks, or unknown ones."""
     ranks: Ranks = ()
     if isinstance(model, DistributedDataParallel):
         ranks = ranks_of(model.process_group)
@@ -96,7 +95,7 @@ def _ranks(model: Module) -> Ranks | None:
 
 
 def _start(model: Module, attached: Attached) -> None:
-    """Start those features of the block that are no messages."""
+    """Start the block's features besides the engine's messages."""
     attached.on_detach(functools.partial(_forget, model))
     in_layers = (name for name, row in ROWS.items() if row.in_layers)
     if any(attached.channels[name].active for name in in_layers):
@@ -105,7 +104,8 @@ def _start(model: Module, attached: Attached) -> None:
     _follow_loads(model, attached)
     _say_native_axes(model)
     _meet(model, attached)
-    publishing_steps.start(attached.session, functools.partial(_weights, weakref.ref(model)))
+    known = weakref.ref(model)
+    publishing_steps.start(attached.session, lambda: weights.weights_of(_alive(known)))
 
 
 def _follow_loads(model: Module, attached: Attached) -> None:
@@ -116,7 +116,7 @@ def _follow_loads(model: Module, attached: Attached) -> None:
 
 
 def _loaded(module: Module, keys: object) -> None:
-    """Follow a load; at module level, as a model's hooks are pickled with it."""
+    """Record a load; at module level, since pickling a model pickles its hooks."""
     known = _loads.get(module)
     if known is not None and (attached := known()) is not None:
         attached.session.restored = True
@@ -135,22 +135,18 @@ def _say_native_axes(model: Module) -> None:
 def _meet(model: Module, attached: Attached) -> None:
     """Start the meetings of the block's islands. Raises ConfigError if they cannot meet."""
     ranks, known = island_masters.ranks_of_model(model), weakref.ref(model)
-
-    def masters() -> Masters:
-        found = known()
-        assert found is not None, "a model that steps is alive"
-        return island_masters.masters_of(found)
-
     todo = island_masters.TODO[attached.kind]
-    island_steps.start(attached.session, masters, ranks, todo)
+    island_steps.start(
+        attached.session, lambda: island_masters.masters_of(_alive(known)), ranks, todo
+    )
     if attached.channels.config.sync.jobs is not None:
         claimed_saves.follow(attached)
 
 
-def _weights(model: weakref.ref[Module]) -> EngineWeights:
-    found = model()
+def _alive(known: weakref.ref[Module]) -> Module:
+    found = known()
     assert found is not None, "a model that steps is alive"
-    return weights.weights_of(found)
+    return found
 
 
 def unwrapped(model: Any) -> Any:

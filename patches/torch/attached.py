@@ -14,13 +14,13 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.channels.checkpoint import saved_state
 from hybridcomp.channels.checkpoint.resharing import Sends
+from hybridcomp.log import say_once as say
 from hybridcomp.patches.common.optimizer_steps import (
     NO_PASS,
     at_the_end_of_the_pass,
     backward_pass,
 )
 from hybridcomp.patches.torch.loss_scale import LossScale
-from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.state import stateful
 from hybridcomp.patches.torch.step_detection import LOCAL, PATIENCE, UnseenSteps
 from hybridcomp.session.engine_session import EngineSession
@@ -76,12 +76,15 @@ class Attached:
         self.ranks: tuple[int, ...] | None = None  # that attach the model together; None: all
         self.number = next(_numbers)  # in the order of attaching, equal on all ranks
         self.session = session
+        self.channels: Channels = session.channels
         self.layout = dict(layout)
         self.divisors, self.sends = divisors, sends
         self._parameters, self._uneven, self._reduces = parameters, uneven, reduces
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unseen = UnseenSteps(parameters, self.owns)
-        self._is_open = self._has_reduced = False
+        #: whether a pass with gradients has begun and its optimizer step has not run
+        self.is_open = False
+        self._has_reduced = False
         self._may_validate = False  # whether the step has begun with a module in eval mode
         self._has_news = False  # whether gradients were reduced since the last forward pass
         self._counted_behind = NO_PASS  # the backward pass at whose end a step is counted
@@ -96,19 +99,9 @@ class Attached:
         self._undo: list[Callable[[], object]] = []
 
     @property
-    def channels(self) -> Channels:
-        """Return the channels of the model."""
-        return self.session.channels
-
-    @property
     def step(self) -> int:
         """Return the number of optimizer steps taken."""
         return self.channels.step
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a pass with gradients has begun and its optimizer step has not run."""
-        return self._is_open
 
     def on_detach(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the model is detached; this object keeps a reference to it."""
@@ -147,8 +140,8 @@ class Attached:
     def entered(self, trains: bool = True) -> None:
         """Record that a forward pass with gradients begins, for training or for validation.
 
-        ``trains``: whether the module is in training mode. Steps are counted alike in both modes;
-        only the clock of a step starts anew with training where a validation came before.
+        ``trains``: whether the module is in training mode. Steps are counted in both modes; only
+        the clock of a step restarts when training follows a validation.
         """
         compiles = torch.compiler.is_compiling()
         if not compiles and backward_pass() != NO_PASS:
@@ -160,16 +153,16 @@ class Attached:
             self._has_news = False
             if self._unseen.stepped_since_begin(self.channels.passes, self.optimizer_calls > 0):
                 self.stepped()
-        if not self._is_open:
+        if not self.is_open:
             self._say_if_forgetful()
             self.session.before_step()
         restarts = self._may_validate and trains and not self._has_reduced
         if restarts:
             self.channels.tuner.reopen_step()
-        if (restarts or not self._is_open) and self.channels.config.measured():
+        if (restarts or not self.is_open) and self.channels.config.measured():
             self.session.begin_step()
-        self._may_validate = not trains and (self._may_validate or not self._is_open)
-        self._is_open = True
+        self._may_validate = not trains and (self._may_validate or not self.is_open)
+        self.is_open = True
 
     def _say_if_forgetful(self) -> None:
         """Print which state restarts because weights were loaded without it."""
@@ -235,7 +228,7 @@ class Attached:
         measurement or the guard is due.
         """
         self.is_due = False
-        if self._uneven() or not (self._has_reduced or (self._is_open and not self._reduces)):
+        if self._uneven() or not (self._has_reduced or (self.is_open and not self._reduces)):
             return
         if (running := backward_pass()) == NO_PASS:
             self._count()
@@ -244,12 +237,12 @@ class Attached:
             at_the_end_of_the_pass(self._count)
 
     def _count(self) -> None:
-        self._is_open = self._has_reduced = self._has_news = False
+        self.is_open = self._has_reduced = self._has_news = False
         self.session.end_step()
 
     def overflowed(self) -> None:
         """Drop the residuals of a step that a loss scaler skipped, and begin the step again."""
-        self._is_open = self._has_reduced = False
+        self.is_open = self._has_reduced = False
         self.channels.passes = 0
         self.channels.residuals.drop()
         self.channels.tuner.reopen_step()

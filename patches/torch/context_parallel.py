@@ -5,8 +5,8 @@ attention around it, which computes blocks and sums, stays torch's. Keys and val
 in each pass and forwarded as bytes; sums of gradients, which torch sends round in fp32, are encoded
 at every hop. With settings that leave a message native, torch's rotater sends it.
 
-The module is private to torch: a release that nobody has tested is taken only where the ring is the
-same (``torch_versions.py``).
+The module is private to torch: an untested release is accepted only if its ring attention has the
+same code (``torch_versions.py``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Freeze parameters of models under FSDP2 and DDP.
 
-Optimizers of torch pass over parameters without a gradient, and FSDP2 checks whether each parameter
-requires one. DistributedDataParallel waits for a gradient of all parameters that required one when
-it was made: its reducer is made anew, as ``copy.deepcopy`` of such a model does, in the same
-module, with the same communication hooks.
+Optimizers of torch skip parameters without a gradient, and FSDP2 checks which parameters require
+gradients. DistributedDataParallel waits for gradients of all parameters that required them when it
+was constructed: so its reducer is built again, as ``copy.deepcopy`` of such a model does, in the
+same module and with the same communication hooks.
 """
 
 from __future__ import annotations

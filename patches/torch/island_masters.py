@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.patches.torch.weights import members_of, mesh_ranks, unmanaged
 from hybridcomp.sync import Masters
 from hybridcomp.sync.kept_gradients import KeptGradients, before_leaves
 from hybridcomp.sync.master_weights import in_memory, piece_of
@@ -30,8 +30,7 @@ def ranks_of_model(model: nn.Module) -> Ranks:
     """Return the ranks over which the gradients of ``model`` are averaged."""
     if isinstance(model, DistributedDataParallel):
         return ranks_of(model.process_group)
-    found = {rank for one in _sharded(model) for rank in _mesh_ranks(one)}
-    return tuple(sorted(found))
+    return mesh_ranks(model)
 
 
 def masters_of(model: nn.Module) -> Masters:
@@ -53,11 +52,9 @@ def masters_of(model: nn.Module) -> Masters:
             ),
             trained=lambda: {name: one.requires_grad for name, one in every.items()},
         )
-    shards = _sharded(model)
-    managed = {id(shard.sharded_param) for shard in shards}
-    managed |= {id(getattr(shard, "_unsharded_param", None)) for shard in shards}
-    for name, parameter in named_once(model)[0].items():
-        if parameter.requires_grad and id(parameter) not in managed:
+    shards = [one for _, one in members_of(model)]
+    for name, parameter in unmanaged(model).items():
+        if parameter.requires_grad:
             todo = "fully_shard ignores it, so its gradients are not averaged; freeze or shard it"
             raise ConfigError(KEY, Shown(f"the trained parameter {name}"), todo)
     places = list(enumerate(shards))
@@ -89,17 +86,6 @@ def _gather_again(model: nn.Module) -> None:
             group._to_sharded()
             group.unshard()
             group.wait_for_unshard()
-
-
-def _sharded(model: nn.Module) -> Sequence[Any]:
-    from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
-
-    return [fsdp_param for group in groups_of(model) for fsdp_param in group.fsdp_params]
-
-
-def _mesh_ranks(one: Any) -> list[int]:
-    found: list[int] = one.sharded_param.device_mesh.mesh.flatten().tolist()
-    return found
 
 
 def _whole(one: Any) -> Tensor:

@@ -2,9 +2,9 @@
 
 A loss scaler becomes known with its first step. If ``GradScaler.update`` changes the scale,
 residuals change with it (``steps``). If the scaler has its own ``update`` (``ShardedGradScaler``),
-its scale is read before the first message of every step. After a restart the scaler of the process
-is asked before the first message: its scale may be another one than that of the run that saved, and
-residuals in other units would be too large or too small by their ratio.
+its scale is read before the first message of every step. After a restart the scale of the process's
+scaler is read before the first message: if it differs from that of the saving run, residuals would
+be too large or too small by the ratio of both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-from hybridcomp.patches.torch.session import say
+from hybridcomp.log import say_once as say
 
 SEVERAL = (
     "this process has several GradScalers, so which one scales the loss of the model is not known: "

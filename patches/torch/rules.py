@@ -14,10 +14,10 @@ from hybridcomp import dimensions, nn
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
+from hybridcomp.log import say_once as say
 from hybridcomp.patches.common.sparse_tables import tables_of
 from hybridcomp.patches.rules import engine
 from hybridcomp.patches.rules.engine import Rule
-from hybridcomp.patches.torch.session import say
 
 
 def elsewhere(

@@ -1,7 +1,7 @@
 """Make sessions for models under torch's engines: read the block, agree on it over the ranks.
 
 Making a session is a collective over the whole job where the block has two levels (``hierarchy``)
-or measures (``when: auto``): every rank attaches as many models, in the same order.
+or measures (``when: auto``): every rank attaches the same models in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybridcomp.session import process
 from hybridcomp.session.agreement import refuse_deepspeeds
 from hybridcomp.session.engine_session import EngineSession
 
-#: the name of each engine that users know
+#: the engines' names in messages to the user
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
 #: the forms in which a user may give a block
 Source = Mapping[str, Any] | str | Path | CompressionConfig
@@ -109,7 +109,7 @@ def session_of(
     hold_to_machines(block, lambda: machines(device_name(device)))
     found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
     found.channels.leave_out(absent)
-    say(*describe(block, absent))
+    say_once(*describe(block, absent))
     path = block.ledger.jsonl
     undo.callback(found.close)
     if path:
@@ -122,8 +122,3 @@ def session_of(
 def _numbered(path: str, number: int) -> Path:
     whole = Path(path)
     return whole if number == 1 else whole.with_name(f"{whole.stem}.{number}{whole.suffix}")
-
-
-def say(*texts: str) -> None:
-    """Print each text on rank 0, once in this process."""
-    say_once(*texts)

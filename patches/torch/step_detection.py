@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hybridcomp.channels.engine_state import UNCOUNTED
-from hybridcomp.patches.torch.session import say
+from hybridcomp.log import say_once as say
 
-#: passes with reduced gradients and without a step before the message; ``PATIENT`` where an
-#: optimizer of torch holds the parameters, whose step calls a hook: the job may accumulate
+#: passes with reduced gradients but no step after which the message comes; ``PATIENT`` if one of
+#: torch's optimizers, whose steps call a hook, holds the parameters: the job may accumulate
 PATIENCE, PATIENT = UNCOUNTED, 128
 COUNTED = (
     "no torch.optim.Optimizer that calls torch's hooks holds the parameters of this model: a step "

@@ -49,7 +49,7 @@ def follow(attached: Attached) -> None:
 
 
 def models() -> list[Attached]:
-    """Return this process's attached models in order of attaching, maybe with unreachable ones."""
+    """Return this process's attached models in order of attaching, also unreachable ones."""
     return sorted(_attached, key=lambda attached: attached.number)
 
 

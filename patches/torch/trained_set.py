@@ -1,9 +1,9 @@
 """Detect parameters of a model that are frozen or unfrozen during training.
 
-Optimizers of torch skip parameters without a gradient, so a frozen parameter does not change unless
-its last gradient, or zeros, is left in place. An unfrozen parameter is trained if an optimizer
-holds it, but DistributedDataParallel averages only gradients of parameters that required them when
-the model was wrapped.
+Optimizers of torch skip parameters without a gradient, so a frozen parameter changes only if its
+last gradient, or zeros, remain in place. An unfrozen parameter is trained if an optimizer holds it,
+but DistributedDataParallel averages only gradients of parameters that required them when the model
+was wrapped.
 """
 
 from __future__ import annotations

@@ -66,18 +66,16 @@ def _sharded(model: nn.Module) -> EngineWeights:
     dtypes: dict[str, torch.dtype] = {}
     held: list[Held] = []
     aliases: dict[str, str] = {}
-    managed: set[int] = set()
     modules = names_of(model)
     for group, member in members_of(model):
         name, *others = places_of(member._module_info, modules)
         aliases |= dict.fromkeys(others, name)
         sharded: Any = member.sharded_param
-        managed |= {id(sharded), id(getattr(member, "_unsharded_param", None))}
         shapes[name] = tuple(sharded.shape)
         dtypes[name] = group.mp_policy.param_dtype or sharded.dtype
         held.append(Held(_stretch(name, sharded), functools.partial(_local, member)))
-    for name, parameter in named_once(model)[0].items():
-        if id(parameter) not in managed and name not in shapes:  # fully_shard's ignored_params
+    for name, parameter in unmanaged(model).items():  # fully_shard's ignored_params
+        if name not in shapes:
             shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
             held.append(_whole(name, parameter))
     found = EngineWeights(
@@ -100,6 +98,16 @@ def members_of(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     )
 
 
+def unmanaged(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return, by name, the parameters that FSDP2 does not manage."""
+    mine = {
+        id(part)
+        for _, member in members_of(model)
+        for part in (member.sharded_param, getattr(member, "_unsharded_param", None))
+    }
+    return {n: p for n, p in named_once(model)[0].items() if id(p) not in mine}
+
+
 def mesh_ranks(model: nn.Module) -> tuple[int, ...]:
     """Return the global ranks that hold shards of ``model``."""
     meshes = (member.sharded_param.device_mesh for _, member in members_of(model))
@@ -109,8 +117,8 @@ def mesh_ranks(model: nn.Module) -> tuple[int, ...]:
 class _KnownShards:
     """Check, when called, that a sharded model still has the parameters it began with.
 
-    A module holds a parameter sharded or gathered: both are FSDP2's. Shards may be replaced by
-    FSDP2 itself; what counts is their shape, and the dtype in which the model computes.
+    A module holds FSDP2's sharded or gathered parameter. FSDP2 itself may replace shards, so only
+    their shape, and the dtype in which the model computes, are compared.
     """
 
     def __init__(
@@ -121,16 +129,7 @@ class _KnownShards:
     ) -> None:
         self._model = weakref.ref(model)
         self._shapes, self._dtypes = dict(shapes), dict(dtypes)
-        self._others = self._unmanaged(model)
-
-    def _unmanaged(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return, by name, the parameters that FSDP2 does not manage."""
-        mine = {
-            id(part)
-            for _, member in members_of(model)
-            for part in (member.sharded_param, getattr(member, "_unsharded_param", None))
-        }
-        return {n: p for n, p in named_once(model)[0].items() if id(p) not in mine}
+        self._others = unmanaged(model)
 
     def __call__(self) -> None:
         model = self._model()
@@ -147,7 +146,7 @@ class _KnownShards:
             dtype = group.mp_policy.param_dtype or sharded.dtype
             if tuple(sharded.shape) != self._shapes.get(name) or dtype != self._dtypes[name]:
                 raise changed(name, f"it has {tuple(sharded.shape)} values of {dtype} by now")
-        others = self._unmanaged(model)
+        others = unmanaged(model)
         for name in sorted({*others, *self._others}):
             then, now = self._others.get(name), others.get(name)
             if then is None or now is not then or now.dtype != self._dtypes[name]:

@@ -15,6 +15,7 @@ from hybridcomp.errors import PublishError
 from tests.publishing.made import error_of, full_disk, received, same
 from tests.ranks import RunRanks, run_ranks
 from tests.training import pipe_trainer
+from tests.training.in_turn import digest
 from tests.training.trainer import Job, digests, make_engine, parameters, train, train_step
 
 STAGES = (0, 1, 2, 3)
@@ -105,7 +106,7 @@ def pipeline_fails_once(folder: Path) -> list[Any]:
             except PublishError as error:
                 told.append(str(error))
                 losses.append(native.losses[step])
-    held = {name: pipe_trainer.digest(one) for name, one in engine.module.named_parameters()}
+    held = {name: digest(one) for name, one in engine.module.named_parameters()}
     steps = (engine.micro_steps, engine.global_steps)
     engine.destroy()
     hybridcomp.uninstall()

@@ -16,8 +16,8 @@ from hybridcomp.publishing.records import read_manifest
 from tests.publishing.made import NIGHTLY, error_of, full_disk, manifest_of, received
 from tests.ranks import RunRanks
 from tests.training import mcore_trainer
+from tests.training.in_turn import digest
 from tests.training.mcore_trainer import Job, run
-from tests.training.trainer import digest
 
 STEPS = 3
 #: of models like Llama and Mixtral

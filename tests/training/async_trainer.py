@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
@@ -110,7 +112,6 @@ def optimizer_of(job: AsyncJob) -> Callable[[Any], torch.optim.Optimizer]:
 
 def engine_of(job: AsyncJob, stages: int) -> Any:
     import deepspeed
-    import torch.distributed as dist
 
     replicas = dist.get_world_size() // stages
     config: dict[str, Any] = {
@@ -136,47 +137,37 @@ def engine_of(job: AsyncJob, stages: int) -> Any:
 
 
 def run(stages: int, jobs: Sequence[AsyncJob], folder: str = "") -> list[AsyncOutcome]:
-    """Run every job in turn; unpatched ones with all patches reverted."""
+    """Run every job in turn; revert all patches for unpatched jobs."""
     found: list[AsyncOutcome] = in_turn(
         jobs, lambda job: train(job, stages, folder), lambda job: job.pipeline is None
     )
     return found
 
 
-class Collectives:
-    """Counts collectives of more than one rank."""
+COLLECTIVES = (
+    "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "reduce_scatter_tensor",
+)  # fmt: skip
 
-    NAMES = (
-        "all_reduce",
-        "broadcast",
-        "barrier",
-        "all_gather_into_tensor",
-        "reduce_scatter_tensor",
-    )
 
-    def __init__(self) -> None:
-        self.count = 0
+@contextmanager
+def followed() -> Iterator[list[str]]:
+    """Yield a list that gets the names of collectives of more than one rank."""
+    called: list[str] = []
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        import torch.distributed as dist
+    def watched(name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
 
-        own = {name: getattr(dist, name) for name in self.NAMES}
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if dist.get_world_size(kwargs.get("group")) > 1:
+                called.append(name)
+            return function(*args, **kwargs)
 
-        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self.count += dist.get_world_size(kwargs.get("group")) > 1
-                return function(*args, **kwargs)
+        return call
 
-            return call
-
-        try:
-            for name, function in own.items():
-                setattr(dist, name, watched(function))
-            yield
-        finally:
-            for name, function in own.items():
-                setattr(dist, name, function)
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, watched(name)))
+        yield called
 
 
 def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
@@ -190,14 +181,15 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
         engine.load_checkpoint(folder, tag="saved")
         first = job.save_at
     source = data(job, first * job.micro_batches)
-    losses, evaluations, collectives = [], [], Collectives()
+    losses, evaluations, collectives = [], [], 0
     for step in range(first, job.steps):
         if step == job.break_at and engine.is_last_stage():
             raise ValueError("the last stage breaks")
         if step == job.revert_at:
             hybridcomp.uninstall()
-        with collectives.counted():
+        with followed() as called:
             losses.append(float(engine.train_batch(source)))
+        collectives += len(called)
         if step + 1 == job.evaluate_at:
             evaluations.append(float(engine.eval_batch(data(job))))
         if step + 1 == job.save_at and not job.resume:
@@ -206,7 +198,7 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
         losses,
         [p.detach().clone() for p in engine.module.parameters()],
         evaluations,
-        collectives=collectives.count,
+        collectives=collectives,
     )
     pipe = getattr(engine, PIPE, None)
     if pipe is not None and pipe.waitless is not None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.training import slice_trainer
-from tests.training.in_turn import in_turn
+from tests.training.in_turn import Ledger, in_turn, ledger_of
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Job:
 class Outcome:
     """A rank's results, and the losses of the whole model on the same samples.
 
-    ledger: messages, native ones and sent bytes, by dimension and direction. told: logged layout.
+    told: logged layout.
     """
 
     losses: list[float]
     whole: list[float]
-    ledger: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=dict)
     told: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -80,7 +80,6 @@ def build(job: Job) -> Any:
 def train(job: Job) -> Outcome:
     """Run a training, and the whole model's on the samples of all replicas."""
     from hybridcomp.channels import channels_of
-    from hybridcomp.dimensions import ROWS
     from hybridcomp.patches.ds.job_facts import layout
 
     trainer = build(job)
@@ -92,12 +91,7 @@ def train(job: Job) -> Outcome:
 
     found.losses = [trainer.step(batches(step)) for step in range(job.steps)]
     found.told = layout(trainer.engine)
-    channels = channels_of(trainer.engine)
-    if channels is not None:
-        for name in ("cp", "dp", "tp", "pp"):
-            for way in ROWS[name].directions:
-                e = channels.ledger.interval[name, way]
-                found.ledger[name, way] = int(e.messages), int(e.native), int(e.wire_nbytes)
+    found.ledger = ledger_of(channels_of(trainer.engine))
     trainer.engine.destroy()
     if job.tp > 1:
         from megatron.core import parallel_state

@@ -94,15 +94,6 @@ def launch(
     return str(printed)
 
 
-def train_until(folder: Path, name: str, config: str, step: int, *arguments: str) -> None:
-    """Train compressed; kill all ranks silently once they have logged ``step``."""
-    script, *words = command_of(name, config, *arguments)
-    ended = run_script(
-        folder, script, *words, armed=True, until=lambda: len(losses(folder, name)) >= step
-    )
-    assert ended.returncode == signal.SIGKILL, ended.output
-
-
 def kill_after(folder: Path, name: str, step: int, process: subprocess.Popen[str]) -> None:
     """Kill a training silently once it has logged ``step``."""
     try:

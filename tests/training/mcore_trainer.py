@@ -7,7 +7,6 @@ takes longer than most trainings.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,13 @@ from torch import Tensor
 from hybridcomp.sync import islands
 from tests.ranks import forget_inherited
 from tests.stand_ins.link_clock import clock
+from tests.training.in_turn import Ledger, digest, ledger_of
 
 VOCAB, WIDTH, LENGTH, MICRO_BATCH, HEADS = 32, 32, 16, 2, 4
+
+
+#: arguments with which the groups of this process were created last
+_layout: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Outcome:
 
     losses: list[float]  # on the last stage only
     parameters: dict[str, str]  # digest of the bytes, by name
-    ledger: dict[tuple[str, str], tuple[float, float, float, float]]  # messages, native, raw, wire
+    ledger: Ledger
     residuals: float = 0.0
 
 
@@ -77,6 +81,14 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Run every job in turn; return hybridcomp's errors as text."""
     prepare()
     return [_run(job) for job in jobs]
+
+
+def run_on_kept_groups(jobs: Sequence[Job]) -> list[Outcome | str]:
+    """Do the same, and leave Megatron's groups to the next job of this process: a layout's groups
+    take longer than its steps.
+    """
+    prepare()
+    return [_run(job, keeps_groups=True) for job in jobs]
 
 
 def prepare() -> None:
@@ -104,21 +116,24 @@ def _device() -> torch.device:
     return torch.device(os.environ.get("DS_ACCELERATOR", "cpu"))
 
 
-def _run(job: Job) -> Outcome | str:
+def _run(job: Job, keeps_groups: bool = False) -> Outcome | str:
     from hybridcomp.errors import HybridcompError
 
+    link = nullcontext() if job.link is None else clock(*job.link)
     try:
-        with nullcontext() if job.link is None else clock(*job.link), armed(job):
+        with link, armed(job, keeps_groups):
             return _train(job)
     except HybridcompError as error:
         return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
-def armed(job: Job) -> Iterator[None]:
-    """Apply the patches with the block of ``job`` during one of its trainings, or revert them.
+def armed(job: Job, keeps_groups: bool = False) -> Iterator[None]:
+    """Apply the patches with the block of ``job`` during a training, or revert them without one.
 
     They stay for the next job: reverting and applying them takes as long as some steps.
+    ``keeps_groups``: whether Megatron's groups stay, too; the next job then uses them if its layout
+    is the same.
     """
     import hybridcomp
     from hybridcomp.session import process
@@ -133,14 +148,19 @@ def armed(job: Job) -> Iterator[None]:
     try:
         yield
     finally:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        # 0.13 does not reset them: a middle stage would use the previous job's group
-        parallel_state._EMBEDDING_GLOBAL_RANKS = None
-        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
-        destroy_groups()
+        if not keeps_groups:
+            _forget_layout()
         process.configure(None)
+
+
+def _forget_layout() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    # 0.13 does not reset them: a middle stage would use the previous job's group
+    parallel_state._EMBEDDING_GLOBAL_RANKS = None
+    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+    destroy_groups()
 
 
 def destroy_groups() -> None:
@@ -152,18 +172,24 @@ def destroy_groups() -> None:
 
 
 def initialize(job: Job) -> None:
-    """Create Megatron's groups."""
+    """Create Megatron's groups, or take those that a job of the same layout has left."""
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=job.tp,
-        pipeline_model_parallel_size=job.pp,
-        virtual_pipeline_model_parallel_size=job.virtual,
-        expert_model_parallel_size=job.ep,
-        context_parallel_size=job.cp,
-        expert_tensor_parallel_size=1 if job.ep > 1 else None,
-        order=job.order,
-    )
+    layout: dict[str, Any] = {
+        "tensor_model_parallel_size": job.tp,
+        "pipeline_model_parallel_size": job.pp,
+        "virtual_pipeline_model_parallel_size": job.virtual,
+        "expert_model_parallel_size": job.ep,
+        "context_parallel_size": job.cp,
+        "expert_tensor_parallel_size": 1 if job.ep > 1 else None,
+        "order": job.order,
+    }
+    if layout != _layout and parallel_state.model_parallel_is_initialized():
+        _forget_layout()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(**layout)
+        _layout.clear()
+        _layout.update(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(1 + job.seed)
 
 
@@ -182,7 +208,8 @@ def _train(job: Job) -> Outcome:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
     channels = process.current() if job.block is not None else None
-    return Outcome(losses, _digests(chunks), *_counts(channels))
+    residuals = 0.0 if channels is None else channels.residuals.norm()
+    return Outcome(losses, _digests(chunks), ledger_of(channels), residuals)
 
 
 def train_step(job: Job, chunks: Sequence[Any], optimizer: Any, step: int) -> list[float]:
@@ -239,22 +266,9 @@ def _adjust(job: Job) -> None:
         channels.policy = Policy(codecs, policy.min_bytes, policy.start_step)
 
 
-def _counts(channels: Any) -> tuple[dict[Any, Any], float]:
-    if channels is None:
-        return {}, 0.0
-    found = {
-        key: (entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes)
-        for key, entry in channels.ledger.interval.items()
-        if entry.messages
-    }
-    return found, channels.residuals.norm()
-
-
 def _digests(chunks: Sequence[Any]) -> dict[str, str]:
     return {
-        f"{index}.{name}": hashlib.sha256(
-            bytes(parameter.detach().contiguous().view(-1).view(torch.uint8).tolist())
-        ).hexdigest()[:16]
+        f"{index}.{name}": digest(parameter)
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.module.named_parameters()
     }

@@ -5,7 +5,7 @@ Call ``run(jobs)`` on every rank (``tests.ranks.run_ranks``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.training.in_turn import in_turn
+from tests.training.in_turn import counting, in_turn, ledger_of, losses_of
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 2, 32, 4, 16, 4
 ADAM = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -52,11 +52,8 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
 
 
 def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch of a learnable sequence."""
-    generator = torch.Generator().manual_seed(1000 * replica + step)
-    start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
-    ids = (start + 7 * torch.arange(LENGTH + 1)) % VOCAB
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    """Return a micro-batch."""
+    return counting(1000 * replica + step, MICRO_BATCH, LENGTH, VOCAB)
 
 
 def config_of(job: Job) -> Any:
@@ -100,7 +97,6 @@ def train(job: Job) -> Outcome:
     from gpt import loop, model, two_dimensional
 
     from hybridcomp.channels import NAME, channels_of
-    from hybridcomp.dimensions import KINDS
 
     topology, config = two_dimensional.start(job.tp2d), config_of(job)
     module = model.GPT(config)
@@ -117,26 +113,14 @@ def train(job: Job) -> Outcome:
         settings["compression"] = job.block
     mpu = PipelineParallelGrid(topology=topology)
     engine, *_ = deepspeed.initialize(model=module, mpu=mpu, config=settings)
-    trainer, found, first = loop.PlainTrainer(engine, model.loss_of(config)), Outcome(), 0
-    if job.load:
-        _, state = engine.load_checkpoint(job.folder)
-        first = state["step"]
-
-    def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        yield batch(trainer.share.rank, step)
-
-    for step in range(first, job.steps):
-        found.losses.append(trainer.step(batches(step)))
-        if step + 1 == job.save:
-            engine.save_checkpoint(job.folder, client_state={"step": step + 1})
+    trainer = loop.PlainTrainer(engine, model.loss_of(config))
+    found = Outcome(losses_of(trainer, job, lambda step: iter([batch(trainer.share.rank, step)])))
     if job.plain:
         two_dimensional.save_plain(engine.module, Path(job.plain))
     channels = channels_of(engine)
     if channels is not None:
-        for kind in KINDS:
-            e = channels.ledger.interval["tp2d", kind]
-            row = int(e.messages), int(e.native), int(e.raw_nbytes), int(e.wire_nbytes)
-            found.ledger[kind] = row
+        found.ledger = {kind: row for (name, kind), row in ledger_of(channels).items()
+                        if name == "tp2d"}  # fmt: skip
         found.names = [getattr(parameter, NAME) for parameter in engine.module.parameters()]
     engine.destroy()
     return found

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.training.in_turn import in_turn, start_deepspeed
-from tests.training.pipe_trainer import Outcome, digest, messages
+from tests.training.in_turn import digest, in_turn, start_deepspeed
+from tests.training.pipe_trainer import Outcome, messages
 
 WIDTH, TOKENS, EXPERTS = 32, 64, 4
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
-    """Every job in turn; unpatched ones with all patches reverted."""
+    """Run every job in turn; revert all patches for unpatched jobs."""
     return in_turn(jobs, train, lambda job: job.block is None)
 
 

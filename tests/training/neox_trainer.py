@@ -7,7 +7,6 @@ creates once per process.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import random
 import sys
@@ -19,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.training.in_turn import Ledger, digest, ledger_of
+
 LENGTH, MICRO_BATCH, WIDTH, LAYERS = 32, 2, 64, 2
-#: elements of an activation
-HIDDEN = LENGTH * MICRO_BATCH * WIDTH
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Outcome:
 
     losses: list[float]
     digests: dict[str, str]
-    #: (dimension, direction) -> messages, native, raw bytes, wire bytes
-    ledger: dict[Any, tuple[float, float, float, float]]
+    ledger: Ledger
     #: whether this stage's first layer got the causal attention mask in every pass
     masks: list[bool]
     #: marks of the tensors sent to the next stage: whether they may be compressed
@@ -118,6 +116,7 @@ def _train(training: Any, job: Job, data: str) -> Outcome:
     from megatron.neox_arguments import NeoXArgs
 
     import hybridcomp
+    from hybridcomp.channels import channels_of
     from hybridcomp.session import process
 
     losses: list[float] = []
@@ -149,7 +148,8 @@ def _train(training: Any, job: Job, data: str) -> Outcome:
         training.train_step, training.setup_model_and_optimizer = step, setup
         hybridcomp.uninstall()
     (engine,) = engines
-    outcome = Outcome(losses, _digests(engine), _ledger(engine), masks, _marks(engine))
+    digests = {name: digest(parameter) for name, parameter in engine.module.named_parameters()}
+    outcome = Outcome(losses, digests, ledger_of(channels_of(engine)), masks, _marks(engine))
     engine.destroy()
     process.configure(None)  # this engine may survive in a cycle, and keep sharing its session
     return outcome
@@ -174,26 +174,6 @@ def _adjust(engine: Any, job: Job, masks: list[bool]) -> None:
 
     layers = [m for m in engine.module.modules() if type(m).__name__.endswith("LayerPipe")]
     layers[0].register_forward_pre_hook(look)
-
-
-def _digests(engine: Any) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(parameter.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
-        for name, parameter in engine.module.named_parameters()
-    }
-
-
-def _ledger(engine: Any) -> dict[Any, tuple[float, float, float, float]]:
-    from hybridcomp.channels import channels_of
-
-    channels = channels_of(engine)
-    if channels is None:
-        return {}
-    return {
-        key: (entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes)
-        for key, entry in channels.ledger.interval.items()
-        if entry.messages
-    }
 
 
 def _marks(engine: Any) -> list[bool]:

@@ -6,7 +6,6 @@ takes longer than all trainings.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch.utils.checkpoint
 from packaging.version import Version
 from torch import Tensor, nn
 
-from tests.training.in_turn import in_turn
+from tests.training.in_turn import digest, in_turn, ledger_of
 
 VOCAB, WIDTH, LENGTH, MICRO_BATCH = 64, 32, 16, 2
 LAYERS = 3
@@ -54,12 +53,6 @@ class Outcome:
     tied: str  # digest of the tied weight, "" without
     masks: list[str]  # digests of (additive, bool) masks at the first or last stage
     messages: list[tuple[str, str, int, int, int]]  # dimension, direction, messages, raw, wire
-
-
-def digest(tensor: Tensor) -> str:
-    """Hash the bytes."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(bytes(data.tolist())).hexdigest()[:16]
 
 
 class Embed(nn.Module):
@@ -216,7 +209,7 @@ def ds_config(job: Job, data_parallel: int) -> dict[str, Any]:
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
-    """Every job in turn; unpatched ones with all patches reverted."""
+    """Run every job in turn; revert all patches for unpatched jobs."""
     return in_turn(jobs, train, lambda job: job.block is None)
 
 
@@ -249,11 +242,5 @@ def messages(engine: Any) -> list[tuple[str, str, int, int, int]]:
     """Return this rank's ledger without times."""
     from hybridcomp.channels import channels_of
 
-    channels = channels_of(engine)
-    if channels is None:
-        return []
-    return [
-        (*key, int(e.messages), int(e.raw_nbytes), int(e.wire_nbytes))
-        for key, e in channels.ledger.interval.items()
-        if e.messages
-    ]
+    rows = ledger_of(channels_of(engine)).items()
+    return [(*key, messages, raw, wire) for key, (messages, _, raw, wire) in rows]

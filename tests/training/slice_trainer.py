@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.training.in_turn import in_turn
+from tests.training.in_turn import Ledger, counting, in_turn, ledger_of, losses_of
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 24, 2
 ADAM = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -39,13 +39,13 @@ class Job:
 
 @dataclass
 class Outcome:
-    """A rank's results; ``ledger``: messages, native ones and sent bytes of pp by direction."""
+    """A rank's results."""
 
     losses: list[float] = field(default_factory=list)
     valid: float = 0.0
     slices: tuple[int, ...] = ()
     layers: list[str] = field(default_factory=list)
-    ledger: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=dict)
     told: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -57,10 +57,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
 def batches(job: Job, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Return a step's micro-batches of a learnable sequence."""
     for index in range(job.micro_batches):
-        generator = torch.Generator().manual_seed(1000 * replica + 10 * step + index)
-        start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
-        ids = (start + 7 * torch.arange(LENGTH + 1)) % VOCAB
-        yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        yield counting(1000 * replica + 10 * step + index, MICRO_BATCH, LENGTH, VOCAB)
 
 
 def config_of(tp: int = 1) -> Any:
@@ -117,7 +114,6 @@ def train(job: Job) -> Outcome:
     from gpt import layouts, token_slices
 
     from hybridcomp.channels import channels_of
-    from hybridcomp.dimensions import DIRECTIONS
     from hybridcomp.patches.ds.job_facts import layout
 
     arguments = train_gpt.parse([
@@ -127,22 +123,12 @@ def train(job: Job) -> Outcome:
     topology = layouts.lay_out(job.tp, 2)
     module, mpu = token_slices.build(config_of(job.tp), arguments, topology)
     engine, *_ = deepspeed.initialize(model=module, mpu=mpu, config=settings_of(job))
-    trainer, found, first = token_slices.trainer(engine, arguments), Outcome(), 0
+    trainer, found = token_slices.trainer(engine, arguments), Outcome()
     found.slices, found.told = module.slices, layout(engine)
     found.layers = [type(layer).__name__ for layer in module.stage.layers]
-    if job.load:
-        _, state = engine.load_checkpoint(job.folder)
-        first = state["step"]
-    for step in range(first, job.steps):
-        found.losses.append(trainer.step(batches(job, trainer.share.rank, step)))
-        if step + 1 == job.save:
-            engine.save_checkpoint(job.folder, client_state={"step": step + 1})
+    found.losses = losses_of(trainer, job, lambda step: batches(job, trainer.share.rank, step))
     found.valid = trainer.evaluate(batches(job, trainer.share.rank, 99))
-    channels = channels_of(engine)
-    if channels is not None:
-        for way in DIRECTIONS:
-            e = channels.ledger.interval["pp", way]
-            found.ledger[way] = int(e.messages), int(e.native), int(e.wire_nbytes)
+    found.ledger = ledger_of(channels_of(engine))
     engine.destroy()
     if job.tp > 1:
         from megatron.core import parallel_state

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.training.in_turn import start_deepspeed
-from tests.training.pipe_trainer import digest
+from tests.training.in_turn import digest, start_deepspeed
 from tests.training.split_trainer import (
     BATCH,
     LENGTH,
@@ -30,7 +29,7 @@ from tests.training.split_trainer import (
 
 
 def run_beside(job: Job) -> tuple[int, list[float]]:
-    """Train without a block beside an engine with one; return that one's messages, and losses."""
+    """Train without a block beside an engine with a block; return its messages, and our losses."""
     import deepspeed
 
     import hybridcomp

@@ -19,8 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.stand_ins.link_clock import clock
-from tests.training.in_turn import start_deepspeed
-from tests.training.pipe_trainer import digest
+from tests.training.in_turn import Ledger, digest, ledger_of, start_deepspeed
 
 VOCAB, WIDTH, LENGTH, BATCH, LAYERS = 64, 32, 16, 2, 2
 
@@ -59,8 +58,7 @@ class Outcome:
 
     losses: list[float]
     digests: dict[str, str]  # digests of the bytes of this rank's parameters, by name
-    #: (dimension, direction) -> (messages, native messages, raw bytes, wire bytes)
-    ledger: dict[tuple[str, str], tuple[int, int, int, int]]
+    ledger: Ledger
     names: dict[str, str]  # parameter name -> name of its residuals
 
 
@@ -274,18 +272,11 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
         losses.append(total)
         if each is not None:
             each(engine, step)
-    ledger: dict[tuple[str, str], tuple[int, int, int, int]] = {}
-    if (channels := channels_of(engine)) is not None:
-        for key, entry in channels.ledger.interval.items():
-            if entry.messages:
-                figures = entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes
-                messages, native, raw, wire = map(int, figures)
-                ledger[key] = (messages, native, raw, wire)
     named = dict(engine.module.named_parameters())
     outcome = Outcome(
         losses,
         {name: digest(values) for name, values in named.items()},
-        ledger,
+        ledger_of(channels_of(engine)),
         {name: getattr(values, NAME, "") for name, values in named.items()},
     )
     engine.destroy()

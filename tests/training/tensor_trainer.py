@@ -15,10 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.paths import SCRIPTS
 from tests.ranks import forget_inherited
-from tests.training.in_turn import start_deepspeed
-from tests.training.pipe_trainer import digest
+from tests.training.in_turn import Ledger, counting, digest, in_turn, ledger_of, losses_of
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 16, 2
 
@@ -29,7 +27,7 @@ class Job:
 
     tp: int = 2
     pp: int = 2
-    steps: int = 6
+    steps: int = 3
     micro_batches: int = 2
     bf16: bool = False
     tied: bool = False
@@ -48,39 +46,27 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)  # digest of the bytes, by name
     whole: dict[str, str] = field(default_factory=dict)  # unsharded parameters, as digests
-    ledger: dict[tuple[str, str], tuple[int, int, int, int]] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=dict)
     names: list[str] = field(default_factory=list)  # keys of the residuals
     step: int = 0  # counted by the channels
     lent: bool = False  # whether layers without an engine use the engine's channels
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
-    """Run every job in turn, unpatched ones with all patches reverted; return errors as text."""
-    import hybridcomp
-    from hybridcomp.errors import HybridcompError
-    from hybridcomp.session import process
-
-    start_deepspeed()
+    """Run every job in turn; revert all patches for unpatched jobs; return errors as text."""
     known = "megatron.core.tensor_parallel" in sys.modules
     import megatron.core.tensor_parallel  # noqa: F401
 
     if not known:
         forget_inherited()  # drop inherited megatron-core objects as well
-        sys.path.insert(0, str(SCRIPTS))
-    outcomes: list[Outcome | str] = []
-    for job in jobs:
-        if job.block is None:
-            hybridcomp.uninstall()
-        else:
-            hybridcomp.install()
-        try:
-            outcomes.append(train(job))
-        except HybridcompError as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-        finally:
-            process.configure(None)  # autograd keeps the last stage's engines alive
-            _forget_groups()
-    return outcomes
+    return in_turn(jobs, _train, lambda job: job.block is None)
+
+
+def _train(job: Job) -> Outcome:
+    try:
+        return train(job)
+    finally:
+        _forget_groups()
 
 
 def _forget_groups() -> None:
@@ -113,14 +99,10 @@ def ds_config(job: Job) -> dict[str, Any]:
 def batches(
     job: Job, replica: int, step: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return a step's micro-batches of a learnable sequence."""
+    """Return a step's micro-batches."""
     for number in range(job.micro_batches):
         seed = 1000 * (0 if job.same_data else replica) + 10 * step + number
-        start = torch.randint(
-            VOCAB, (MICRO_BATCH, 1), generator=torch.Generator().manual_seed(seed)
-        )
-        ids = (start + 7 * torch.arange(LENGTH + 1)) % VOCAB
-        inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        inputs, labels = counting(seed, MICRO_BATCH, LENGTH, VOCAB)
         yield inputs.to(device), labels.to(device)
 
 
@@ -151,26 +133,17 @@ def train(job: Job) -> Outcome:
 
     torch.manual_seed(0)
     engine, trainer = build(job)
-    found, first = Outcome(), 0
-    if job.load:
-        _, state = engine.load_checkpoint(job.folder)
-        first = state["step"]
-    for step in range(first, job.steps):
-        found.losses.append(trainer.step(batches(job, trainer.share.rank, step, engine.device)))
-        if step + 1 == job.save:
-            engine.save_checkpoint(job.folder, client_state={"step": step + 1})
+    found = Outcome()
+    found.losses = losses_of(
+        trainer, job, lambda step: batches(job, trainer.share.rank, step, engine.device)
+    )
     named = dict(engine.module.named_parameters())
     found.parameters = {name: digest(parameter) for name, parameter in named.items()}
     cut = [name for name, p in named.items() if getattr(p, "tensor_model_parallel", False)]
     found.whole = {name: text for name, text in found.parameters.items() if name not in cut}
     channels = channels_of(engine)
     if channels is not None:
-        entries = channels.ledger.interval.items()
-        found.ledger = {
-            key: (int(e.messages), int(e.native), int(e.raw_nbytes), int(e.wire_nbytes))
-            for key, e in entries
-            if e.messages
-        }
+        found.ledger = ledger_of(channels)
         found.names = [getattr(parameter, NAME) for parameter in named.values()]
         found.step, found.lent = channels.step, process.current() is channels
     engine.destroy()

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from tests.nn.async_pipeline import simulation
-from tests.ranks import RankPool, Trained, run_ranks
+from tests.ranks import RankPool, RunRanks, Trained
 from tests.selection import by_day
 from tests.training import async_trainer
 from tests.training.async_trainer import AsyncJob, AsyncOutcome
@@ -51,7 +51,7 @@ DAY = ["pipedream", "2bw", "error feedback", "pipemare"]
 
 
 def held(job: AsyncJob, ahead: int) -> int:
-    """Return the number of versions that a stage may hold, ``ahead`` before the last one."""
+    """Return how many versions a stage may hold, ``ahead`` stages before the last."""
     assert job.pipeline is not None
     versions = job.pipeline["versions"]
     return ahead + 1 if versions == "stash" else versions
@@ -67,11 +67,11 @@ def late(job: AsyncJob, ahead: int) -> int:
     by_day([(2, TWICE), (4, [*RECURRENCES]), (2, DAY)], [(2, DAY)]),
     ids=["2", "4", "day"],
 )
-def test_recurrences(stages: int, names: list[str]) -> None:
+def test_recurrences(module_ranks: RunRanks, stages: int, names: list[str]) -> None:
     """Each equals its single-process simulation after 20 steps, within its bounds."""
     rows = {name: RECURRENCES[name] for name in names}
     jobs = [job for job, _ in rows.values()]
-    outcomes = run_ranks(stages, async_trainer.run, stages, jobs)
+    outcomes = module_ranks(stages, async_trainer.run, stages, jobs)
     for index, (name, (job, make)) in enumerate(rows.items()):
         expected = make(job, stages).run()
         synchronous = simulation.Simulation(replace(job, micro_batches=10**6), stages)
@@ -97,7 +97,7 @@ SCHEDULER = {
 }
 
 
-def test_drains(tmp_path: Path) -> None:
+def test_drains(module_ranks: RunRanks, tmp_path: Path) -> None:
     """A run resumed from a checkpoint equals a run that starts from it; no data is lost."""
     settings = {"versions": "stash", "correction": "look_ahead"}
     full = AsyncJob(settings, 2, steps=9, save_at=5, optimizer="adamw", config=SCHEDULER)
@@ -106,7 +106,7 @@ def test_drains(tmp_path: Path) -> None:
     flush = replace(evaluated, pipeline=None)
     ended = replace(evaluated, evaluate_at=0, batches=12)
     jobs = [full, replace(full, resume=True), evaluated, spoiled, flush, ended]
-    for outcomes in run_ranks(2, async_trainer.run, 2, jobs, str(tmp_path)):
+    for outcomes in module_ranks(2, async_trainer.run, 2, jobs, str(tmp_path)):
         whole, resumed, one, other, synchronous, last = outcomes
         assert torch.equal(whole.weights[0], resumed.weights[0])
         assert whole.losses[5:] == resumed.losses
@@ -159,7 +159,7 @@ def test_encoded_is_close(four: Trained) -> None:
     assert abs(native[-1] / lossy[-1] - 1) < 0.05
 
 
-def test_no_stage_waits_in_a_step() -> None:
+def test_no_stage_waits_in_a_step(module_ranks: RunRanks) -> None:
     """Norms, clipping and the loss use no collectives across stages; a flush has several."""
     silent = {"ledger": {"every": 10**9, "sample_every": 0}}
     clipped = {"gradient_clipping": 1.0}
@@ -170,7 +170,7 @@ def test_no_stage_waits_in_a_step() -> None:
         replace(base, dtype=torch.bfloat16, config={**ZERO1, **clipped}),
         replace(base, dtype=torch.float32, pipeline=None),
     ]
-    for outcomes in run_ranks(2, async_trainer.run, 2, jobs):
+    for outcomes in module_ranks(2, async_trainer.run, 2, jobs):
         *waitless, flush = [outcome.collectives for outcome in outcomes]
         assert waitless == [0, 0, 0]
         assert flush >= 3
@@ -186,14 +186,14 @@ def test_a_stage_that_fails_ends_the_others() -> None:
     assert "rank 0 of 2" in text
 
 
-def test_reverted() -> None:
+def test_reverted(module_ranks: RunRanks) -> None:
     """Without the patches DeepSpeed's schedule runs, and continues with prefetched data."""
     flush = AsyncJob(None, 2, steps=6)
     before = AsyncJob({"versions": "stash", "correction": "look_ahead"}, 2, steps=6, revert_at=0)
     warm = AsyncJob({"versions": "stash", "correction": "look_ahead", "warmup": 6}, 2, steps=6)
     midway = replace(before, pipeline={"versions": "stash"}, revert_at=3)
     jobs = [flush, before, warm, midway, replace(midway, evaluate_at=3)]
-    for native, reverted, warmed, halfway, drained in run_ranks(2, async_trainer.run, 2, jobs):
+    for native, reverted, warmed, halfway, drained in module_ranks(2, async_trainer.run, 2, jobs):
         for other in (reverted, warmed):
             assert torch.equal(native.weights[0], other.weights[0])
             assert native.losses == other.losses

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.selection import by_day
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
@@ -22,12 +21,6 @@ BLOCK: dict[str, Any] = {
     "min_bytes": 0,
     "ledger": {"sample_every": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def both(job: Job) -> tuple[Outcome, Outcome, dict[str, Any]]:
@@ -50,9 +43,9 @@ KINDS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (0, "b
 
 
 @pytest.mark.parametrize(("stage", "dtype"), by_day(KINDS, [(1, "bf16")]))
-def test_bounded_gradients_train(pool: RankPool, stage: int, dtype: str) -> None:
+def test_bounded_gradients_train(module_ranks: RunRanks, stage: int, dtype: str) -> None:
     job = Job(stage, dtype, steps=25, block=BLOCK)
-    outcomes = pool.run(both, job)
+    outcomes = module_ranks(2, both, job)
     plain, bounded = ([o[i] for o in outcomes] for i in (0, 1))
     assert bounded[0].digests == bounded[1].digests
     assert final_loss(bounded) == pytest.approx(final_loss(plain), rel=0.03)

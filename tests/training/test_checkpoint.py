@@ -1,7 +1,9 @@
-"""Error feedback over restarts, loss scales and overflows, on real DeepSpeed engines."""
+"""Restart DeepSpeed engines with residuals; scale and drop residuals with fp16's loss scale."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -11,16 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridcomp.errors import CheckpointError
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.selection import by_day
 from tests.training.in_turn import start_deepspeed
 
 pytest.importorskip("deepspeed")
 
 WIDTH = 48
-#: the file whose guard state counts
+#: rank 0's file, whose guard state is read
 GUARDED = "hybridcomp_residuals_rank_00000.pt"
 
 
@@ -68,8 +71,6 @@ def train(engine: Any, first: int, last: int, seed: int) -> list[float]:
 
 def broken_run(folder: str, stage: int, block: dict[str, Any]) -> tuple[Any, ...]:
     """Run ten steps, and ten steps with a restart after five."""
-    import torch.distributed as dist
-
     from hybridcomp.channels import channels_of
 
     rank = dist.get_rank()
@@ -89,30 +90,31 @@ def broken_run(folder: str, stage: int, block: dict[str, Any]) -> tuple[Any, ...
     return whole, train(again, 5, 10, rank), restored
 
 
-#: stage 0 gathers no parameters: stage, codec of zero, bits of residuals
+def feedback(bits: int) -> dict[str, Any]:
+    return {"codec": "blockint", "bits": 4, "error_feedback": {"bits": bits}}
+
+
+LOW_RANK, BOUND = {"codec": "powersgd", "rank": 2}, {"error_bound": 0.02, "error_feedback": True}
+#: stage, dp, zero; stage 0 gathers no parameters
 RESTARTS = [
-    (0, "none", 32), (1, "none", 8), (3, "blockint", 4),
-    *((stage, zero, 32) for stage in (1, 2, 3) for zero in ("none", "blockint")),
+    (1, feedback(8), "none"), (3, feedback(4), "blockint"), (2, LOW_RANK, "none"),
+    (0, BOUND, "none"), (0, LOW_RANK, "none"), (0, feedback(32), "none"),
+    *((stage, feedback(32), zero) for stage in (1, 2, 3) for zero in ("none", "blockint")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero", "bits"),
-    by_day(RESTARTS, [(1, "none", 8), (3, "blockint", 4)]),
-)
-def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str, bits: int) -> None:
-    feedback = {"codec": "blockint", "bits": 4, "error_feedback": {"bits": bits}}
-    block = {"dp": feedback, **({"zero": zero} if stage else {})}
-    for whole, resumed, residual in run_ranks(2, broken_run, str(tmp_path), stage, block):
+@pytest.mark.parametrize(("stage", "dp", "zero"), by_day(RESTARTS, RESTARTS[:4]))
+def test_restart_is_bit_identical(
+    module_ranks: RunRanks, tmp_path: Path, stage: int, dp: dict[str, Any], zero: str
+) -> None:
+    block = {"dp": dp, **({"zero": zero} if stage else {})}
+    for whole, resumed, residual in module_ranks(2, broken_run, str(tmp_path), stage, block):
         assert residual > 0
         assert resumed == whole
 
 
 def resumed_without(folder: str) -> list[str]:
     """Return rank 0's message when a checkpoint has residuals but the job has none."""
-    import contextlib
-    import io
-
     engine = make_engine(1)
     train(engine, 0, 2, 0)
     engine.save_checkpoint(folder)
@@ -127,8 +129,8 @@ def resumed_without(folder: str) -> list[str]:
     return told
 
 
-def test_a_job_that_drops_residuals_is_told(tmp_path: Path) -> None:
-    (without, other), (silent, quiet) = run_ranks(2, resumed_without, str(tmp_path))
+def test_a_job_that_drops_residuals_is_told(module_ranks: RunRanks, tmp_path: Path) -> None:
+    (without, other), (silent, quiet) = module_ranks(2, resumed_without, str(tmp_path))
     assert "this job has no block: dropped are hybridcomp_residuals_rank_*.pt" in without
     assert "this job's block has no error feedback under dp" in other
     assert "WARNING" not in silent + quiet  # rank 1
@@ -137,7 +139,7 @@ def test_a_job_that_drops_residuals_is_told(tmp_path: Path) -> None:
 
 
 def saved_nowhere(folder: str) -> list[str]:
-    """Return the contents of the working directory ``folder`` after checkpoints without one."""
+    """Save checkpoints without a folder; return the files of the working directory ``folder``."""
     os.chdir(folder)
     engine = make_engine(1)
     train(engine, 0, 1, 0)
@@ -147,21 +149,9 @@ def saved_nowhere(folder: str) -> list[str]:
     return os.listdir(folder)
 
 
-def test_without_a_folder_nothing_is_saved(tmp_path: Path) -> None:
+def test_without_a_folder_nothing_is_saved(module_ranks: RunRanks, tmp_path: Path) -> None:
     """Upstream's error, as without hybridcomp."""
-    assert run_ranks(1, saved_nowhere, str(tmp_path)) == [[]]
-
-
-def low_rank_runs(folder: str) -> list[tuple[Any, ...]]:
-    block = {"dp": {"codec": "powersgd", "rank": 2}}
-    return [broken_run(f"{folder}/{stage}", stage, block) for stage in (0, 2)]
-
-
-def test_restart_of_a_low_rank_run_is_bit_identical(tmp_path: Path) -> None:
-    for runs in run_ranks(2, low_rank_runs, str(tmp_path)):
-        for whole, resumed, residual in runs:
-            assert residual > 0
-            assert resumed == whole
+    assert module_ranks(1, saved_nowhere, str(tmp_path)) == [[]]
 
 
 def exact_run(folder: str) -> float:
@@ -180,13 +170,11 @@ def exact_run(folder: str) -> float:
     return max(differences)
 
 
-def test_saved_weights_are_the_master_weights(tmp_path: Path) -> None:
-    assert run_ranks(2, exact_run, str(tmp_path)) == [0.0, 0.0]
+def test_saved_weights_are_the_master_weights(module_ranks: RunRanks, tmp_path: Path) -> None:
+    assert module_ranks(2, exact_run, str(tmp_path)) == [0.0, 0.0]
 
 
 def save_run(folder: str) -> tuple[dict[str, torch.Tensor], float]:
-    import torch.distributed as dist
-
     from hybridcomp.channels import channels_of
 
     engine = make_engine(0)
@@ -204,9 +192,7 @@ def load_run(folder: str) -> dict[str, torch.Tensor]:
     engine.load_checkpoint(folder)
     channels = channels_of(engine)
     assert channels is not None
-    # one step with zero gradients: the reduction loads the residuals
-    state = channels.residuals.state_dict()
-    return sums(state)
+    return sums(channels.residuals.state_dict())
 
 
 def sums(state: Any) -> dict[str, torch.Tensor]:
@@ -224,14 +210,16 @@ def sums(state: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", by_day([1, 3], [3]))
-def test_sum_of_residuals_survives_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
-    saved = run_ranks(2, save_run, str(tmp_path))
+def test_sum_of_residuals_survives_another_number_of_ranks(
+    module_ranks: RunRanks, tmp_path: Path, ranks: int
+) -> None:
+    saved = module_ranks(2, save_run, str(tmp_path))
     assert all(norm > 0 for _, norm in saved)
     names = saved[0][0].keys() | saved[1][0].keys()
     before = {name: add(saved[0][0].get(name), saved[1][0].get(name)) for name in names}
     # each value goes to one rank, which sends it in its first reduction
     after: dict[str, torch.Tensor] = {}
-    for of_rank in run_ranks(ranks, load_run, str(tmp_path)):
+    for of_rank in module_ranks(ranks, load_run, str(tmp_path)):
         for name, total in of_rank.items():
             after[name] = add(after[name], total) if name in after else total
     assert after.keys() == before.keys()
@@ -266,8 +254,6 @@ def refused_loads(folder: str) -> list[tuple[str, list[bool]]]:
 
     The last copy is undamaged: it must load, and change weights.
     """
-    import torch.distributed as dist
-
     engine = make_engine(1)
     train(engine, 0, 2, dist.get_rank())
     engine.save_checkpoint(folder, tag="whole")
@@ -290,8 +276,10 @@ def refused_loads(folder: str) -> list[tuple[str, list[bool]]]:
     return found
 
 
-def test_damage_is_told_on_all_ranks_before_a_weight_changes(tmp_path: Path) -> None:
-    for residuals, state, guard, whole in run_ranks(2, refused_loads, str(tmp_path)):
+def test_damage_is_told_on_all_ranks_before_a_weight_changes(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for residuals, state, guard, whole in module_ranks(2, refused_loads, str(tmp_path)):
         assert "rank 1: " in residuals[0] and "hybridcomp_residuals_rank_00001.pt" in residuals[0]
         assert "checksum" in residuals[0], residuals[0]
         assert "rank 0: " in state[0] and "hybridcomp_state.json" in state[0]
@@ -324,10 +312,12 @@ def load_under_zero(folder: str) -> tuple[list[str], int, float]:
     return said, channels.step, channels.residuals.norm()
 
 
-def test_other_ranks_under_zero_are_refused_as_upstream_refuses_them(tmp_path: Path) -> None:
+def test_other_ranks_under_zero_are_refused_as_upstream_refuses_them(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
     """DeepSpeed does not reshard its optimizer's state; hybridcomp then loads nothing."""
-    run_ranks(2, save_under_zero, str(tmp_path))
-    for (native, ours), step, residual in run_ranks(3, load_under_zero, str(tmp_path)):
+    module_ranks(2, save_under_zero, str(tmp_path))
+    for (native, ours), step, residual in module_ranks(3, load_under_zero, str(tmp_path)):
         assert native == ours
         assert "used a DP world size of 2 but the current world size is 3" in ours
         assert step == 0 and residual == 0
@@ -335,13 +325,9 @@ def test_other_ranks_under_zero_are_refused_as_upstream_refuses_them(tmp_path: P
 
 def overflow_run() -> list[tuple[bool, float, float]]:
     """Return (overflow, change of loss scale, residual norm) by step; the first steps overflow."""
-    import torch.distributed as dist
-    from deepspeed.accelerator import get_accelerator
-
     from hybridcomp.channels import channels_of
     from hybridcomp.patches.ds.job_facts import loss_scale
 
-    type(get_accelerator()).is_fp16_supported = lambda self: True
     fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1}
     engine = make_engine(1, fp16=fp16)
     channels = channels_of(engine)
@@ -350,18 +336,13 @@ def overflow_run() -> list[tuple[bool, float, float]]:
     for step in range(20):
         before = loss_scale(engine)
         train(engine, step, step + 1, dist.get_rank())
-        found.append(
-            (
-                bool(engine.optimizer.overflow),
-                loss_scale(engine) / before,
-                channels.residuals.norm(),
-            )
-        )
+        overflow, norm = bool(engine.optimizer.overflow), channels.residuals.norm()
+        found.append((overflow, loss_scale(engine) / before, norm))
     return found
 
 
-def test_residuals_follow_the_loss_scale_and_drop_on_overflow() -> None:
-    for history in run_ranks(2, overflow_run):
+def test_residuals_follow_the_loss_scale_and_drop_on_overflow(module_ranks: RunRanks) -> None:
+    for history in module_ranks(2, overflow_run):
         assert any(overflow for overflow, *_ in history)
         assert any(not overflow and factor == 2.0 for overflow, factor, _ in history)
         for overflow, factor, norm in history:
@@ -374,8 +355,6 @@ def test_residuals_follow_the_loss_scale_and_drop_on_overflow() -> None:
 
 def autocast_run() -> list[tuple[float, float]]:
     """Return each step's change of loss scale and residual norm: the fourth overflows."""
-    import torch.distributed as dist
-
     from hybridcomp.channels import channels_of
     from hybridcomp.patches.ds.job_facts import loss_scale
 
@@ -392,8 +371,8 @@ def autocast_run() -> list[tuple[float, float]]:
     return found
 
 
-def test_residuals_drop_where_the_scaler_of_autocast_skips_a_step() -> None:
+def test_residuals_drop_where_the_scaler_of_autocast_skips_a_step(module_ranks: RunRanks) -> None:
     """At stage 0 torch's scaler skips the step, without DeepSpeed's optimizer knowing."""
-    for history in run_ranks(2, autocast_run):
+    for history in module_ranks(2, autocast_run):
         assert [factor for factor, _ in history] == [1.0, 1.0, 1.0, 0.5, 1.0]
         assert [norm > 0 for _, norm in history] == [True, True, True, False, True]

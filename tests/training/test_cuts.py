@@ -12,7 +12,7 @@ from gpt import layouts
 from gpt.model import GPT, lm_loss
 from gpt.weights import ModelConfig
 
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.training.in_turn import start_deepspeed
 
 SIZES: dict[str, Any] = {"vocabulary": 64, "layers": 4, "width": 32, "heads": 2}
@@ -44,14 +44,14 @@ def pipelined(
     return losses, [type(layer).__name__ for layer in module.forward_funcs]
 
 
-def test_stages_have_the_blocks_that_were_asked_for_and_losses_stay() -> None:
+def test_stages_have_the_blocks_that_were_asked_for_and_losses_stay(module_ranks: RunRanks) -> None:
     pytest.importorskip("deepspeed")
-    uneven = run_ranks(2, pipelined, (1, 3))
+    uneven = module_ranks(2, pipelined, (1, 3))
     assert uneven[0][1] == ["Embedding", "Block"]
     assert uneven[1][1] == ["Block", "Block", "Block", "FinalNorm", "Output"]
-    twice = run_ranks(2, pipelined, (1, 3), ((0, 1), (1, 3)))
+    twice = module_ranks(2, pipelined, (1, 3), ((0, 1), (1, 3)))
     assert twice[0][0] == uneven[0][0], "what is recomputed changes no bit"
-    even = run_ranks(2, pipelined, ())
+    even = module_ranks(2, pipelined, ())
     assert even[0][0][0] == uneven[0][0][0], "a cut elsewhere is the same model"
     assert even[0][0] == pytest.approx(uneven[0][0], rel=1e-3), "sums of another alignment"
 

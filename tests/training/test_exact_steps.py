@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.selection import by_day
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
@@ -43,21 +42,9 @@ JOBS = {
 DAY = ("zero1", "bf16_optimizer", "accumulation", "overflows at zero2", "offload")
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-def assert_as_native(pool: RankPool, job: Job, block: dict[str, Any]) -> list[Outcome]:
-    """Train unpatched and with ``block``; return the latter's results, by rank."""
-    results = pool.run(run, [job, replace(job, block=block)], timeout=280)
+def assert_as_native(ranks: RunRanks, job: Job, block: dict[str, Any]) -> list[Outcome]:
+    """Train unpatched and with ``block`` on two ranks; return the latter's results, by rank."""
+    results = ranks(2, run, [job, replace(job, block=block)])
     for native, coded in results:
         assert repr(coded.losses) == repr(native.losses)  # NaN is not equal to itself
         assert coded.digests == native.digests
@@ -67,9 +54,9 @@ def assert_as_native(pool: RankPool, job: Job, block: dict[str, Any]) -> list[Ou
 
 
 @pytest.mark.parametrize("name", by_day(JOBS, DAY))
-def test_two_ranks_train_as_natively(two: RankPool, name: str) -> None:
+def test_two_ranks_train_as_natively(module_ranks: RunRanks, name: str) -> None:
     job = JOBS[name]
-    for outcome in assert_as_native(two, job, STEPCODE):
+    for outcome in assert_as_native(module_ranks, job, STEPCODE):
         messages, native, raw, wire = outcome.ledger["zero"]
         taken = job.steps - sum(outcome.skipped)
         assert (messages, native) == (taken, 1), "only the first gather is native"
@@ -77,13 +64,6 @@ def test_two_ranks_train_as_natively(two: RankPool, name: str) -> None:
         first = raw // taken
         saved = 0.8 if name == "small learning rate" else 0.25
         assert wire - first < (1 - saved) * (raw - first)
-
-
-@pytest.mark.parametrize("job", [ZERO1, pytest.param(ZERO2, marks=pytest.mark.nightly)])
-def test_four_ranks_train_as_natively(four: RankPool, job: Job) -> None:
-    for outcome in assert_as_native(four, job, STEPCODE):
-        messages, native, raw, wire = outcome.ledger["zero"]
-        assert (messages, native) == (STEPS, 1) and wire < raw
 
 
 @pytest.mark.parametrize(
@@ -94,8 +74,8 @@ def test_four_ranks_train_as_natively(four: RankPool, job: Job) -> None:
         ({"zero": {"codec": "stepcode", "resync_every": 2}}, STEPS // 2),
     ],
 )
-def test_what_stays_native(two: RankPool, keys: dict[str, Any], native: int) -> None:
-    for outcome in assert_as_native(two, ZERO1, {**STEPCODE, **keys}):
+def test_what_stays_native(module_ranks: RunRanks, keys: dict[str, Any], native: int) -> None:
+    for outcome in assert_as_native(module_ranks, ZERO1, {**STEPCODE, **keys}):
         assert outcome.ledger["zero"][:2] == (STEPS, native)
 
 
@@ -124,16 +104,16 @@ def gathers(engine: Any) -> int:
 
 
 @pytest.mark.parametrize("job", [ZERO1, pytest.param(ZERO2, marks=pytest.mark.nightly)])
-def test_a_resumed_run_is_the_unbroken_one(two: RankPool, job: Job, tmp_path: Any) -> None:
+def test_a_resumed_run_is_the_unbroken_one(module_ranks: RunRanks, job: Job, tmp_path: Any) -> None:
     """The first gather after loading is exact; the checkpoint has no additional files."""
     coded, native, folder = replace(job, block=STEPCODE), str(tmp_path / "n"), str(tmp_path / "c")
-    unbroken = [found[:2] for found in two.run(resumed, job, native, True)]
+    unbroken = [found[:2] for found in module_ranks(2, resumed, job, native, True)]
     for save, encoded in ((True, STEPS - 1), (False, STEPS - 4)):
-        results = two.run(resumed, coded, folder, save)
+        results = module_ranks(2, resumed, coded, folder, save)
         assert [found[:2] for found in results] == unbroken
         assert {found[2] for found in results} == {encoded}
     assert not list((tmp_path / "c").rglob("hybridcomp_parameters*"))
-    assert [found[:2] for found in two.run(resumed, job, folder, False)] == unbroken
+    assert [found[:2] for found in module_ranks(2, resumed, job, folder, False)] == unbroken
 
 
 def weights_only(job: Job, folder: str) -> tuple[dict[str, str], int]:
@@ -147,12 +127,12 @@ def weights_only(job: Job, folder: str) -> tuple[dict[str, str], int]:
     return digests(engine), gathers(engine)
 
 
-def test_weights_of_two_ranks_go_on_with_four(two: RankPool, four: RankPool, tmp_path: Any) -> None:
+def test_weights_of_two_ranks_go_on_with_four(module_ranks: RunRanks, tmp_path: Any) -> None:
     """Every rank had a reference before the load; none of them is used afterwards."""
     folder = str(tmp_path)
-    two.run(resumed, replace(ZERO1, block=STEPCODE), folder, True)
-    native = four.run(weights_only, ZERO1, folder)
-    coded = four.run(weights_only, replace(ZERO1, block=STEPCODE), folder)
+    module_ranks(2, resumed, replace(ZERO1, block=STEPCODE), folder, True)
+    native = module_ranks(4, weights_only, ZERO1, folder)
+    coded = module_ranks(4, weights_only, replace(ZERO1, block=STEPCODE), folder)
     assert [found for found, _ in coded] == [found for found, _ in native]
     assert {encoded for _, encoded in coded} == {STEPS - 2}
 
@@ -168,9 +148,9 @@ def written(job: Job, how: str) -> tuple[dict[str, str], int]:
 
 
 @pytest.mark.parametrize("how", ["one rank", "load_state_dict", "resync"])
-def test_written_weights_are_gathered_exactly(two: RankPool, how: str) -> None:
-    native = two.run(written, ZERO2, how)
-    coded = two.run(written, replace(ZERO2, block=STEPCODE), how)
+def test_written_weights_are_gathered_exactly(module_ranks: RunRanks, how: str) -> None:
+    native = module_ranks(2, written, ZERO2, how)
+    coded = module_ranks(2, written, replace(ZERO2, block=STEPCODE), how)
     assert [found for found, _ in coded] == [found for found, _ in native]
     assert coded[0][0] == coded[1][0]
     assert {encoded for _, encoded in coded} == {2}, "the gather after it was exact"

@@ -34,12 +34,12 @@ HIDDEN = MICRO_BATCH * LENGTH * WIDTH  # elements of an activation
 META_NBYTES = 1024  # shape message
 
 
-SHORT, TIED_BF16 = Job(steps=6), Job(tied=True, bf16=True, steps=10)
+SHORT, TIED_BF16 = Job(steps=6), Job(tied=True, bf16=True, steps=8)
 THREE = Job(stages=3, masks=True, steps=4, micro_batches=3)
 #: ranks -> jobs by name
 JOBS: dict[str, dict[str, Job]] = {
     "two": {
-        "plain": Job(steps=50 if NIGHTLY else 12),
+        "plain": Job(steps=50 if NIGHTLY else 8),
         "tied bf16": TIED_BF16,
         "evaluate": replace(SHORT, evaluate=True),
         "dynamic": replace(SHORT, dynamic=True),
@@ -55,9 +55,9 @@ JOBS: dict[str, dict[str, Job]] = {
     },
     "four": {
         "tied bf16": TIED_BF16,
-        "tied zero": Job(tied=True, zero=1, steps=10),
-        "tied": Job(tied=True, steps=10),
-        "partitioned": Job(model_parallel=2, steps=10),
+        "tied zero": Job(tied=True, zero=1, steps=8),
+        "tied": Job(tied=True, steps=8),
+        "partitioned": Job(model_parallel=2, steps=6),
     },
 }
 

@@ -25,11 +25,9 @@ KINDS = {
     **{f"zero{stage}-{dtype}": Job(stage, dtype) for stage in range(4) for dtype in DTYPES},
     "bf16_optimizer": Job(1, "bf16", bf16_optimizer=True),
 }  # fmt: skip
-SHORT = 8
-#: trained for 50 steps: nightly all
-LONG = [kind for kind in KINDS if NIGHTLY]
-DAY = ("zero0-fp32", "zero1-bf16", "zero2-bf16", "zero3-bf16", "bf16_optimizer")
-KINDS = {name: job if name in LONG else replace(job, steps=SHORT) for name, job in KINDS.items()}
+SHORT = 6
+if not NIGHTLY:
+    KINDS = {name: replace(job, steps=SHORT) for name, job in KINDS.items()}
 VARIANTS = {
     **{f"accumulation-zero{stage}": Job(stage, "bf16", accumulation=2) for stage in range(4)},
     "accumulation-bf16_optimizer": Job(1, "bf16", bf16_optimizer=True, accumulation=2),
@@ -49,8 +47,10 @@ VARIANTS = {
                                     ds_json={"communication_data_type": "fp32"}),
     **{f"fp16-zero{stage}": Job(stage, "fp16", ds_json={"fp16": FP16}) for stage in range(4)},
 }  # fmt: skip
+VARIANTS = {name: replace(job, steps=SHORT) for name, job in VARIANTS.items()}
 #: each setting once, each stage at least twice
-DAY_VARIANTS = (
+DAY = (
+    "zero0-fp32", "zero1-bf16", "zero2-bf16", "zero3-bf16", "bf16_optimizer",
     "accumulation-zero1", "accumulation_fp32-zero2", "round_robin-zero2", "sequential-zero3",
     "prescale-zero0", "predivide-zero0", "comm_fp32-zero1", "fp16-zero3",
 )  # fmt: skip
@@ -82,7 +82,7 @@ def test_none_is_bit_identical(train: Trained, kind: str) -> None:
     job = KINDS[kind]
     base, none = train(job), train(replace(job, block=block(job, "none", "none")))
     assert_same(base, none)
-    if kind in LONG:
+    if NIGHTLY:
         assert len(base[0].losses) == 50 and final_loss(base) < 0.5 * base[0].losses[0]
     for outcome in none:
         assert set(outcome.ledger) == ({"dp", "zero"} if job.stage else {"dp"})
@@ -90,13 +90,13 @@ def test_none_is_bit_identical(train: Trained, kind: str) -> None:
             assert messages == native > 0 and raw == wire > 0
 
 
-@pytest.mark.parametrize("kind", by_day(KINDS, DAY))
-def test_lossless_is_bit_identical(train: Trained, kind: str) -> None:
+@pytest.mark.parametrize("name", by_day(KINDS | VARIANTS, DAY))
+def test_lossless_is_bit_identical(train: Trained, name: str) -> None:
     """The same on the compressed path: owners, offsets, divisors and dtypes are right.
 
     It uses two ranks, as sums of two operands do not depend on their order.
     """
-    job = KINDS[kind]
+    job = (KINDS | VARIANTS)[name]
     lossless = train(replace(job, block=block(job, "mpc", "mpc")))
     assert_same(train(job), lossless)
     for outcome in lossless:
@@ -105,14 +105,6 @@ def test_lossless_is_bit_identical(train: Trained, kind: str) -> None:
         if job.stage:  # persistent parameters of stage 3 are fetched natively
             messages, native, _, wire = outcome.ledger["zero"]
             assert messages > native and (native > 0) == (job.stage == 3)
-
-
-@pytest.mark.parametrize("variant", by_day(VARIANTS, DAY_VARIANTS))
-def test_lossless_variants(train: Trained, variant: str) -> None:
-    job = replace(VARIANTS[variant], steps=SHORT)
-    lossless = train(replace(job, block=block(job, "mpc", "mpc")))
-    assert_same(train(job), lossless)
-    assert all(outcome.ledger["dp"][1] == 0 for outcome in lossless)
 
 
 @pytest.mark.parametrize("stage", by_day(range(3), [1]))
@@ -136,51 +128,38 @@ def test_lossy_trains_as_well(train: Trained, kind: str, bits: int) -> None:
     assert first.digests == second.digests  # equal replicas
     assert first.losses != train(job)[0].losses  # it was compressed
     assert (first.residual > 0) == (bits == 4)
-
-
-LEAST = [
-    ("zero0-bf16", 3.5), ("zero1-bf16", 6.0), ("zero2-bf16", 6.0), ("zero3-bf16", 3.5),
-    ("bf16_optimizer", 3.5),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "least"), by_day(LEAST, [LEAST[1], LEAST[3]]))
-def test_bytes_of_four_bits_against_native_bf16(train: Trained, kind: str, least: float) -> None:
-    job = KINDS[kind]
-    dp = {"codec": "blockint", "bits": 4, "error_feedback": True}
-    lossy = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
     native = train(replace(job, block=block(job, "none", "none")))
+    least = 6.0 if kind in ("zero1-bf16", "zero2-bf16") else 3.5
     for coded, plain in zip(lossy, native, strict=True):
         _, _, raw, wire = coded.ledger["dp"]
         assert raw == plain.ledger["dp"][3]
-        assert raw / wire >= least
+        assert bits == 8 or raw / wire >= least
 
 
 @pytest.mark.parametrize("stage", by_day(range(4), (3,)))
 def test_fp16_skips_the_same_steps(train: Trained, stage: int) -> None:
-    """Skips the first steps, with a too large loss scale, and one with a NaN on one rank.
+    """Skip the first steps, whose loss scale is too large, and a step with a NaN on one rank.
 
     Stage 0 of DeepSpeed 0.19 does not scale the loss in ``engine.backward``.
     """
-    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
-    job = Job(stage, "fp16", steps=20, nan_step=15, ds_json={"fp16": fp16})
+    fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 100}
+    job = Job(stage, "fp16", steps=14, nan_step=13, ds_json={"fp16": fp16})
     base = train(job)
     assert base[0].skipped[0] == (stage > 0)
-    assert not base[0].skipped[14] and base[0].skipped[15]
-    for bits, feedback in ((8, False), (4, True)):
-        dp = {"codec": "blockint", "bits": bits, "error_feedback": feedback}
-        coded = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
-        for mine, theirs in zip(base, coded, strict=True):
-            assert theirs.skipped == mine.skipped
+    assert not base[0].skipped[12] and base[0].skipped[13]
+    dp = {"codec": "blockint", "bits": 4, "error_feedback": True}
+    coded = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
+    for mine, theirs in zip(base, coded, strict=True):
+        assert theirs.skipped == mine.skipped
 
 
 @pytest.mark.parametrize("stage", by_day(range(4), [3]))
 def test_start_step_is_native_before_and_compressed_after(train: Trained, stage: int) -> None:
     job = Job(stage, steps=SHORT)
-    late = {**block(job, {"codec": "blockint", "bits": 2}, "none"), "start_step": 4}
+    late = {**block(job, {"codec": "blockint", "bits": 2}, "none"), "start_step": 3}
     base, coded = train(job)[0], train(replace(job, block=late))[0]
-    assert coded.losses[:5] == base.losses[:5]  # the fifth loss precedes the fifth reduction
-    assert coded.losses[5:] != base.losses[5:]
+    assert coded.losses[:4] == base.losses[:4]  # the fourth loss precedes the fourth reduction
+    assert coded.losses[4:] != base.losses[4:]
     messages, native, *_ = coded.ledger["dp"]
     assert native == messages // 2
 

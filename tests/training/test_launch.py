@@ -1,4 +1,4 @@
-"""An unmodified script under the ``deepspeed`` launcher: success, wrong blocks, dead ranks."""
+"""An unmodified script under the ``deepspeed`` launcher, and on forked ranks: wrong blocks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from tests.scripts_on_ranks import Ended, free_port, run_python, run_script
+from tests.selection import by_day
 
-deepspeed = pytest.importorskip("deepspeed")
+pytest.importorskip("deepspeed")
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import argparse, base64, json, os, signal, sys
@@ -32,17 +35,14 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
 rank = int(os.environ["RANK"])
 config = None
+if args.mode in ("differ", "missing", "base64"):
+    config, args.deepspeed_config = json.load(open(args.deepspeed_config)), None
 if args.mode == "differ" and rank == 1:
-    settings = json.load(open(args.deepspeed_config))
-    settings["compression"]["dp"]["bits"] = 5
-    args.deepspeed_config, config = None, settings
+    config["compression"]["dp"]["bits"] = 5
 if args.mode == "missing" and rank == 1:
-    settings = json.load(open(args.deepspeed_config))
-    del settings["compression"]
-    args.deepspeed_config, config = None, settings
+    del config["compression"]
 if args.mode == "base64":
-    text = open(args.deepspeed_config, "rb").read()
-    args.deepspeed_config, config = None, base64.urlsafe_b64encode(text).decode()
+    config = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
 engine, *_ = deepspeed.initialize(
     args=args, model=model, model_parameters=model.parameters(), config=config
 )
@@ -70,23 +70,18 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "ds_config.json").write_text(json.dumps(config))
-
-
 def forked(folder: Path, config: dict[str, Any], *arguments: str, armed: bool = True) -> Ended:
     """Start the ranks without a launcher."""
-    write(folder, config)
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "ds_config.json").write_text(json.dumps(config))
     words = ("--deepspeed_config", "ds_config.json", *arguments)
     return run_script(folder, "train.py", *words, armed=armed)
 
 
-def launch(
-    folder: Path, config: dict[str, Any], *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    """Start the ranks with the ``deepspeed`` launcher."""
-    write(folder, config)
+def launch(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Start two ranks of ``script`` with the ``deepspeed`` launcher."""
+    (folder / "train.py").write_text(script)
+    (folder / "ds_config.json").write_text(json.dumps(CONFIG))
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert command is not None
     words = [
@@ -99,13 +94,26 @@ def launch(
     )
 
 
-@pytest.mark.slow
-def test_unmodified_script_trains_compressed(tmp_path: Path) -> None:
-    result = launch(tmp_path, CONFIG)
+def test_the_launcher_starts_armed_ranks(tmp_path: Path) -> None:
+    """Each gets its variables and the script's arguments; importing DeepSpeed would take longer."""
+    result = launch(tmp_path, "import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv)\n", "-x")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("FINISHED") == 2
-    assert "[hybridcomp] step 5: dp blockint(bits=4)" in result.stdout
-    assert "error_feedback" in result.stdout or "error feedback" in result.stdout
+    for rank in (0, 1):
+        words = ["train.py", f"--local_rank={rank}", "--deepspeed_config", "ds_config.json", "-x"]
+        assert f"2 {words}" in result.stdout
+    assert "[hybridcomp] nothing was compressed" in result.stdout
+
+
+@pytest.mark.parametrize("launches", by_day([False, True], [False]))
+def test_unmodified_script_trains_compressed(tmp_path: Path, launches: bool) -> None:
+    if launches:
+        launched = launch(tmp_path, SCRIPT)
+        result = Ended(launched.returncode, launched.stdout + launched.stderr)
+    else:
+        result = forked(tmp_path, CONFIG)
+    assert result.returncode == 0, result.output
+    assert {"FINISHED 0", "FINISHED 1"} <= {line[:10] for line in result.output.splitlines()}
+    assert "[hybridcomp] step 5: dp blockint(bits=4)" in result.output
     records = [json.loads(text) for text in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [5, 10, 10]
     assert records[-1]["summary"] is True
@@ -114,7 +122,6 @@ def test_unmodified_script_trains_compressed(tmp_path: Path) -> None:
     assert records[0]["residual_norm"] > 0
 
 
-@pytest.mark.slow
 def test_block_without_hybridcomp_is_upstream(tmp_path: Path) -> None:
     """DeepSpeed ignores the block, and the script trains."""
     result = forked(tmp_path, CONFIG, armed=False)
@@ -123,14 +130,12 @@ def test_block_without_hybridcomp_is_upstream(tmp_path: Path) -> None:
     assert "[hybridcomp]" not in result.output
 
 
-@pytest.mark.slow
 def test_base64_config(tmp_path: Path) -> None:
     result = forked(tmp_path, CONFIG, "--mode", "base64")
     assert result.returncode == 0, result.output
     assert "[hybridcomp] step 10: dp blockint(bits=4)" in result.output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
@@ -149,22 +154,13 @@ def test_ranks_that_disagree_all_fail(tmp_path: Path, mode: str, message: str) -
     assert "FINISHED" not in result.output
 
 
-@pytest.mark.slow
-def test_dead_rank_ends_the_job(tmp_path: Path) -> None:
-    result = forked(tmp_path, CONFIG, "--mode", "die")
-    assert result.returncode != 0
-    assert "FINISHED" not in result.output
-
-
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_dead_rank_ends_the_launcher(tmp_path: Path) -> None:
-    result = launch(tmp_path, CONFIG, "--mode", "die")
+    result = launch(tmp_path, SCRIPT, "--mode", "die")
     assert result.returncode != 0
     assert "FINISHED" not in result.stdout
 
 
-@pytest.mark.slow
 def test_mistake_in_the_block_is_one_line(tmp_path: Path) -> None:
     block = {**CONFIG["compression"], "dp": {"codec": "blockint", "bitz": 4}}
     result = forked(tmp_path, {**CONFIG, "compression": block})

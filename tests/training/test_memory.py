@@ -24,12 +24,12 @@ Figures = tuple[tuple[int, int], ...]
 
 
 def block(bits: int = 32, delta: bool = False) -> dict[str, Any]:
-    feedback = {"bits": bits}
-    return {
-        "dp": {**FEEDBACK, "error_feedback": feedback},
-        "zero": {**EIGHT, "delta": delta},
-        **QUIET,
-    }
+    gradients = {**FEEDBACK, "error_feedback": {"bits": bits}}
+    return {"dp": gradients, "zero": {**EIGHT, "delta": delta}, **QUIET}
+
+
+def islands(**settings: Any) -> trainer.Job:
+    return trainer.Job(1, block={"sync": {"islands": 1, **settings}, **QUIET})
 
 
 JOBS = {
@@ -39,21 +39,9 @@ JOBS = {
     "zero3-8": trainer.Job(3, block=block(8)),
     "bf16-optimizer": trainer.Job(1, "bf16", bf16_optimizer=True, block=block(16, delta=True)),
     # last: DeepSpeed keeps the islands' groups for later engines
-    "islands": trainer.Job(1, block={"sync": {"islands": 1, "every": 2}, **QUIET}),
-    "islands, late": trainer.Job(
-        1,
-        block={
-            "sync": {"islands": 1, "every": 2, "fragments": 2, "delay": 1},
-            **QUIET,
-        },
-    ),
-    "islands, ahead": trainer.Job(
-        1,
-        block={
-            "sync": {"preset": "wsp", "islands": 1, "every": 1, **FEEDBACK},
-            **QUIET,
-        },
-    ),
+    "islands": islands(every=2),
+    "islands, late": islands(every=2, fragments=2, delay=1),
+    "islands, ahead": islands(preset="wsp", every=1, **FEEDBACK),
 }
 TORCH = {
     "ddp": torch_trainer.Job("ddp", {"dp": FEEDBACK, **QUIET}),

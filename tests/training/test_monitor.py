@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +20,7 @@ from hybridcomp.patches.ds import attach, record
 from hybridcomp.session.reporter import report_interval
 from hybridcomp.tools.compare import json_lines
 from hybridcomp.tools.compare.wandb_files import read, read_training
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.training import trainer
 from tests.training.test_checkpoint import make_engine, train
 
@@ -26,8 +28,6 @@ pytest.importorskip("deepspeed")
 
 
 def monitored(folder: str, wandb: bool) -> None:
-    import os
-
     os.environ["WANDB_MODE"] = "offline"
     os.environ["WANDB_DIR"] = folder
     os.environ["WANDB_SILENT"] = "true"
@@ -53,15 +53,9 @@ def monitored(folder: str, wandb: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(module_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("monitor")
-    try:
-        import wandb  # noqa: F401
-
-        has_wandb = True
-    except ImportError:
-        has_wandb = False
-    run_ranks(2, monitored, str(found), has_wandb)
+    module_ranks(2, monitored, str(found), find_spec("wandb") is not None)
     return found
 
 
@@ -86,9 +80,9 @@ def recorded_in_both_modes(folder: Path) -> None:
         recorded(folder, trains)
 
 
-def test_a_run_in_eval_mode_is_recorded_alike(tmp_path: Path) -> None:
+def test_a_run_in_eval_mode_is_recorded_alike(module_ranks: RunRanks, tmp_path: Path) -> None:
     """Every step has its loss and a fingerprint of its training data, without validations."""
-    run_ranks(2, recorded_in_both_modes, tmp_path)
+    module_ranks(2, recorded_in_both_modes, tmp_path)
     trained, evaluated = (
         [json.loads(line) for line in (tmp_path / f"{trains}.jsonl").read_text().splitlines()]
         for trains in (True, False)
@@ -165,8 +159,10 @@ def silenced(folder: str) -> None:
     dist.barrier()
 
 
-def test_a_job_that_silences_deepspeed_still_sees_the_ledger(tmp_path: Path) -> None:
-    run_ranks(2, silenced, str(tmp_path))
+def test_a_job_that_silences_deepspeed_still_sees_the_ledger(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    module_ranks(2, silenced, str(tmp_path))
     records = [json.loads(text) for text in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "summary" not in record] == [3, 6]
     assert all(record["dimensions"]["zero"] for record in records if "summary" not in record)
@@ -174,14 +170,7 @@ def test_a_job_that_silences_deepspeed_still_sees_the_ledger(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("every", "steps_per_print", "expected"),
-    [
-        (None, 7, 7),
-        (None, None, 10),
-        (None, 0, 10),
-        (None, math.inf, 10),
-        (4, math.inf, 4),
-        (4, 7, 4),
-    ],
+    [(None, 7, 7), (None, None, 10), (None, 0, 10), (None, math.inf, 10), (4, 7, 4)],
 )
 def test_how_often_the_ledger_reports(
     every: int | None, steps_per_print: float | None, expected: int
@@ -191,8 +180,6 @@ def test_how_often_the_ledger_reports(
 
 def _without_a_key(folder: str) -> list[str]:
     """Return rank 0's output of a job whose W&B has no key."""
-    import os
-
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         os.environ.pop(name, None)
     os.environ |= {"HOME": folder, "WANDB_DIR": folder, "NETRC": f"{folder}/netrc"}
@@ -206,7 +193,7 @@ def _without_a_key(folder: str) -> list[str]:
     return told
 
 
-def test_a_missing_key_is_told_before_the_traceback(tmp_path: Path) -> None:
+def test_a_missing_key_is_told_before_the_traceback(module_ranks: RunRanks, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    ((said,),) = run_ranks(1, _without_a_key, str(tmp_path))
+    ((said,),) = module_ranks(1, _without_a_key, str(tmp_path))
     assert said.startswith("W&B ended this job: ") and "wandb login" in said

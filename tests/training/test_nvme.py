@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RunRanks
 from tests.selection import by_day
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
@@ -25,19 +24,13 @@ from tests.training.nvme_trainer import NvmeJob, make_engine, step
 PIPELINED = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 def parameters_on(folder: str) -> dict[str, Any]:
     """Return ZeRO keys that keep parameters in files; DeepSpeed prefetches some of them twice."""
     told = {"device": "nvme", "nvme_path": folder, "buffer_count": 12, "buffer_size": 700_000}
     return {"offload_param": {**told, "max_in_cpu": 0}, "stage3_prefetch_bucket_size": 0}
 
 
-def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
+def test_trains_as_on_the_host(module_ranks: RunRanks, tmp_path: Path) -> None:
     """Results are equal bit for bit for every way in which DeepSpeed reads and writes files."""
     host = NvmeJob(None, accumulation=2)
     folders = [str(tmp_path / name) for name in ("plain", "piped", "parameters")]
@@ -47,7 +40,7 @@ def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
         replace(host, folder=folders[1], optimizer=PIPELINED),
         replace(host, folder=folders[2], zero=parameters_on(folders[2])),
     ]
-    for base, *others in pool.run(nvme_trainer.run, jobs, timeout=280):
+    for base, *others in module_ranks(2, nvme_trainer.run, jobs):
         for place, other in enumerate(others):
             assert other["digests"] == base["digests"]
             files = {kind: size / raw for kind, (raw, size) in other["files"].items()}
@@ -72,7 +65,7 @@ def has_libaio() -> bool:
 def test_trains_through_libaio(tmp_path: Path) -> None:
     """DeepSpeed's handle moves the files; compiling it takes minutes."""
     with RankPool(1) as one:
-        if one.run(has_libaio, timeout=60) != [True]:
+        if one.run(has_libaio) != [True]:
             pytest.skip("needs libaio-dev")
         host = NvmeJob(None, libaio=True)
         jobs = [host, *(replace(host, folder=str(tmp_path / str(n)), optimizer=told)
@@ -109,13 +102,13 @@ def test_resumes_exactly(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     """In the same engine, and in another job with other file locations."""
     job, folder = NvmeJob(str(tmp_path / "one"), optimizer=optimizer), tmp_path / "saved"
     with RankPool(2) as ones:  # parameter numbers, and so file names, begin at 0
-        first = ones.run(saved, job, str(folder), timeout=280)
+        first = ones.run(saved, job, str(folder))
     assert all(straight == again for _, straight, again in first)
     note = json.loads((folder / "two" / "hybridcomp_checkpoint.json").read_text())
     assert "hybridcomp states" in note["README"] and "hybridcomp_states_rank_*.pt" in note["files"]
     with RankPool(2) as others:
         elsewhere = replace(job, folder=str(tmp_path / "two"))
-        found = others.run(loaded, elsewhere, str(folder), timeout=280)
+        found = others.run(loaded, elsewhere, str(folder))
     assert found == [[two, four] for two, four, _ in first]
 
 
@@ -137,23 +130,23 @@ def loaded(job: NvmeJob, checkpoint: str) -> list[dict[str, str]] | str:
 
 @pytest.mark.nightly
 def test_checkpoints_that_cannot_be_read_and_plain_ones(
-    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module_ranks: RunRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, folder = NvmeJob(str(tmp_path / "one")), tmp_path / "saved"
     with RankPool(2) as others:
-        first = others.run(saved, job, str(folder), timeout=280)
-        for error in others.run(loaded, job, str(folder), timeout=280):  # numbering continues
+        first = others.run(saved, job, str(folder))
+        for error in others.run(loaded, job, str(folder)):  # numbering continues
             assert "its sub-groups are {" in error and "first engine of its process" in error
     path = next((folder / "two" / "offloaded_tensors" / "rank01").glob("exp_avg-*"))
     data = path.read_bytes()
     path.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
     with RankPool(2) as others:
-        for error in others.run(loaded, job, str(folder), timeout=280):
+        for error in others.run(loaded, job, str(folder)):
             assert "rank 1" in error and str(path) in error and "bits of it have changed" in error
     assert main(["states", str(folder / "two")]) == 2  # checked before the first is replaced
     assert str(path) in capsys.readouterr().err
     path.write_bytes(data)
-    for error in pool.run(refused, str(folder / "two"), timeout=280):
+    for error in module_ranks(2, refused, str(folder / "two")):
         assert f"`hybridcomp states {folder / 'two'}`" in error
     assert main(["states", str(folder / "two")]) == 0
     assert "files of 2 ranks are plain now" in capsys.readouterr().out
@@ -161,7 +154,7 @@ def test_checkpoints_that_cannot_be_read_and_plain_ones(
     note = json.loads((folder / "two" / "hybridcomp_checkpoint.json").read_text())
     assert not note["files"] and "hybridcomp states" not in note["README"]
     with RankPool(2) as others:
-        found = others.run(loaded, job, str(folder), timeout=280)
+        found = others.run(loaded, job, str(folder))
     # files are restored; moments and sub-groups in memory restart, as in DeepSpeed
     for (two, _), (before, _, _) in zip(found, first, strict=True):
         weights = [name for name in two if name.startswith("layers") and name.endswith("weight")]
@@ -211,11 +204,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
 
 
 @pytest.mark.parametrize("name", by_day(CASES, ["masters"]))
-def test_damage_on_one_rank_is_an_error_on_all(pool: RankPool, tmp_path: Path, name: str) -> None:
+def test_damage_on_one_rank_is_an_error_on_all(
+    module_ranks: RunRanks, tmp_path: Path, name: str
+) -> None:
     optimizer, zero, pattern = CASES[name]
     zero = parameters_on(str(tmp_path)) if zero is None else zero
     job = NvmeJob(str(tmp_path), optimizer=optimizer, zero=zero)
-    for error in pool.run(damaged, job, pattern, 1, timeout=280):
+    for error in module_ranks(2, damaged, job, pattern, 1):
         assert error.startswith("optimizer states on NVMe: rank 1: ") and "rank1/" in error
         assert "bits of it have changed" in error and "\n" not in error
 
@@ -236,9 +231,9 @@ def too_large(job: NvmeJob) -> str:
 
 
 def test_a_disk_that_is_too_small_is_told_before_the_first_step(
-    pool: RankPool, tmp_path: Path
+    module_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    for error in pool.run(too_large, NvmeJob(str(tmp_path)), timeout=280):
+    for error in module_ranks(2, too_large, NvmeJob(str(tmp_path))):
         assert error.startswith("zero_optimization.offload_optimizer.nvme_path: found ")
         assert "2 ranks of" in error and "1 MB are free; make room, or name another disk" in error
 
@@ -251,6 +246,8 @@ def small(job: NvmeJob) -> list[str]:
     return [path.name for path in Path(job.folder or "").rglob("*.swp")]
 
 
-def test_sub_groups_that_are_too_small_stay_in_memory(pool: RankPool, tmp_path: Path) -> None:
+def test_sub_groups_that_are_too_small_stay_in_memory(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
     job = NvmeJob(str(tmp_path), aio={"block_size": 1 << 25}, optimizer={"buffer_count": 4})
-    assert pool.run(small, job, timeout=280) == [[], []]
+    assert module_ranks(2, small, job) == [[], []]

@@ -44,9 +44,9 @@ def with_block(job: Job, offload: Any, **more: Any) -> Job:
 
 KINDS = {f"zero{stage}-{dtype}": offloading(stage, dtype)
          for stage in (1, 2, 3) for dtype in ("fp32", "bf16")}  # fmt: skip
-SHORT = 8
+SHORT = 6
 #: steps of tests with several micro-batches each, or of bit-identity
-FEW = 3
+FEW = 2
 #: trained for 50 steps: nightly all
 LONG = [kind for kind in KINDS if NIGHTLY]
 KINDS = {name: job if name in LONG else replace(job, steps=SHORT) for name, job in KINDS.items()}
@@ -64,10 +64,15 @@ VARIANTS = {
        for stage in (1, 2, 3)},
 }  # fmt: skip
 
-CASES = [(variant, sums) for sums in ("device", "host") for variant in VARIANTS]
+#: variant, and where micro-batches are added up
+CASES = [
+    *((name, "device") for name in (*KINDS, *VARIANTS)),
+    *((name, "host") for name, job in VARIANTS.items() if job.accumulation > 1),
+]
 DAY = [
-    ("accumulation-zero1-bf16", "device"), ("accumulation-zero2-bf16", "device"),
-    ("accumulation-zero3-bf16", "host"), ("sub_groups-zero3", "device"), ("fp16-zero2", "device"),
+    ("zero2-fp32", "device"), ("zero3-bf16", "device"), ("accumulation-zero1-bf16", "device"),
+    ("accumulation-zero2-bf16", "device"), ("accumulation-zero3-bf16", "host"),
+    ("sub_groups-zero3", "device"), ("fp16-zero2", "device"),
 ]  # fmt: skip
 
 #: native bytes per gradient value in a plan, by ZeRO stage, of 1 to 3 micro-batches
@@ -88,22 +93,22 @@ def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
         assert theirs.skipped == mine.skipped
 
 
-@pytest.mark.parametrize("kind", by_day(KINDS, ["zero2-fp32", "zero3-bf16"]))
-def test_none_and_lossless_are_bit_identical(train: Trained, kind: str) -> None:
-    """Every step equals the unpatched run bit for bit."""
-    job = KINDS[kind]
+@pytest.mark.parametrize(("name", "sums"), by_day(CASES, DAY))
+def test_none_and_lossless_are_bit_identical(train: Trained, name: str, sums: str) -> None:
+    """Micro-batches accumulated on device or host, other layouts and dtypes: the same bits."""
+    job = KINDS[name] if name in KINDS else replace(VARIANTS[name], steps=FEW)
     base, none = train(job), train(with_block(job, "none"))
-    lossless = train(with_block(job, "expcode"))
+    codec = "expcode" if name in KINDS else "mpc"
+    lossless = train(with_block(job, {"codec": codec, "sums": sums}))
     assert_same(base, none)
     assert_same(base, lossless)
-    if kind in LONG:
+    if name in LONG:
         assert len(base[0].losses) == 50 and final_loss(base) < 0.5 * base[0].losses[0]
     for plain, coded in zip(none, lossless, strict=True):
         for way in (FORWARD, BACKWARD):
             messages, native, raw, wire = plain.ledger[way]
             assert messages == native > 0 and raw == wire > 0
-            assert coded.ledger[way][:3] == (messages, 0, raw)
-            assert coded.ledger[way][3] > 0
+            assert coded.ledger[way][1:3] == (0, raw) and coded.ledger[way][3] > 0
 
 
 @pytest.mark.parametrize(
@@ -127,21 +132,6 @@ def test_bytes_are_those_that_a_plan_counts(train: Trained, stage: int, accumula
         most = gradient_nbytes(stage, 2, accumulation, whole.most)
         busiest = max(one.ledger[BACKWARD][2] for one in outcomes)
         assert 1 - 1e-3 <= busiest / job.steps / (values / 2) / sum(most) < 1.03
-
-
-@pytest.mark.parametrize(("variant", "sums"), by_day(CASES, DAY))
-def test_lossless_variants(train: Trained, variant: str, sums: str) -> None:
-    """Micro-batches accumulated on device or host, other layouts and dtypes: the same bits."""
-    job = replace(VARIANTS[variant], steps=FEW)
-    if job.accumulation == 1 and sums == "host":
-        pytest.skip("nothing to add up")
-    base, none = train(job), train(with_block(job, "none"))
-    lossless = train(with_block(job, {"codec": "mpc", "sums": sums}))
-    assert_same(base, none)
-    assert_same(base, lossless)
-    for plain, coded in zip(none, lossless, strict=True):
-        assert coded.ledger[BACKWARD][1] == 0 and coded.ledger[FORWARD][1] == 0
-        assert coded.ledger[BACKWARD][2] == plain.ledger[BACKWARD][2]
 
 
 def half_on_device(jobs: list[Job]) -> list[Outcome]:
@@ -179,16 +169,6 @@ def test_sub_groups_on_the_device_are_left_to_upstream(train: Trained, accumulat
         assert none.ledger[FORWARD][2] < 0.7 * FEW * whole  # bf16, of one of two ranks
 
 
-@pytest.mark.parametrize("kind", by_day(KINDS, ["zero2-fp32", "zero3-bf16"]))
-def test_lossy_trains_as_well(train: Trained, kind: str) -> None:
-    job = KINDS[kind]
-    lossy = train(with_block(job, BLOCKINT))
-    assert final_loss(lossy) == pytest.approx(final_loss(train(job)), rel=0.03)
-    first, second = lossy
-    assert first.digests == second.digests  # equal replicas
-    assert first.losses != train(job)[0].losses
-
-
 @pytest.mark.parametrize("stage", by_day([2, 3], [3]))
 def test_sums_cross_once_or_packed(train: Trained, stage: int) -> None:
     """Six micro-batches, more than fit one pass: device and host both train well.
@@ -205,8 +185,8 @@ def test_sums_cross_once_or_packed(train: Trained, stage: int) -> None:
         assert lossy[0].digests == lossy[1].digests
     assert host[0].losses != device[0].losses
     once, each = device[0].ledger[BACKWARD], host[0].ledger[BACKWARD]
-    assert once[:3] == each[:3] == train(with_block(job, "none"))[0].ledger[BACKWARD][:1] + (
-        0, once[2])  # fmt: skip
+    none = train(with_block(job, "none"))[0].ledger[BACKWARD]
+    assert once[:3] == each[:3] == (none[0], 0, once[2])
     assert each[3] == 6 * once[3]
 
 
@@ -237,7 +217,7 @@ def test_a_nan_in_one_micro_batch_stays_visible(train: Trained, stage: int, sums
 
 @pytest.mark.parametrize("stage", by_day([2, 3], [2]))
 def test_auto_is_exact(train: Trained, stage: int) -> None:
-    """All variants in turns, the decision, and some steps behind it."""
+    """Take turns with all variants, decide, and train some steps after the decision."""
     job = offloading(stage, accumulation=2, steps=2 + 2 * 3 * 4 + 4)
     assert_same(train(job), train(with_block(job, {"codec": "mpc", "when": "auto"})))
 
@@ -324,22 +304,8 @@ def broken_auto(job: Job, folder: str, at: int) -> tuple[list[float], list[float
     return whole, resumed, kept
 
 
-@pytest.mark.parametrize("stage", by_day([1, 2, 3], [3]))
-def test_bytes_fall_by_the_ratio_of_the_codec(train: Trained, stage: int) -> None:
-    """Native: parameters in bf16, gradients in fp32; stage 3 uses bf16 and reads them back."""
-    job = KINDS[f"zero{stage}-bf16"]
-    gradient_bits = 32 if stage < 3 else 64
-    for outcome in train(with_block(job, BLOCKINT)):
-        _, _, raw, wire = outcome.ledger[FORWARD]
-        assert raw / wire >= 16 / BITS
-        messages, native, raw, wire = outcome.ledger[BACKWARD]
-        assert native == 0
-        # every message has up to 32 bytes of headers and padding to 16 bytes
-        assert wire <= raw * BITS / gradient_bits + 32 * messages
-
-
 def test_directions_differ(train: Trained) -> None:
-    job = replace(KINDS["zero2-bf16"], steps=SHORT)
+    job = KINDS["zero2-fp32"]
     offload = {"codec": "blockint", "forward": "expcode", "backward": {"bits": 4}}
     outcome = train(with_block(job, offload))[0]
     _, _, raw, wire = outcome.ledger[BACKWARD]
@@ -365,52 +331,46 @@ def test_beside_other_dimensions(train: Trained, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", by_day([1, 2, 3], [3]))
-def test_start_step_and_small_messages_stay_native(train: Trained, stage: int) -> None:
+def test_steps_before_start_step_stay_native(train: Trained, stage: int) -> None:
     job = replace(KINDS[f"zero{stage}-bf16"], steps=SHORT)
-    late = train(with_block(job, {"codec": "blockint", "bits": 2}, start_step=4))[0]
+    late = train(with_block(job, {"codec": "blockint", "bits": 2}, start_step=3))[0]
     base = train(job)[0]
-    assert late.losses[:5] == base.losses[:5]  # the fifth loss precedes the fifth step
-    assert late.losses[5:] != base.losses[5:]
+    assert late.losses[:4] == base.losses[:4]  # the fourth loss precedes the fourth step
+    assert late.losses[4:] != base.losses[4:]
     for way in (FORWARD, BACKWARD):
         messages, native, *_ = late.ledger[way]
         assert native == messages // 2
-    small = train(with_block(job, BLOCKINT, min_bytes=1000))[0]
-    messages, native, *_ = small.ledger[BACKWARD]
-    assert 0 < native < messages
 
 
 @pytest.mark.parametrize(
     ("stage", "accumulation"), by_day(list(product((1, 2, 3), (1, 2))), [(2, 2)])
 )
 def test_fp16_skips_the_same_steps(train: Trained, stage: int, accumulation: int) -> None:
-    """The first steps, with a too large loss scale, and one with a NaN on one rank."""
-    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
-    job = offloading(stage, "fp16", steps=20, nan_step=15, accumulation=accumulation,
+    """Skip the first steps, whose loss scale is too large, and a step with a NaN on one rank."""
+    fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 100}
+    job = offloading(stage, "fp16", steps=14, nan_step=13, accumulation=accumulation,
                      ds_json={"fp16": fp16})  # fmt: skip
     base, coded = train(job), train(with_block(job, BLOCKINT))
-    assert base[0].skipped[0] and base[0].skipped[15]
+    assert base[0].skipped[0] and not base[0].skipped[12] and base[0].skipped[13]
     for mine, theirs in zip(base, coded, strict=True):
         assert theirs.skipped == mine.skipped
 
 
-def alone(jobs: list[Job]) -> list[Outcome]:
-    return run(jobs)
-
-
 def test_one_rank_is_enough() -> None:
     """There are no messages; the copies are still encoded."""
-    jobs = [replace(KINDS[f"zero{stage}-bf16"], steps=SHORT) for stage in (2, 3)]
+    jobs = []
+    for stage in (2, 3):
+        job = replace(KINDS[f"zero{stage}-bf16"], steps=SHORT)
+        jobs += [job, with_block(job, BLOCKINT), with_block(job, "mpc")]
     with RankPool(1) as single:
-        (base,) = single.run(alone, jobs, timeout=280)
-        (coded,) = single.run(alone, [with_block(job, BLOCKINT) for job in jobs])
-        (exact,) = single.run(alone, [with_block(job, "mpc") for job in jobs])
-    for plain, lossy, lossless in zip(base, coded, exact, strict=True):
+        (found,) = single.run(run, jobs)
+    for plain, lossy, lossless in (found[:3], found[3:]):
         assert_same([plain], [lossless])
         assert lossy.losses[-1] == pytest.approx(plain.losses[-1], rel=0.1)
         assert lossy.ledger[BACKWARD][2] > 3.5 * lossy.ledger[BACKWARD][3]
 
 
-def whole_gradients(job: Job, names: list[str]) -> tuple[dict[str, Any], int]:
+def whole_gradients(job: Job, names: list[str]) -> dict[str, Any]:
     """Return whole gradients before the first step, by DeepSpeed's reader."""
     from deepspeed.utils import safe_get_full_grad
 
@@ -421,16 +381,16 @@ def whole_gradients(job: Job, names: list[str]) -> tuple[dict[str, Any], int]:
     found = {name: safe_get_full_grad(engine.module.get_parameter(name)) for name in names}
     engine.step()
     engine.destroy()
-    return {name: grad.float().cpu().tolist() for name, grad in found.items()}, 0
+    return {name: grad.float().cpu().tolist() for name, grad in found.items()}
 
 
 @pytest.mark.parametrize("stage", by_day([2, 3], [3]))
 def test_gradients_can_be_read_before_the_step(train: Trained, stage: int) -> None:
     job, names = offloading(stage), ["inner.weight", "middle.weight"]
-    plain = train.pool.run(whole_gradients, job, names, timeout=280)
-    coded = train.pool.run(whole_gradients, with_block(job, "mpc"), names, timeout=280)
+    plain = train.pool.run(whole_gradients, job, names)
+    coded = train.pool.run(whole_gradients, with_block(job, "mpc"), names)
     assert plain == coded
-    assert any(any(map(any, grad)) for grad in plain[0][0].values())
+    assert any(any(map(any, grad)) for grad in plain[0].values())
 
 
 def broken_run(job: Job, folder: str) -> tuple[list[float], list[float], float, float]:
@@ -480,7 +440,7 @@ def test_checkpoints_are_exact_and_resume(
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
     job = offloading(stage, zero=zero)
     block = with_block(job, {"codec": "blockint", "bits": 4}, **BESIDE[beside])
-    for whole, resumed, off, used in train.pool.run(broken_run, block, str(tmp_path), timeout=280):
+    for whole, resumed, off, used in train.pool.run(broken_run, block, str(tmp_path)):
         assert resumed == whole
         assert off == 0.0
         assert used > 0.0 or stage == 3  # training uses decoded weights

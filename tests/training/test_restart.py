@@ -1,34 +1,25 @@
-"""A run with an error bound is killed and resumes as if uninterrupted.
+"""A run of the launcher with an error bound is killed and resumes as if uninterrupted.
 
-HYBRIDCOMP_NIGHTLY=1: 300 steps, and three seeds' spread as the tolerance for other ranks.
+Three seeds' spread is the tolerance for other ranks. By day ``test_checkpoint`` resumes engines,
+and ``scripts/test_example_launch`` the example.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.example import (
-    CONFIG,
-    kill_after,
-    losses,
-    prepare,
-    start,
-    train,
-    train_until,
-)
+from tests.training.example import CONFIG, kill_after, losses, prepare, start, train
 
 pytest.importorskip("deepspeed")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-STEPS = 300 if NIGHTLY else 8
+STEPS = 300
 SAVED = STEPS // 2
 BATCH = 8  # samples per step, over all ranks
 
@@ -63,11 +54,8 @@ def killed(folder: Path) -> Path:
     checkpoint are ignored.
     """
     save = ("--save=checkpoint", f"--save-every={SAVED}")
-    words = "killed", "ranks2", f"--steps={100 * STEPS}", *save
-    if NIGHTLY:  # including the launcher
-        kill_after(folder, "killed", SAVED + 1, start(folder, *words, module=True))
-    else:
-        train_until(folder, *words[:2], SAVED + 1, *words[2:])
+    launched = start(folder, "killed", "ranks2", f"--steps={100 * STEPS}", *save, module=True)
+    kill_after(folder, "killed", SAVED + 1, launched)
     assert SAVED < len(losses(folder, "killed")) < 100 * STEPS
     (folder / "checkpoint" / "latest").write_text(f"global_step{SAVED}")
     return folder / "killed" / "loss.jsonl"
@@ -91,15 +79,12 @@ def test_another_number_of_ranks_stays_in_the_spread_of_seeds(folder: Path, kill
     whole, four = losses(folder, "whole"), resume(folder, killed, "four", 4)
     assert four[:SAVED] == whole[:SAVED] and four[SAVED:] != whole[SAVED:]
     assert four == pytest.approx(whole, rel=0.01)
-    if NIGHTLY:
-        ends = [last(whole)]
-        for seed in (1, 2):
-            train(
-                folder, f"seed{seed}", "ranks2", f"--steps={STEPS}", f"--seed={seed}", module=True
-            )
-            ends.append(last(losses(folder, f"seed{seed}")))
-        print(f"unbroken, by seed: {ends}; resumed on four ranks: {last(four)}")
-        assert abs(last(four) - last(whole)) <= max(ends) - min(ends)
+    ends = [last(whole)]
+    for seed in (1, 2):
+        train(folder, f"seed{seed}", "ranks2", f"--steps={STEPS}", f"--seed={seed}", module=True)
+        ends.append(last(losses(folder, f"seed{seed}")))
+    print(f"unbroken, by seed: {ends}; resumed on four ranks: {last(four)}")
+    assert abs(last(four) - last(whole)) <= max(ends) - min(ends)
 
 
 def last(found: list[float]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from hybridcomp.errors import CheckpointError
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 pytest.importorskip("deepspeed")
 
@@ -26,9 +28,6 @@ def weights_of(engine: Any) -> list[torch.Tensor]:
 
 def saved_without_hybridcomp(folder: str) -> tuple[float, int, bool, str]:
     """Load a checkpoint last saved by a plain job; return residual norm, step, equal weights."""
-    import contextlib
-    import io
-
     from hybridcomp.channels import channels_of
 
     engine = make_engine(1, block=DELTAS)
@@ -47,8 +46,8 @@ def saved_without_hybridcomp(folder: str) -> tuple[float, int, bool, str]:
     return channels.residuals.norm(), channels.step, alike, told.getvalue()
 
 
-def test_what_an_older_save_left_is_not_taken_over(tmp_path: Path) -> None:
-    (*found, told), (*other, _) = run_ranks(2, saved_without_hybridcomp, str(tmp_path))
+def test_what_an_older_save_left_is_not_taken_over(module_ranks: RunRanks, tmp_path: Path) -> None:
+    (*found, told), (*other, _) = module_ranks(2, saved_without_hybridcomp, str(tmp_path))
     assert found == other == [0.0, 6, True]
     assert "is of step 3, and the checkpoint beside it of step 6" in told
     assert "no parameter references of 2 ranks at step 6; the first gather is exact" in told
@@ -75,8 +74,10 @@ def saved_without_feedback(folder: str) -> str:
     return str(told.value)
 
 
-def test_a_save_without_residuals_removes_those_of_the_one_before(tmp_path: Path) -> None:
-    for told in run_ranks(2, saved_without_feedback, str(tmp_path)):
+def test_a_save_without_residuals_removes_those_of_the_one_before(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for told in module_ranks(2, saved_without_feedback, str(tmp_path)):
         assert "hybridcomp_residuals_rank_00000.pt (step 2)" in told
         assert "hybridcomp_state.json (step 7) were not saved together" in told
     residuals = "hybridcomp_residuals_rank_*.pt"

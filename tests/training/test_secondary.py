@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.selection import by_day
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
@@ -55,13 +54,7 @@ JOBS = {
     ),
     "small learning rate": replace(HPZ, lr=1e-5),
 }  # fmt: skip
-DAY = ("prefetched", "offload")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
+DAY = ("offload",)
 
 
 def fresh(job: Job, **more: Any) -> Any:
@@ -83,9 +76,9 @@ def run(jobs: list[Job]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("name", by_day(JOBS, DAY))
-def test_trains_as_natively(four: RankPool, name: str) -> None:
+def test_trains_as_natively(module_ranks: RunRanks, name: str) -> None:
     job = JOBS[name]
-    results = four.run(run, [job, replace(job, block=EXACT)], timeout=280)
+    results = module_ranks(4, run, [job, replace(job, block=EXACT)])
     for native, coded in results:
         assert repr(coded.losses) == repr(native.losses)  # NaN is not equal to itself
         assert (coded.digests, coded.skipped) == (native.digests, native.skipped)
@@ -96,11 +89,10 @@ def test_trains_as_natively(four: RankPool, name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("steps", [24, 200])
-def test_many_steps_with_encoded_gradients(four: RankPool, steps: int) -> None:
+def test_many_steps_with_encoded_gradients(module_ranks: RunRanks) -> None:
     dp = {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
-    jobs = [replace(HPZ, steps=steps, lr=1e-3, block={**more, **dp}) for more in ({}, EXACT)]
-    for native, coded in four.run(run, jobs):
+    jobs = [replace(HPZ, steps=200, lr=1e-3, block={**more, **dp}) for more in ({}, EXACT)]
+    for native, coded in module_ranks(4, run, jobs):
         assert (coded.losses, coded.digests) == (native.losses, native.digests)
 
 
@@ -138,9 +130,9 @@ def evaluated(job: Job) -> list[Any]:
     return found
 
 
-def test_evaluation_renews_what_the_next_step_uses(four: RankPool) -> None:
+def test_evaluation_renews_what_the_next_step_uses(module_ranks: RunRanks) -> None:
     native, exact, bits = (
-        four.run(evaluated, replace(HPZ, block=block)) for block in (None, EXACT, BITS)
+        module_ranks(4, evaluated, replace(HPZ, block=block)) for block in (None, EXACT, BITS)
     )
     for plain, coded, eight in zip(native, exact, bits, strict=True):
         assert [found[:2] for found in coded] == [found[:2] for found in plain]
@@ -188,9 +180,9 @@ def changed(job: Job, way: str) -> tuple[list[float], dict[str, str], list[int]]
 @pytest.mark.parametrize(
     "way", by_day(["gathered", "read", "master", "resync", "written"], ["written"])
 )
-def test_what_changes_parameters_is_followed(four: RankPool, way: str) -> None:
-    native = four.run(changed, replace(HPZ, block=None), way)
-    exact = four.run(changed, replace(HPZ, block=EXACT), way)
+def test_what_changes_parameters_is_followed(module_ranks: RunRanks, way: str) -> None:
+    native = module_ranks(4, changed, replace(HPZ, block=None), way)
+    exact = module_ranks(4, changed, replace(HPZ, block=EXACT), way)
     assert [found[:2] for found in exact] == [found[:2] for found in native]
     for _, _, sent in exact:
         assert sent[0] == 0 and all(sent[1:3])
@@ -215,15 +207,15 @@ def resumed(job: Job, folder: str, save: bool) -> tuple[list[float], dict[str, s
 
 @pytest.mark.parametrize("block", by_day([EXACT, BITS], [BITS]), ids=["exact", "bits"])
 def test_a_resumed_run_is_the_unbroken_one(
-    four: RankPool, tmp_path: Any, block: dict[str, Any]
+    module_ranks: RunRanks, tmp_path: Any, block: dict[str, Any]
 ) -> None:
     coded, folder = replace(HPZ, block=block), str(tmp_path / "c")
-    unbroken = four.run(resumed, coded, folder, True)
-    assert four.run(resumed, coded, folder, False) == unbroken
+    unbroken = module_ranks(4, resumed, coded, folder, True)
+    assert module_ranks(4, resumed, coded, folder, False) == unbroken
     if block is EXACT:
         native = replace(HPZ, block=None)
-        assert four.run(resumed, native, str(tmp_path / "n"), True) == unbroken
-        assert four.run(resumed, native, folder, False) == unbroken
+        assert module_ranks(4, resumed, native, str(tmp_path / "n"), True) == unbroken
+        assert module_ranks(4, resumed, native, folder, False) == unbroken
 
 
 class Leaf(nn.Module):
@@ -238,7 +230,7 @@ class Leaf(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters shorter than the ranks, a leaf module, an external one and a recomputed part."""
+    """Parameters with fewer values than ranks; a leaf, an external and a recomputed module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,9 +265,9 @@ def odd(job: Job) -> tuple[list[float], dict[str, str], int]:
 @pytest.mark.parametrize(
     "job", by_day([HPZ, PREFETCHED], [PREFETCHED]), ids=["twice", "prefetched"]
 )
-def test_small_external_leaf_and_recomputed_parameters(four: RankPool, job: Job) -> None:
+def test_small_external_leaf_and_recomputed_parameters(module_ranks: RunRanks, job: Job) -> None:
     """DeepSpeed #8210 and #5652: empty slices, and padding after others."""
-    native, exact = (four.run(odd, replace(job, block=block)) for block in (None, EXACT))
+    native, exact = (module_ranks(4, odd, replace(job, block=block)) for block in (None, EXACT))
     assert [found[:2] for found in exact] == [found[:2] for found in native]
     assert all(found[2] > 0 for found in exact)
 
@@ -296,13 +288,13 @@ def by_launcher(job: Job, nodes: list[int]) -> Any:
     return engine.zero_hpz_partition_size(), digests(engine), between(engine)
 
 
-def test_nodes_that_the_launcher_tells(four: RankPool) -> None:
+def test_nodes_that_the_launcher_tells(module_ranks: RunRanks) -> None:
     unset = replace(HPZ, zero=TWICE, block=EXACT)
-    native = four.run(by_launcher, HPZ, [0, 0, 1, 1])
-    found = four.run(by_launcher, unset, [0, 0, 1, 1])
+    native = module_ranks(4, by_launcher, HPZ, [0, 0, 1, 1])
+    found = module_ranks(4, by_launcher, unset, [0, 0, 1, 1])
     assert [one[:2] for one in found] == [one[:2] for one in native]
     for nodes in ([0, 0, 0, 0], [0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 0, 1]):
-        said = set(four.run(by_launcher, unset, nodes))
+        said = set(module_ranks(4, by_launcher, unset, nodes))
         assert len(said) == 1 and "zero.secondary: found " in said.pop(), "on all ranks"
 
 
@@ -325,18 +317,18 @@ def under_init(job: Job, size: int) -> Any:
     return [train_step(engine, job, step) for step in range(3)], digests(engine)
 
 
-def test_models_built_under_zero_init(four: RankPool) -> None:
-    native = four.run(under_init, HPZ, 2)
-    assert four.run(under_init, replace(HPZ, block=EXACT), 2) == native
-    for said in four.run(under_init, replace(HPZ, block=EXACT), 1):
+def test_models_built_under_zero_init(module_ranks: RunRanks) -> None:
+    native = module_ranks(4, under_init, HPZ, 2)
+    assert module_ranks(4, under_init, replace(HPZ, block=EXACT), 2) == native
+    for said in module_ranks(4, under_init, replace(HPZ, block=EXACT), 1):
         assert "zero.Init" in said and "write it in the configuration" in said
 
 
-def test_copies_before_the_first_step_are_upstreams(four: RankPool) -> None:
+def test_copies_before_the_first_step_are_upstreams(module_ranks: RunRanks) -> None:
     """Before ``start_step`` upstream gathers; its copies are the first references."""
     exact = replace(HPZ, block={**EXACT, "start_step": 3})
     bits = replace(HPZ, block={**BITS, "start_step": 3})
-    for native, coded, eight in four.run(run, [HPZ, exact, bits]):
+    for native, coded, eight in module_ranks(4, run, [HPZ, exact, bits]):
         assert (coded.losses, coded.digests) == (native.losses, native.digests)
         assert coded.between["zero"][1] > 0
         assert eight.losses[:3] == native.losses[:3] and eight.losses[4:] != native.losses[4:]
@@ -344,7 +336,7 @@ def test_copies_before_the_first_step_are_upstreams(four: RankPool) -> None:
 
 
 def renewed(fails: str) -> tuple[str, bool]:
-    """Return the message after one that failed on rank 1, and whether it is right."""
+    """Return how the renewal after one that failed on rank 1 is sent, and if its table is right."""
     from hybridcomp.channels import Channels
     from hybridcomp.channels.messages.node_copies import CopyGroups, renew, state_of
     from hybridcomp.config import CompressionConfig
@@ -371,6 +363,6 @@ def renewed(fails: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(("fails", "sent"), [("before", "steps"), ("after", "whole")])
-def test_a_rank_that_fails_in_a_renewal(four: RankPool, fails: str, sent: str) -> None:
+def test_a_rank_that_fails_in_a_renewal(module_ranks: RunRanks, fails: str, sent: str) -> None:
     """A failure before the send retries; after a lost receive everything is sent in full."""
-    assert four.run(renewed, fails) == [(sent, True)] * 4
+    assert module_ranks(4, renewed, fails) == [(sent, True)] * 4

@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from benchmarks.training_bench import cells, ring
 from doc_pages import bits
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import RunRanks, run_ranks
 from tests.selection import by_day
 from tests.training.in_turn import start_deepspeed
 
-STEPS, WARMUP, WIDTH, LAYERS = 4, 2, 512, 6
+STEPS, WARMUP, WIDTH, LAYERS = 2, 2, 512, 4
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
 BLOCKS: dict[str, dict[str, Any]] = {
     "native": {"preset": "none"},
@@ -64,22 +64,31 @@ def model_of() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-def train(job: str, block: dict[str, Any]) -> dict[str, float]:
+def counted(step: Callable[[int], None], ledger: Any) -> dict[str, float]:
     """Return this rank's bytes over STEPS steps: by its sockets, and by the ledger."""
-    step, ledger = (zero if job.startswith("zero") else torchs)(job, block)
     start = 0
     for number in range(WARMUP + STEPS):
         if number == WARMUP:
             dist.barrier()
             start = sent_nbytes()
             ledger.restart()
-        step(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)))
+        step(number)
     dist.barrier()
     found = {"sockets": float(sent_nbytes() - start), "raw": 0.0, "wire": 0.0}
     for entry in ledger.interval.values():
         found["raw"] += entry.raw_nbytes
         found["wire"] += entry.wire_nbytes
     return found
+
+
+def train(job: str, block: dict[str, Any]) -> dict[str, float]:
+    """Return what ``counted`` returns of a training."""
+    step, ledger = (torchs if job in ("ddp", "fsdp2", "hsdp") else zero)(job, block)
+
+    def on_batch(number: int) -> None:
+        step(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)))
+
+    return counted(on_batch, ledger)
 
 
 def zero(job: str, block: dict[str, Any]) -> Any:
@@ -152,7 +161,7 @@ def torchs(job: str, block: dict[str, Any]) -> Any:
 
 
 def look_up(kind: str, block: dict[str, Any]) -> dict[str, float]:
-    """Train a table for STEPS steps; return what ``train`` returns, of this rank's table."""
+    """Return what ``counted`` returns of a training of a table."""
     from torch.nn.parallel import DistributedDataParallel
 
     import hybridcomp
@@ -162,7 +171,7 @@ def look_up(kind: str, block: dict[str, Any]) -> dict[str, float]:
     table: Any = torch.nn.Embedding(ROWS, 64, sparse=True)
     if kind == "cached":
         table = CachedEmbedding.from_embedding(torch.nn.Embedding(ROWS, 64), resident=0.8)
-    # DDP needs a parameter of its own, whose sum is 4 bytes
+    # DDP needs a parameter that it reduces itself: 4 bytes
     model: Any = torch.nn.ModuleList([table, torch.nn.Linear(1, 1, bias=False)])
     model.forward = lambda ids: model[0](ids).square().mean() + model[1].weight.sum()
     whole = DistributedDataParallel(model)
@@ -171,12 +180,8 @@ def look_up(kind: str, block: dict[str, Any]) -> dict[str, float]:
     cached, plain = kind == "cached", [p for p in model.parameters() if p.requires_grad]
     rows: Any = RowOptimizer([table], "sgd", lr=0.1) if cached else None
     optimizer = torch.optim.SGD(plain, lr=0.1)
-    start = 0
-    for number in range(WARMUP + STEPS):
-        if number == WARMUP:
-            dist.barrier()
-            start = sent_nbytes()
-            attached.channels.ledger.restart()
+
+    def step(number: int) -> None:
         seed = 10 * number + dist.get_rank()
         ids = torch.randint(ROWS, (IDS,), generator=torch.Generator().manual_seed(seed))
         whole(ids).backward()
@@ -184,12 +189,8 @@ def look_up(kind: str, block: dict[str, Any]) -> dict[str, float]:
         optimizer.zero_grad()
         if rows is not None:
             rows.step()
-    dist.barrier()
-    found = {"sockets": float(sent_nbytes() - start), "raw": 0.0, "wire": 0.0}
-    for entry in attached.channels.ledger.interval.values():
-        found["raw"] += entry.raw_nbytes
-        found["wire"] += entry.wire_nbytes
-    return found
+
+    return counted(step, attached.channels.ledger)
 
 
 def look_up_each() -> dict[str, dict[str, dict[str, float]]]:
@@ -221,16 +222,10 @@ def summed(ranks: list[Any], job: str, name: str) -> dict[str, float]:
     return {key: sum(rank[job][name][key] for rank in ranks) for key in ("sockets", "raw", "wire")}
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("job", by_day(PAIRS, ["zero1", "zero3_twice", "fsdp2"]))
-def test_the_ledger_tells_what_the_sockets_sent(two: RankPool, job: str) -> None:
+def test_the_ledger_tells_what_the_sockets_sent(module_ranks: RunRanks, job: str) -> None:
     """Within 1 %; native bytes, sent bytes, and their ratio equal the table's."""
-    ranks = two.run(train_each, [job], False)
+    ranks = module_ranks(2, train_each, [job], False)
     native, ours = (summed(ranks, job, name) for name in BLOCKS)
     for found in (native, ours):
         assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
@@ -244,17 +239,19 @@ def test_the_ledger_tells_what_the_sockets_sent(two: RankPool, job: str) -> None
 
 
 @pytest.mark.nightly
-def test_the_ledger_of_a_mesh_tells_what_the_sockets_sent() -> None:
-    ranks = run_ranks(4, train_each, ["hsdp"], False)
+def test_the_ledger_of_a_mesh_tells_what_the_sockets_sent(module_ranks: RunRanks) -> None:
+    ranks = module_ranks(4, train_each, ["hsdp"], False)
     for name in BLOCKS:
         found = summed(ranks, "hsdp", name)
         assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
 
 
 @pytest.mark.parametrize("job", by_day(["hpz", "fsdp2"], ["hpz"]))
-def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(job: str) -> None:
+def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(
+    module_ranks: RunRanks, job: str
+) -> None:
     """Deltas, copies inside nodes and digests; natively every gather, or every second, crosses."""
-    ranks = run_ranks(4, train_each, [job], False)
+    ranks = module_ranks(4, train_each, [job], False)
     native, ours = summed(ranks, job, "native"), summed(ranks, job, "copies")
     for found in (native, ours):
         assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
@@ -263,7 +260,7 @@ def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(job: str) ->
 
 def test_the_ledger_of_tables_tells_what_the_sockets_sent() -> None:
     """Rows from their owners, gradients of rows and row numbers, over two nodes of two ranks."""
-    ranks = run_ranks(4, look_up_each)
+    ranks = run_ranks(4, look_up_each)  # without engines, whose blocks say nothing of tables
     for kind in ("cached", "sparse"):
         told = {name: summed(ranks, kind, name) for name in TABLES}
         for name, found in told.items():
@@ -273,9 +270,10 @@ def test_the_ledger_of_tables_tells_what_the_sockets_sent() -> None:
         assert 3.5 < told["8 bits"]["raw"] / told["8 bits"]["wire"] < 4.0, kind
 
 
+@pytest.mark.nightly
 def test_gloos_own_reduce_scatter_sends_twice_a_rings() -> None:
     """Benchmarks over gloo therefore replace it by a ring; the ledger counts a ring's bytes."""
-    ranks = run_ranks(2, train_each, ["fsdp2"], True)
+    ranks = run_ranks(2, train_each, ["fsdp2"], True)  # on whose processes ours is not installed
     found = summed(ranks, "fsdp2", "native")
     scattered = 2 * STEPS * 4 * NUMEL / 2
     assert found["sockets"] - found["wire"] == pytest.approx(scattered, rel=0.02)

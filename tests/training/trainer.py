@@ -6,7 +6,6 @@ trainings.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
-from tests.training.in_turn import start_deepspeed
+from tests.training.in_turn import digest, ledger_of, start_deepspeed
 
 WIDTH, HIDDEN = 24, 53
 #: smaller than the largest parameter, which gives several buckets, one with a single parameter
@@ -165,19 +164,15 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
         skipped.append(engine.skipped_steps != before)
         if each is not None:
             each(engine, step)
-    channels = channels_of(engine)
+    channels: Any = channels_of(engine)
     ledger: dict[str, tuple[int, int, int, int]] = {}
     between: dict[str, tuple[int, int]] = {}
-    residual = 0.0
-    if channels is not None:
-        for (dimension, way), entry in channels.ledger.interval.items():
-            if entry.messages:
-                name = dimension if dimension in ONE_WAY else f"{dimension}.{way}"
-                figures = entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes
-                messages, native, raw, wire = map(int, figures)
-                ledger[name] = (messages, native, raw, wire)
-                between[name] = (int(entry.inter_raw_nbytes), int(entry.inter_nbytes))
-        residual = channels.residuals.norm()
+    for (dimension, way), figures in ledger_of(channels).items():
+        name = dimension if dimension in ONE_WAY else f"{dimension}.{way}"
+        entry = channels.ledger.interval[dimension, way]
+        ledger[name] = figures
+        between[name] = int(entry.inter_raw_nbytes), int(entry.inter_nbytes)
+    residual = 0.0 if channels is None else channels.residuals.norm()
     outcome = Outcome(losses, digests(engine), skipped, ledger, residual, between)
     engine.destroy()
     return outcome
@@ -214,12 +209,6 @@ def write_into(engine: Any, how: str) -> None:
 def digests(engine: Any) -> dict[str, str]:
     """Hash the parameters' bytes."""
     return {name: digest(values) for name, values in parameters(engine).items()}
-
-
-def digest(tensor: Tensor) -> str:
-    """Hash the bytes."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(bytes(data.tolist())).hexdigest()[:16]
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:

@@ -37,7 +37,7 @@ def attach(
 ) -> Attached | None:
     """Register the hook; return None if there is no block. Raises ConfigError, AgreementError.
 
-    ``undo``: gets what detaches the model.
+    ``undo`` receives callbacks that detach the model.
     """
     block, group = read(source), model.process_group
     ranks = ranks_of(group)
@@ -90,7 +90,7 @@ def _buckets(
 ) -> tuple[int, ...]:
     """Return the elements of each bucket; DDP fills buckets from the last parameter on.
 
-    ``padded``: elements that are sent of a parameter, from its own.
+    ``padded``: returns how many elements are sent of a parameter with so many elements.
     """
     most = int(model.bucket_bytes_cap)
     filled: list[int] = []

@@ -54,9 +54,8 @@ class BucketLayout:
     def pack(self, gradients: Tensor, factor: float, flat: Tensor) -> None:
         """Multiply ``gradients`` by ``factor`` in place and write them into the table ``flat``.
 
-        In as few operations as a bucket takes, since the backward pass waits for its host: one for
-        the factor, one for all parameters, two for each that its chunks do not fill. Zeros are
-        their padding.
+        The backward pass waits for the host, so this takes few operations: one for the factor, one
+        for all parameters, and two for each parameter that needs padding with zeros.
         """
         parts = []
         for values, chunk in zip(self._split(gradients.mul_(factor)), self._chunks, strict=True):

@@ -5,7 +5,7 @@ so the hook multiplies by 1/ranks, as DDP's reducer does without a hook
 (``mark_variable_ready_dense``), and then sums. Buckets come in the same order on all ranks. The
 first message of a bucket travels while the backward pass fills the next one, whose hook then
 finishes it; the last bucket of a pass finishes all. No other thread sends, as its messages could
-be overtaken on some ranks by others of the backward pass.
+overtake others of the backward pass on some ranks only.
 
 DDP rebuilds its buckets after the first step: residuals belong to parameters, never to buckets, and
 a lossy codec encodes each parameter independently (``layout``).
@@ -13,6 +13,7 @@ a lossy codec encodes each parameter independently (``layout``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -48,17 +49,6 @@ class _Pending:
     buffer: Tensor | None  # the memory of ``message`` where that is a table
 
 
-@dataclass(frozen=True)
-class _Note:
-    """Hook of a parameter that notes that it got a gradient; holds no reference to the model."""
-
-    used: set[str]
-    name: str
-
-    def __call__(self, parameter: Tensor) -> None:
-        self.used.add(self.name)
-
-
 @dataclass(eq=False, kw_only=True)
 class _BucketSum(AllReduce):
     """Average of a bucket's gradients over the ranks."""
@@ -79,8 +69,8 @@ class _BucketSum(AllReduce):
     def load(self, codec: Codec) -> Tensor:
         """Multiply by 1/ranks, and copy into a table with a row for each parameter.
 
-        Low rank needs whole matrices and handles each separately anyway; with error feedback a
-        lossless codec that sends the residuals uses their table.
+        Low rank needs whole matrices and handles each separately anyway. With error feedback
+        lossless codecs use the table, too, since they send residuals.
         """
         gradients, factor = self.gradients, 1.0 / dist.get_world_size(self.group)
         by_parameter = self.reducer.error_feedback or not codec.lossless
@@ -141,15 +131,14 @@ class Reducer:
             if self._used is None or not parameter.requires_grad or name in self._noted:
                 continue
             self._noted.add(name)  # runs before DDP's hook on it, which calls the reducer
-            note = parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
-            self._attached.on_detach(note.remove)
+            note = functools.partial(_note, self._used, name)
+            handle = parameter.register_post_accumulate_grad_hook(note)
+            self._attached.on_detach(handle.remove)
 
     def renew(self) -> None:
         """Follow torch's reducer, which was made anew for other parameters."""
         self._is_rebuilt = False
-        self._layouts.clear()
-        residuals = self._attached.channels.residuals
-        residuals.load(residuals.state_dict())
+        self._forget_layouts()
         self._note_used()
 
     def __call__(self, bucket: Any) -> Bucket:
@@ -212,9 +201,9 @@ class Reducer:
     def taken(self, bucket: Any) -> dict[str, Tensor]:
         """Return, for parameters unused here since the last sum, whether any rank has used them.
 
-        Where DDP looks for unused ones it throws their sum away, and what was left out of earlier
-        sums would go with it. A collective then, of one number for each parameter in ``bucket``,
-        which the host does not wait for.
+        Where DDP looks for unused parameters it discards their sum, and would discard the residuals
+        in it, too. In that case this is a collective of one number for each parameter in
+        ``bucket``, for which the host does not wait.
         """
         if self._used is None:
             return {}
@@ -234,12 +223,15 @@ class Reducer:
         return self._layouts[names]
 
     def _follow_rebuilt(self) -> None:
-        """Detach residuals from the first step's buckets, so that the rebuilt ones collect them."""
         if not self._is_rebuilt and self._model._has_rebuilt_buckets:
             self._is_rebuilt = True
-            self._layouts.clear()
-            residuals = self._attached.channels.residuals
-            residuals.load(residuals.state_dict())
+            self._forget_layouts()
+
+    def _forget_layouts(self) -> None:
+        """Detach residuals from the buckets so far, so that the new ones collect them."""
+        self._layouts.clear()
+        residuals = self._attached.channels.residuals
+        residuals.load(residuals.state_dict())
 
     def finish(self) -> None:
         """Wait for the pending buckets in order: ``wait`` posts further messages."""
@@ -263,6 +255,11 @@ class Reducer:
         self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
         with torch.cuda.stream(self._stream):
             yield
+
+
+def _note(used: set[str], name: str, parameter: Tensor) -> None:
+    """Record that a parameter got a gradient; the hook holds no reference to the model."""
+    used.add(name)
 
 
 def _finished(future: Bucket, value: Tensor) -> Bucket:

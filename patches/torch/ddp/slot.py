@@ -1,4 +1,4 @@
-"""Own the communication hook of a DistributedDataParallel for as long as the model lives.
+"""Keep the communication hook of a DistributedDataParallel for as long as the model lives.
 
 DDP's reducer keeps its hook in C++, where Python's garbage collector does not look: a hook that
 held its model would keep it alive for ever. So the slot references our reducer weakly, and the

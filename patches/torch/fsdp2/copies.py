@@ -3,14 +3,14 @@
 The copy is that of ``channels/messages/node_copies.py``: the changes of an optimizer step cross
 between nodes once, in the first gather of a forward or backward pass; all other gathers stay inside
 the nodes. ``reshard_after_forward=N`` keeps a copy of its own between the two passes and gathers it
-itself. Nobody tells a slot that parameters have changed, so the ranks compare, before each gather,
-digests of their shares with those that were sent last. So changes from outside of a step, such as
-loaded weights, are noticed, too.
+itself. Torch does not tell a slot when parameters change, so before each gather the ranks compare
+digests of their shares with those of the last sent shares. This also detects changes outside of a
+step, such as loaded weights.
 
 With 8 bits the copy consists of bytes: blockint payloads of matrices, one for each share, and
-vectors (norms, biases) as they are.
+unencoded vectors (norms, biases).
 
-A copy goes when the model is detached; it is not saved.
+Detaching the model frees its copies; checkpoints do not contain them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 ``patches/ds/zero/frozen`` does the same at ZeRO 3. A gather of the group then sends only the shards
 of its trained parameters; the others are decoded. Before each gather the ranks of the group
 exchange one bit per weight: whether its shard has changed since it was kept, or is trained from now
-on. Gathers of ``reshard_after_forward=N`` in the backward pass bring back what the forward pass
-had.
+on. Backward gathers of ``reshard_after_forward=N`` return the values that the forward pass used.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     for one in members:
         attached.on_detach(functools.partial(fsdp2_comms.empty, one))
         fsdp2_comms.fill(one, attached, native_inside=inside, copies=copies)
-        # a compiled pass runs hooks without looking; messages are sent outside of what is compiled
+        # compiled passes skip this check of the hooks; messages are sent outside of compiled code
         one.before_first = functools.partial(_check_whole, one.group.modules[0])
         for module in one.group.modules:
             attached.on_detach(module.register_forward_pre_hook(_Enter(one, attached)).remove)
@@ -154,7 +154,7 @@ class _Enter:
         if not self.is_whole and not torch.compiler.is_compiling():
             _check_whole(module)
             self.is_whole = True
-        if torch.is_grad_enabled() and self.members.trains:
+        if torch.is_grad_enabled() and self.members.trained:
             self.attached.entered(module.training)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
@@ -22,13 +24,13 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.wire.steps import given
 from hybridcomp.collectives.wire.transport import Works
+from hybridcomp.log import say_once as say
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2.copies import NodeCopyGather
 from hybridcomp.patches.torch.fsdp2.frozen import FrozenGather
 from hybridcomp.patches.torch.fsdp2.kept import KeptGather
 from hybridcomp.patches.torch.fsdp2.members import Members
-from hybridcomp.patches.torch.fsdp2.slot import EncodedSlot, HandleWork
-from hybridcomp.patches.torch.session import say
+from hybridcomp.patches.torch.fsdp2.slot import HandleWork
 
 
 @dataclass(eq=False, kw_only=True)
@@ -78,7 +80,7 @@ class _ParameterGather(channels.AllGather):
         return () if codec.lossless else self.members.cuts(ranks, self.places)
 
 
-class EncodedAllGather(EncodedSlot[AllGather], AllGather):
+class EncodedAllGather(AllGather):
     """All-gather of the parameters of one group, encoded where the policy says so."""
 
     def __init__(
@@ -93,6 +95,10 @@ class EncodedAllGather(EncodedSlot[AllGather], AllGather):
         self._channel: Channel = attached.channels["zero"]
         self._kept = KeptGather(members, self._channel)
         self._copies, self._frozen = copies, frozen
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate as torch's collective does."""
+        return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -152,10 +158,9 @@ class EncodedAllGather(EncodedSlot[AllGather], AllGather):
     def _is_for_a_pass(self) -> bool:
         """Return whether an explicit ``unshard()`` serves several passes of a training step.
 
-        Losses in chunks (torchtitan) need that: the head is gathered between the passes of the
-        layers, and kept with its gradients until all chunks are done. In the first step the forward
-        pass has gathered it already, encoded; exact parameters in later steps would differ from
-        that.
+        Chunked losses (torchtitan) need this: they gather the head between the passes of the
+        layers, and keep it with its gradients until all chunks are done. The forward pass of the
+        first step gathers it encoded, so later steps must not use exact parameters instead.
         """
         group = self._members.group
         keeps = not (group.reduce_grads or group.reshard_after_backward)

@@ -1,9 +1,9 @@
 """Gather parameter deltas when FSDP2 keeps unsharded parameters, as torch 2.15 can.
 
-``set_keep_unsharded_storage`` keeps the storage of a parameter with what the last gather put there,
-this rank's chunk included, until the next one is copied out. So it is the reference of
-``stepcode``, and no other copy of the parameters is kept. As everywhere, the ranks compare a digest
-of it first.
+``set_keep_unsharded_storage`` keeps the values of the last gather, this rank's chunk included, in
+the storage of a parameter until the next gather is copied out. ``stepcode`` uses them as its
+reference, without another copy of the parameters. Before each gather the ranks compare a digest of
+them, as with all references.
 """
 
 from __future__ import annotations

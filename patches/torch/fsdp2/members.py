@@ -1,9 +1,9 @@
 """Map messages of an FSDP2 group to parameters: torch's slots pass no names.
 
 A message is a rank-major table: for every rank of the shard group its chunk of each parameter, one
-after the other. A parameter cut at dimension 0 gives rank r the rows ``[r * c, (r + 1) * c)``, c
-the rounded-up share, and zeros behind its end. One that is cut at another dimension gives columns,
-which are no stretch of its flattened values: their residuals get a separate name.
+after the other. Rank r's chunk of a parameter sharded at dimension 0 is its rows ``[r * c, (r + 1)
+* c)``, with c the rounded-up share, padded with zeros. A parameter sharded at another dimension is
+split into columns, not contiguous in its flattened values: their residuals get separate names.
 
 Gradients of a parameter that took no part in the pass are left out of the message. Torch 2.15 calls
 ``_prepare_reduce_scatter_inputs`` with the parameters of each message, in the order of the message,
@@ -112,11 +112,6 @@ class Members:
         """Return this rank's shards of the parameters, which optimizers hold."""
         return [parameter.sharded_param for parameter in self.group.fsdp_params]
 
-    @property
-    def trains(self) -> bool:
-        """Return whether any parameter needs gradients."""
-        return any(parameter.requires_grad for parameter in self.sharded)
-
     def numel(self, places: Sequence[int], world_size: int) -> int:
         """Return the elements of a message with the gradients of these parameters."""
         return sum(self.members[place].chunk(world_size) for place in places) * world_size
@@ -151,9 +146,9 @@ class Members:
             )
 
     def reduce_unused(self, names: Callable[[], Collection[str]]) -> None:
-        """Make torch reduce zeros for those parameters ``names`` that a backward pass did not use.
+        """Make torch reduce zeros for the parameters ``names()`` that a backward pass did not use.
 
-        ``names`` is asked at the end of each backward pass of the group.
+        ``names`` is called at the end of each backward pass of the group.
         """
         original = self._ends = self.group.post_backward
 
@@ -202,7 +197,7 @@ class Members:
         )
 
     def _pieces(self, places: tuple[int, ...], world_size: int) -> tuple[tuple[Piece, ...], ...]:
-        """Compute ``pieces``: those of each parameter follow those of the one before."""
+        """Compute ``pieces``, parameter after parameter."""
         rows: list[list[Piece]] = [[] for _ in range(world_size)]
         for place in places:
             of_rank = self.members[place].pieces(world_size)

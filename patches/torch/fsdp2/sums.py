@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -19,11 +20,11 @@ from hybridcomp.channels.residuals.pieces import Piece
 from hybridcomp.collectives import Handle
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2.members import Members
-from hybridcomp.patches.torch.fsdp2.slot import EncodedSlot, HandleWork
+from hybridcomp.patches.torch.fsdp2.slot import HandleWork
 from hybridcomp.patches.torch.state.stateful import BETWEEN
 
 
-class EncodedReduceScatter(EncodedSlot[ReduceScatter], ReduceScatter):
+class EncodedReduceScatter(ReduceScatter):
     """Reduce-scatter of the gradients of one group, encoded where the policy says so."""
 
     def __init__(
@@ -33,6 +34,10 @@ class EncodedReduceScatter(EncodedSlot[ReduceScatter], ReduceScatter):
         self._native_inside = native_inside
         self.channel: Channel = attached.channels["dp"]
         self.places: tuple[int, ...] = ()  # parameters of the last message
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate as torch's collective does."""
+        return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -66,7 +71,7 @@ class EncodedReduceScatter(EncodedSlot[ReduceScatter], ReduceScatter):
     def _forget_zeroed(self) -> None:
         """Drop the node's kept sums of parameters whose gradients were set to None.
 
-        After the first micro-batch they have one: the zeros in place of what was kept.
+        Parameters with kept sums have a gradient after the first micro-batch: zeros.
         """
         sums, members = self.channel.state.node_sums, self.members
         if sums.has_kept:

@@ -1,8 +1,8 @@
 """Identify attached models across restarts, for their state in checkpoints.
 
 A model is identified by the names and shapes of its parameters, independently of ranks, engine and
-wrappers; equal models also by the order in which they were attached. A mere counter would identify
-another model once an earlier one was deleted.
+wrappers; equal models also by the order in which they were attached. A counter alone would name
+another model after an earlier one was deleted.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hybridcomp.channels.checkpoint.resharing import share
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved
 from hybridcomp.job.saved_together import files_together
-from hybridcomp.patches.torch.session import say
+from hybridcomp.log import say_once as say
 from hybridcomp.patches.torch.state import claimed_saves
 from hybridcomp.patches.torch.state.identity import names_of
 from hybridcomp.patches.torch.state.stateful import (

@@ -1,13 +1,13 @@
 """Save and load an attached model's residuals, step, guard, verdicts and low-rank factors.
 
 In ``torch.distributed.checkpoint`` every rank writes one entry, ``rank_00003``, a pickled
-``bytes``: residuals differ on every rank, and as tensors they would have to be allocated, in their
-sizes, before a checkpoint could be read. With the same number of ranks every rank loads its entry,
-bit for bit. With another number, or where ranks encode other stretches, new rank r reads the
-entries of all old ranks that are r modulo the new number, and each value goes to a rank that
-encodes it (``channels/checkpoint/resharing.py``): the sum over the ranks, the part that gradients
-still lack, is kept. ``Stateful.state_dict`` does not know the entries of a checkpoint, so that case
-needs the folder: ``hybridcomp.stateful(model, checkpoint=folder)``.
+``bytes``: residuals differ on every rank, and tensors of their sizes would have to be allocated
+before a checkpoint could be read. With the same number of ranks every rank loads its entry, bit for
+bit. With another number, or if ranks encode other ranges, new rank r reads the entries of all old
+ranks that are r modulo the new number, and each value goes to a rank that encodes it
+(``channels/checkpoint/resharing.py``). This keeps the sum over the ranks, which gradients still
+lack. ``Stateful.state_dict`` does not know the entries of a checkpoint, so that case needs the
+folder: ``hybridcomp.stateful(model, checkpoint=folder)``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.together import together
+from hybridcomp.log import say_once as say
 from hybridcomp.patches.torch.loss_scale import LossScale
-from hybridcomp.patches.torch.session import say
 from hybridcomp.session.engine_session import EngineSession
 from hybridcomp.session.followers import StatefulFollower
 
@@ -54,37 +54,18 @@ BETWEEN = "between replicas: "
 class WithState(Protocol):
     """Interface of an attached model (``attached.Attached``) that its state needs."""
 
+    identity: str  # digest of the model's parameters (``identity``)
+    layout: dict[str, Any]  # the split of residuals over the ranks
+    channels: Channels
+    divisors: Callable[[], Mapping[str, float]]  # returns the units of residuals, by name
+    #: returns this rank's encoded ranges, by name of the residual
+    sends: Callable[[], Mapping[str, resharing.Sends]]
+    session: EngineSession
+    loss_scale: LossScale  # in whose units residuals are
+
     @property
     def kind(self) -> str:
         """Return the engine of torch, "ddp" or "fsdp2"."""
-
-    @property
-    def identity(self) -> str:
-        """Return the digest of the model's parameters (``identity``)."""
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """Return the split of residuals over the ranks."""
-
-    @property
-    def channels(self) -> Channels:
-        """Return the channels of the model."""
-
-    @property
-    def divisors(self) -> Callable[[], Mapping[str, float]]:
-        """Return the function that returns the units of residuals, by name."""
-
-    @property
-    def sends(self) -> Callable[[], Mapping[str, resharing.Sends]]:
-        """Return the function that returns this rank's encoded ranges, by name of the residual."""
-
-    @property
-    def session(self) -> EngineSession:
-        """Return the session of the model."""
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """Return the loss scale in whose units residuals are."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load entries of a checkpoint."""
@@ -102,16 +83,11 @@ def entry(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def state_of(attached: WithState) -> dict[str, Any]:
-    """Return this rank's state: ``{"rank_00003": bytes}``."""
-    return {entry(dist.get_rank()): pack(attached)}
-
-
-def pack(attached: WithState) -> bytes:
-    """Return this rank's state as bytes of ``torch.save`` that ``weights_only`` can read."""
+def state_of(attached: WithState) -> dict[str, bytes]:
+    """Return this rank's state, ``{"rank_00003": bytes}``, readable with ``weights_only``."""
     file = io.BytesIO()
     torch.save(state_dict_of(attached), file)
-    return file.getvalue()
+    return {entry(dist.get_rank()): file.getvalue()}
 
 
 def state_dict_of(attached: WithState, loss_scale: float | None = None) -> dict[str, Any]:
@@ -165,7 +141,7 @@ def checked(
 ) -> dict[str, Any]:
     """Check a rank's ``state``, read from ``name``, and return it. Raises CheckpointError.
 
-    ``key``: the ``entry`` that it has to be; states of earlier versions do not say whose they are.
+    ``key``: the expected ``entry``; states of earlier versions do not name their rank.
     """
     saved_state.check(name, state)
     if "rank" in state:

@@ -38,7 +38,7 @@ TESTS["nccl"] = (
 #: for each of these steps, tests that a CPU passes within a minute over gloo
 ON_CPU = {
     "kernels": "tests/kernels/cuda/test_emulated.py",
-    "devices": "tests/training/test_devices.py",
+    "devices": "tests/training/test_devices.py::test_offload_on_a_cpu",
     "zero": "tests/nccl/test_zero.py -k zero1",
     "mcore": "tests/nccl/test_mcore.py -k tp2",
     "pipe": "tests/nccl/test_pipe.py -k pp2",

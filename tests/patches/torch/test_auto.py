@@ -11,12 +11,10 @@ import pytest
 import torch.distributed as dist
 
 import hybridcomp
-from hybridcomp.autotune import recheck
-from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.channels.online_tuner import OnlineTuner
 from tests.docs.pages import DOCS, fences
 from tests.patches.torch.trainer import Job, build, optimizer_of, outcome, train
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.stand_ins.link_clock import clock
 
 AUTO: dict[str, Any] = {
@@ -47,11 +45,11 @@ def trained(job: Job, native_s: float, coded_s: float) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("job", [Job(block=BOTH), Job(engine="ddp", block=AUTO)], ids=str)
-def test_a_fast_link_is_native_and_a_slow_one_is_not(job: Job) -> None:
+def test_a_fast_link_is_native_and_a_slow_one_is_not(module_ranks: RunRanks, job: Job) -> None:
     """A native decision gives native bits."""
-    native = run_ranks(2, trained, Job(engine=job.engine), 1.0, 1.0)
-    fast = run_ranks(2, trained, job, 0.01, 0.02)
-    slow = run_ranks(2, trained, job, 0.09, 0.01)
+    native = module_ranks(2, trained, Job(engine=job.engine), 1.0, 1.0)
+    fast = module_ranks(2, trained, job, 0.01, 0.02)
+    slow = module_ranks(2, trained, job, 0.09, 0.01)
     for (plain, _), (one, _), (other, _) in zip(native, fast, slow, strict=True):
         assert (one.losses, one.parameters) == (plain.losses, plain.parameters)
         assert all(count == exact for count, exact, *_ in one.ledger.values())
@@ -59,32 +57,11 @@ def test_a_fast_link_is_native_and_a_slow_one_is_not(job: Job) -> None:
         assert all(exact == 0 for _, exact, *_ in other.ledger.values())
 
 
-def test_replicas_and_shards_are_timed_on_links_of_their_own() -> None:
+def test_replicas_and_shards_are_timed_on_links_of_their_own(module_ranks: RunRanks) -> None:
     job = Job(block=BOTH, replicas=2, bf16=True, reduce_dtype="float32")
-    for _, seen in run_ranks(4, trained, job, 0.09, 0.01):
+    for _, seen in module_ranks(4, trained, job, 0.09, 0.01):
         # ranks 0, 1 and 2, 3 shard; 0, 2 and 1, 3 replicate
         assert seen == [(("zero",), 1, "torch.bfloat16"), (("dp",), 2, "torch.float32")]
-
-
-def skipped() -> tuple[int, list[float]]:
-    """Let the loss scaler skip a step while steps are compared; return when the next one began."""
-    model = build(Job(engine="ddp"))
-    with clock(0.011, 0.010):
-        attached = hybridcomp.attach(model, AUTO)
-    assert attached is not None
-    compared = Recheck(("dp",), 0)
-    attached.channels.verdicts.recheck = compared
-    seconds = iter(range(10))
-    with patch.object(recheck, "now", lambda: float(next(seconds))):
-        for _ in range(2):
-            attached.entered()
-            attached.overflowed()
-        attached.entered()
-    return attached.step, list(compared._starts.values())
-
-
-def test_a_step_that_a_loss_scaler_skipped_is_no_part_of_the_next() -> None:
-    assert run_ranks(2, skipped) == [(0, [2.0])] * 2
 
 
 def by_the_page(block: Any, engine: Any) -> tuple[int, bool]:
@@ -99,8 +76,10 @@ def by_the_page(block: Any, engine: Any) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_the_first_block_of_the_page_is_taken_by_both_engines(engine: str, tmp_path: Path) -> None:
+def test_the_first_block_of_the_page_is_taken_by_both_engines(
+    module_ranks: RunRanks, engine: str, tmp_path: Path
+) -> None:
     page = DOCS / "engines" / "fsdp2_ddp.md"
     block = json.loads(next(fence.body for fence in fences("json") if fence.page == page))
     block["ledger"]["jsonl"] = str(tmp_path / block["ledger"]["jsonl"])
-    assert run_ranks(2, by_the_page, block, engine) == [(2, True)] * 2
+    assert module_ranks(2, by_the_page, block, engine) == [(2, True)] * 2

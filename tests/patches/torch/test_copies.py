@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import hybridcomp
 from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import Job, Model, build, digest, train
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.selection import by_day
 
 #: two nodes of two ranks
@@ -28,13 +27,7 @@ JOBS = {
     "accumulation": replace(JOB, micro_batches=2),
     "groups of two modules": replace(JOB, list_group=True),
 }
-DAY = ("resharded", "resharded to two", "accumulation")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
+DAY = ("resharded to two", "accumulation")
 
 
 def outcome(job: Job, disturb: str = "") -> tuple[list[float], str, list[int], int]:
@@ -70,10 +63,10 @@ def gathers(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", by_day(JOBS, DAY))
-def test_trains_as_natively(four: RankPool, name: str) -> None:
+def test_trains_as_natively(module_ranks: RunRanks, name: str) -> None:
     job = JOBS[name]
-    native = four.run(outcome, job)
-    exact = four.run(outcome, replace(job, block=EXACT))
+    native = module_ranks(4, outcome, job)
+    exact = module_ranks(4, outcome, replace(job, block=EXACT))
     assert [found[:2] for found in exact] == [found[:2] for found in native]
     numel = sum(p.numel() for p in Model().parameters())
     for _, _, sent, held in exact:
@@ -81,20 +74,21 @@ def test_trains_as_natively(four: RankPool, name: str) -> None:
         assert held < 1.3 * 2 * numel / 2, "half of bf16 parameters, rows of the last rank padded"
 
 
-def test_eight_bits_take_half_the_memory(four: RankPool) -> None:
+def test_eight_bits_take_half_the_memory(module_ranks: RunRanks) -> None:
     native, exact, bits = (
-        four.run(outcome, replace(JOB, block=block)) for block in (None, EXACT, BITS)
+        module_ranks(4, outcome, replace(JOB, block=block)) for block in (None, EXACT, BITS)
     )
     for plain, whole, eight in zip(native, exact, bits, strict=True):
+        assert whole[:2] == plain[:2]
         assert eight[3] < 0.65 * whole[3]  # vectors stay whole, and payloads are multiples of 16
         assert eight[0] != plain[0] and eight[0] == pytest.approx(plain[0], rel=0.02)
         assert sum(eight[2][1:]) < sum(whole[2][1:]) * 1.2
 
 
-@pytest.mark.parametrize("way", ["loaded", "resync", "written"])
-def test_changes_from_outside_are_noticed(four: RankPool, way: str) -> None:
-    native = four.run(outcome, JOB, way)
-    exact = four.run(outcome, replace(JOB, block=EXACT), way)
+@pytest.mark.parametrize("way", by_day(["loaded", "resync", "written"], ["loaded", "written"]))
+def test_changes_from_outside_are_noticed(module_ranks: RunRanks, way: str) -> None:
+    native = module_ranks(4, outcome, JOB, way)
+    exact = module_ranks(4, outcome, replace(JOB, block=EXACT), way)
     assert [found[:2] for found in exact] == [found[:2] for found in native]
     for _, _, sent, _ in exact:
         assert sent[3] > 1.3 * sent[2] and sent[4] < 1.3 * sent[2]
@@ -116,7 +110,7 @@ def refused(job: Job) -> str:
         (replace(JOB, engine="ddp", block=EXACT), "DistributedDataParallel"),
     ],
 )
-def test_where_no_copies_can_be(four: RankPool, job: Job, said: str) -> None:
-    found = set(four.run(refused, job))
+def test_where_no_copies_can_be(module_ranks: RunRanks, job: Job, said: str) -> None:
+    found = set(module_ranks(4, refused, job))
     assert len(found) == 1
     assert said in found.pop()

@@ -23,8 +23,8 @@ import hybridcomp
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.patches.torch import auto_attach
 from hybridcomp.session import process
-from tests.patches.torch.trainer import digest
-from tests.ranks import run_ranks
+from tests.patches.torch.trainer import digest, square_step, squares
+from tests.ranks import RunRanks
 
 WIDTH = 64
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
@@ -37,22 +37,8 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    """Run a step on this rank's data; return its loss."""
-    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
-    loss: Tensor = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
-    torch.autograd.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def trained(model: Any, block: dict[str, Any] | None, steps: int = 3) -> tuple[Any, ...]:
-    """Return losses, the parameters' digest, and the attached parts."""
-    attached = None if block is None else hybridcomp.attach(model, {**QUIET, **block})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = [step(model, optimizer, number) for number in range(steps)]
-    return losses, digest(model), attached
+def trained(model: Any, block: dict[str, Any] | None) -> tuple[list[float], str, Any]:
+    return squares(model, block, WIDTH)
 
 
 def wire_of(attached: Any, name: str) -> float:
@@ -95,9 +81,9 @@ def experts(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_meshes_of_experts(tmp_path: Path) -> None:
+def test_meshes_of_experts(module_ranks: RunRanks, tmp_path: Path) -> None:
     """Each mesh has separate bytes, and residuals of different experts are separate."""
-    found = run_ranks(4, experts, tmp_path)
+    found = module_ranks(4, experts, tmp_path)
     whole, part = 2 * (WIDTH * WIDTH + WIDTH), WIDTH * WIDTH + WIDTH
     numel = whole * 3 / 4 + part / 2
     for rank, one in enumerate(found):
@@ -148,11 +134,11 @@ def on_shared_mesh() -> dict[str, Any]:
     return found
 
 
-def test_layers_that_share_the_object_of_their_mesh() -> None:
+def test_layers_that_share_the_object_of_their_mesh(module_ranks: RunRanks) -> None:
     """Each group has separate residuals and bytes, whoever else holds the object."""
     if not hasattr(_fsdp_common, "ShardPlacementResult"):
         pytest.skip("this torch has one mesh for all parameters of a layer")
-    for found in run_ranks(4, on_shared_mesh):
+    for found in module_ranks(4, on_shared_mesh):
         assert found["lossless"][1][:2] == found["native"]
         assert found["lossy"][0] == found["lossy"][1] and found["lossy"][1][:2] != found["native"]
 
@@ -169,7 +155,7 @@ def alone() -> tuple[int, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
         model(torch.ones(2, WIDTH)).square().mean().backward()
-        step(model, optimizer, number)
+        square_step(model, optimizer, number, WIDTH)
     counted = attached.step
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
@@ -177,8 +163,8 @@ def alone() -> tuple[int, int]:
     return counted, attached.step
 
 
-def test_steps_of_one_rank_are_counted() -> None:
-    assert run_ranks(1, alone) == [(3, 3)]
+def test_steps_of_one_rank_are_counted(module_ranks: RunRanks) -> None:
+    assert module_ranks(1, alone) == [(3, 3)]
 
 
 # ---- parameters on the host
@@ -205,9 +191,9 @@ def on_host() -> dict[str, Any]:
     }
 
 
-def test_parameters_on_the_host() -> None:
+def test_parameters_on_the_host(module_ranks: RunRanks) -> None:
     """CPUOffloadPolicy does not change messages."""
-    for found in run_ranks(2, on_host):
+    for found in module_ranks(2, on_host):
         assert found["identity"] and found["as without"] and found["wire"] > 0
 
 
@@ -215,7 +201,7 @@ def test_parameters_on_the_host() -> None:
 
 
 def replicas() -> dict[str, Any]:
-    """Use FSDP's ``replicate``, a mesh of replicas; the one around DDP is not supported."""
+    """Use FSDP's ``replicate``, a mesh of replicas; the ``replicate`` around DDP is refused."""
     native = trained(replicate_with_fsdp(layers()), None)[:2]
     lossless = trained(replicate_with_fsdp(layers()), {"dp": {"codec": "mpc"}})
     lossy = trained(replicate_with_fsdp(layers()), {"dp": B4})[2]
@@ -238,9 +224,9 @@ def replicas() -> dict[str, Any]:
     return {**found, "unasked": str(caught.value)}
 
 
-def test_replicate() -> None:
+def test_replicate(module_ranks: RunRanks) -> None:
     numel = 3 * (WIDTH * WIDTH + WIDTH)
-    for found in run_ranks(2, replicas):
+    for found in module_ranks(2, replicas):
         assert found["identity"]
         assert found["wire"] == (pytest.approx(3 * numel * 4.25 / 8, rel=0.05), 3)
         assert "replicate" in found["composable"] and "replicate" in found["unasked"]
@@ -264,16 +250,16 @@ def joined() -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with model.join():
             for number in range(3 + 2 * dist.get_rank()):
-                step(model, optimizer, number)
+                square_step(model, optimizer, number, WIDTH)
         for number in range(2):
-            step(model, optimizer, number)
+            square_step(model, optimizer, number, WIDTH)
         found[name] = (digest(model), 0 if attached is None else attached.step)
     return found
 
 
-def test_ranks_that_join_early() -> None:
+def test_ranks_that_join_early(module_ranks: RunRanks) -> None:
     """Shadow passes are encoded like others; steps of only some ranks are not counted."""
-    one, other = run_ranks(2, joined)
+    one, other = module_ranks(2, joined)
     assert one == other
     assert one["native"] == one["lossless"] == (one["native"][0], 0)
     assert one["lossy"][0] != one["native"][0] and one["lossy"][1] == 0
@@ -304,8 +290,8 @@ def _flip(path: Path) -> None:
     path.write_bytes(found)
 
 
-def test_damaged_files_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    for first, second in run_ranks(2, damaged, tmp_path):
+def test_damaged_files_are_an_error_on_every_rank(module_ranks: RunRanks, tmp_path: Path) -> None:
+    for first, second in module_ranks(2, damaged, tmp_path):
         assert "rank 1" in first and "is damaged" in first
         assert "rank 1" in second and "found no hybridcomp_model_" in second
 
@@ -337,9 +323,9 @@ def copied() -> tuple[str, bool, float, list[str]]:
     return said.getvalue(), torch.equal(mean, 2 * native), error, sent
 
 
-def test_a_copy_of_an_attached_model_is_native_and_says_so() -> None:
+def test_a_copy_of_an_attached_model_is_native_and_says_so(module_ranks: RunRanks) -> None:
     """Torch copies DDP's list of hooks, but not the hook: an attached copy gets its own."""
-    first, _ = run_ranks(2, copied)
+    first, _ = module_ranks(2, copied)
     said, same, error, sent = first
     assert "the copy sends natively" in said and same
     assert 0 < error < 0.2 and sent == ["dp"]

@@ -122,10 +122,8 @@ def of_another_version() -> tuple[str, float, float]:
     attached = hybridcomp.attach(model, guarded)
     assert attached is not None
     model(torch.randn(4, 40)).square().mean().backward()
-    (name, mine), norm = (
-        next(iter(attached.state_dict().items())),
-        attached.channels.residuals.norm(),
-    )
+    ((name, mine),) = attached.state_dict().items()
+    norm = attached.channels.residuals.norm()
     unknown = changed(mine, lambda state: state.update(guard={"dp": {"of_later": 1}}))
     with pytest.raises(CheckpointError) as caught:
         attached.load_state_dict({name: unknown})

@@ -6,22 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import hybridcomp
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import rules
-from tests.patches.torch.trainer import digest
-from tests.ranks import run_ranks
+from tests.patches.torch.trainer import squares
+from tests.ranks import RunRanks
 
 WIDTH = 32
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
-QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
 #: engine, dtype: DDP sums complex64 as pairs of fp32, which codecs support
 NATIVE: list[tuple[Any, torch.dtype]] = [
     (DistributedDataParallel, torch.float64),
@@ -61,17 +58,7 @@ class Rows(nn.Module):
 
 def trained(model: nn.Module, block: dict[str, Any] | None) -> tuple[str, Any]:
     """Return the parameters' digest after three steps, and the attached parts."""
-    attached = None
-    if block is not None:
-        attached = hybridcomp.attach(model, {**block, **QUIET})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(3):
-        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
-        loss = model(torch.randn(8, WIDTH, generator=generator)).square().mean()
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return digest(model), attached
+    return squares(model, block, WIDTH)[1:]
 
 
 def seeded(make: Any, *given: Any) -> Any:
@@ -98,9 +85,9 @@ def with_other_dtypes(when: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("when", ["always", "auto"])
-def test_what_no_codec_takes_is_native(when: str) -> None:
+def test_what_no_codec_takes_is_native(module_ranks: RunRanks, when: str) -> None:
     """Bit for bit, and every message counts as native."""
-    for found in run_ranks(2, with_other_dtypes, when):
+    for found in module_ranks(2, with_other_dtypes, when):
         for name, (identical, *counts) in found.items():
             assert identical and all(every == native > 0 for every, native in counts), name
 
@@ -121,8 +108,8 @@ def of_pairs() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(OLD, reason="refused below torch 2.13")
-def test_complex_numbers_under_ddp_are_pairs() -> None:
-    for found in run_ranks(2, of_pairs):
+def test_complex_numbers_under_ddp_are_pairs(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, of_pairs):
         for name, (identical, (every, native)) in found.items():
             assert identical == (name == "lossless") and every > native == 0, name
 
@@ -139,8 +126,8 @@ def sparse() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_sparse_gradients_travel_natively_beside_encoded_ones() -> None:
-    for found in run_ranks(2, sparse):
+def test_sparse_gradients_travel_natively_beside_encoded_ones(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, sparse):
         assert found["identity"] and found["lossy"] and found["step"] == 3
         every, native = found["counts"]
         assert native == 3 and every > native, "the embedding's rows, once in each step"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,15 +23,10 @@ import hybridcomp
 from hybridcomp.errors import ConfigError, PeerError
 from hybridcomp.generation.gathered import free_nbytes
 from tests.generation.tiny import VOCABULARY, TinyText, greedy, text
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
+from tests.selection import by_day
 
 STEPS: dict[str, Any] = {"gathered": "stepcode", "hierarchy": 2, "min_bytes": 0}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def build(block: dict[str, Any] | None, *, bf16: bool = True, replicas: int = 1) -> Any:
@@ -124,10 +118,10 @@ def rolled_out(block: dict[str, Any] | None, steps: int, bf16: bool) -> Any:
     return losses, all(right), sent, sum(p.numel() for p in TinyText().parameters())
 
 
-@pytest.mark.parametrize("keep", ["device", "host"])
-def test_later_gathers_send_steps(four: RankPool, keep: str) -> None:
+@pytest.mark.parametrize("keep", by_day(["device", "host"], ["host"]))
+def test_later_gathers_send_steps(module_ranks: RunRanks, keep: str) -> None:
     block = {**STEPS, "gathered": {"keep": keep}}
-    native, found = four.run(rolled_out, None, 4, True), four.run(rolled_out, block, 4, True)
+    native, found = (module_ranks(4, rolled_out, one, 4, True) for one in (None, block))
     assert [one[0] for one in found] == [one[0] for one in native], "trained as without roll-outs"
     assert all(one[1] for one in found)
     numel = found[0][3]
@@ -136,23 +130,22 @@ def test_later_gathers_send_steps(four: RankPool, keep: str) -> None:
     assert max(later) < 0.3 * 2 * numel, "of the 16 bits of each weight"
 
 
-@pytest.mark.parametrize(
-    ("block", "bf16"),
-    [
-        ({**STEPS, "gathered": "expcode"}, True),
-        ({**STEPS, "gathered": "none", "zero": "expcode"}, True),
-        ({**STEPS, "hierarchy": 1}, True),  # a single rank per node keeps all shards
-        ({**STEPS, "hierarchy": "none"}, True),  # one node
-        (STEPS, False),  # fp32 has no deltas
-    ],
-    ids=["expcode", "native", "ranks alone", "one node", "fp32"],
-)
-def test_other_ways_are_exact(four: RankPool, block: dict[str, Any], bf16: bool) -> None:
-    for _, right, *_ in four.run(_two_gathers, block, bf16):
-        assert right
+#: blocks, and whether parameters are bf16
+OTHERS = {
+    "expcode": ({**STEPS, "gathered": "expcode"}, True),
+    "native": ({**STEPS, "gathered": "none", "zero": "expcode"}, True),
+    "ranks alone": ({**STEPS, "hierarchy": 1}, True),  # a single rank per node keeps all shards
+    "one node": ({**STEPS, "hierarchy": "none"}, True),
+    "fp32": (STEPS, False),  # which has no deltas
+}
 
 
-def _two_gathers(block: dict[str, Any], bf16: bool) -> tuple[None, bool]:
+@pytest.mark.parametrize("name", by_day(OTHERS, ["expcode", "ranks alone", "fp32"]))
+def test_other_ways_are_exact(module_ranks: RunRanks, name: str) -> None:
+    assert all(module_ranks(4, _two_gathers, *OTHERS[name]))
+
+
+def _two_gathers(block: dict[str, Any], bf16: bool) -> bool:
     model = build(block, bf16=bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     right = []
@@ -161,12 +154,12 @@ def _two_gathers(block: dict[str, Any], bf16: bool) -> tuple[None, bool]:
         want = whole(model, bf16)
         with hybridcomp.gathered(model) as inside:
             right.append(same(inside, want))
-    return None, all(right)
+    return all(right)
 
 
-def test_eight_bits_keep_their_bound(four: RankPool) -> None:
+def test_eight_bits_keep_their_bound(module_ranks: RunRanks) -> None:
     block = {**STEPS, "gathered": {"codec": "blockint", "bits": 8}}
-    assert max(four.run(_error, block)) < 0.01
+    assert max(module_ranks(4, _error, block)) < 0.01
 
 
 def _error(block: dict[str, Any]) -> float:
@@ -200,8 +193,8 @@ def _raises(who: int) -> tuple[str, str, bool]:
     return kind, text_, restored
 
 
-def test_an_error_in_one_body_is_one_on_all_ranks(four: RankPool) -> None:
-    found = four.run(_raises, 2)
+def test_an_error_in_one_body_is_one_on_all_ranks(module_ranks: RunRanks) -> None:
+    found = module_ranks(4, _raises, 2)
     assert [kind for kind, *_ in found] == ["PeerError"] * 2 + ["ZeroDivisionError", "PeerError"]
     assert found[2][1] == "a reward"
     assert "rank 2: its roll-out raised an error" in found[0][1]
@@ -225,8 +218,8 @@ def _too_large(who: int) -> tuple[str, str, int, bool]:
         return type(error).__name__, str(error), sent_of(model), hooks_of(model) == before
 
 
-def test_what_does_not_fit_is_told_before(four: RankPool) -> None:
-    found = four.run(_too_large, 1)
+def test_what_does_not_fit_is_told_before(module_ranks: RunRanks) -> None:
+    found = module_ranks(4, _too_large, 1)
     assert [kind for kind, *_ in found] == ["PeerError", "ConfigError", "PeerError", "PeerError"]
     for _, said, sent, restored in found:
         assert re.search(r"compression\.gathered: .* needed", said)
@@ -241,8 +234,8 @@ def _limited() -> str:
     return str(caught.value)
 
 
-def test_the_limit_of_the_block_counts(four: RankPool) -> None:
-    (said,) = set(four.run(_limited))
+def test_the_limit_of_the_block_counts(module_ranks: RunRanks) -> None:
+    (said,) = set(module_ranks(4, _limited))
     assert "100 kB are allowed by compression.gathered.limit_gb" in said
 
 
@@ -276,8 +269,8 @@ def _written() -> list[bool]:
     return found
 
 
-def test_changes_from_outside_and_other_meshes(four: RankPool) -> None:
-    assert all(all(found) for found in four.run(_written))
+def test_changes_from_outside_and_other_meshes(module_ranks: RunRanks) -> None:
+    assert all(all(found) for found in module_ranks(4, _written))
 
 
 def _ddp() -> list[str]:
@@ -294,8 +287,8 @@ def _ddp() -> list[str]:
     return said
 
 
-def test_ddp_has_all_weights(four: RankPool) -> None:
-    (said,) = {tuple(one) for one in four.run(_ddp)}
+def test_ddp_has_all_weights(module_ranks: RunRanks) -> None:
+    (said,) = {tuple(one) for one in module_ranks(4, _ddp)}
     assert "compression.gathered" in said[0] and "under DDP; remove it" in said[0]
     assert "expected an engine of DeepSpeed, the root of fully_shard" in said[1]
     assert VOCABULARY > 3

@@ -66,54 +66,25 @@ LONG = () if not NIGHTLY else (
 SHORT = 6
 
 
-def block(job: Job, codec: Any, zero: Any = None) -> dict[str, Any]:
-    """Return a block with ``codec`` on all messages of the engine, of any size."""
-    found: dict[str, Any] = {"dp": codec, "min_bytes": 0}
-    if job.engine == "fsdp2":
-        found["zero"] = codec if zero is None else zero
-    return found
+def native(table: dict[str, Job], name: str) -> Job:
+    return replace(table[name], steps=50 if name in LONG else SHORT)
 
 
-def steps_of(name: str) -> int:
-    return 50 if name in LONG else SHORT
-
-
-def jobs_of(name: str, job: Job, world_size: int) -> dict[str, Job]:
-    native = replace(job, steps=steps_of(name))
-    # sums of four depend on the order: native the algorithm's, ours rank order
-    flat = world_size > 2 and job.replicas == 1
-    found = {
-        f"{name}/native": native,
-        f"{name}/none": replace(native, block=block(job, "none")),
-        f"{name}/lossless": replace(native, block=block(job, "expcode")),
-        f"{name}/lossy": replace(native, steps=SHORT, block=block(job, B4, B8)),
-    }
-    if flat:
-        found[f"{name}/ordered"] = replace(native, ordered=job.engine == "fsdp2")
-        if job.engine == "fsdp2":
-            gathers = {"dp": "none", "zero": "expcode", "min_bytes": 0}
-            found[f"{name}/gathers"] = replace(native, block=gathers)
-    return found
-
-
-def trained(world_size: int, table: dict[str, Job]) -> Trained:
-    every = {
-        key: job
-        for name, given in table.items()
-        for key, job in jobs_of(name, given, world_size).items()
-    }
-    return Trained(world_size, run_all, every)
+def coded(job: Job, codec: Any, zero: Any = None) -> Job:
+    """Return the job with ``codec`` on all messages of the engine, of any size."""
+    gathers = {"zero": codec if zero is None else zero} if job.engine == "fsdp2" else {}
+    return replace(job, block={"dp": codec, "min_bytes": 0, **gathers})
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Trained]:
-    with trained(2, TWO) as found:
+    with Trained(2, run_all) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Trained]:
-    with trained(4, FOUR) as found:
+    with Trained(4, run_all) as found:
         yield found
 
 
@@ -131,63 +102,69 @@ def total(results: list[Outcome], dimension: str) -> tuple[float, ...]:
     return tuple(map(sum, zip(*(found.ledger[dimension] for found in results), strict=True)))
 
 
-def check_native(results: Trained, name: str, job: Job) -> None:
-    none = results[f"{name}/none"]
-    assert same(results[f"{name}/native"], none)
-    assert none[0].step == steps_of(name)
-    for dimension in ("dp", "zero") if job.engine == "fsdp2" else ("dp",):
-        messages, native, raw, wire = total(none, dimension)
-        assert messages == native > 0
+def check_native(trained: Trained, job: Job) -> None:
+    none = trained(coded(job, "none"))
+    assert same(trained(job), none)
+    assert none[0].step == job.steps
+    for dimension in none[0].ledger:
+        messages, left, raw, wire = total(none, dimension)
+        assert messages == left > 0
         assert raw == wire > 0
+    assert set(none[0].ledger) == ({"dp", "zero"} if job.engine == "fsdp2" else {"dp"})
 
 
 @pytest.mark.parametrize("name", by_day(TWO, DAY))
 def test_native_is_identical(two: Trained, name: str) -> None:
-    check_native(two, name, TWO[name])
+    check_native(two, native(TWO, name))
 
 
-@pytest.mark.parametrize("name", by_day(FOUR, ["HSDP"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FOUR)
 def test_native_is_identical_on_four(four: Trained, name: str) -> None:
-    check_native(four, name, FOUR[name])
+    check_native(four, native(FOUR, name))
 
 
 @pytest.mark.parametrize("name", by_day(TWO, DAY_EXACT))
 def test_lossless_is_identical(two: Trained, name: str) -> None:
-    lossless = two[f"{name}/lossless"]
-    assert same(two[f"{name}/native"], lossless)
+    job = native(TWO, name)
+    lossless = two(coded(job, "expcode"))
+    assert same(two(job), lossless)
     for dimension in lossless[0].ledger:
         assert total(lossless, dimension)[1] == 0
 
 
 @pytest.mark.parametrize("name", by_day(REPLICAS, ["HSDP"]))
 def test_lossless_is_identical_with_replicas(four: Trained, name: str) -> None:
-    lossless = four[f"{name}/lossless"]
-    assert same(four[f"{name}/native"], lossless)
-    messages, native, *_ = total(lossless, "dp")
-    assert messages == 2 * native > 0  # native inside a shard group, encoded between replicas
+    job = native(FOUR, name)
+    lossless = four(coded(job, "expcode"))
+    assert same(four(job), lossless)
+    messages, left, *_ = total(lossless, "dp")
+    assert messages == 2 * left > 0  # native inside a shard group, encoded between replicas
 
 
 @pytest.mark.parametrize("name", by_day(SHARDS, ("FSDP2",)))
 def test_lossless_is_identical_on_four(four: Trained, name: str) -> None:
     """Gathers equal native ones; sums equal a native sum in the same order."""
-    assert same(four[f"{name}/native"], four[f"{name}/gathers"])
-    assert same(four[f"{name}/ordered"], four[f"{name}/lossless"])
+    job = native(FOUR, name)
+    assert same(four(job), four(coded(job, "none", "expcode")))
+    # sums of four depend on the order: native the algorithm's, ours rank order
+    assert same(four(replace(job, ordered=True)), four(coded(job, "expcode")))
 
 
 @pytest.mark.parametrize("name", by_day(TWO, DAY))
 def test_lossy_is_close(two: Trained, name: str) -> None:
-    check_close(two, name)
+    check_close(two, native(TWO, name))
 
 
 @pytest.mark.parametrize("name", by_day(FOUR, ["HSDP"]))
 def test_lossy_is_close_on_four(four: Trained, name: str) -> None:
-    check_close(four, name)
+    check_close(four, native(FOUR, name))
 
 
-def check_close(results: Trained, name: str) -> None:
-    native, lossy = results[f"{name}/native"], results[f"{name}/lossy"]
-    for one, other in zip(native, lossy, strict=True):
-        steps = min(len(one.losses), len(other.losses))
-        assert other.losses[:steps] == pytest.approx(one.losses[:steps], rel=0.05)
-        assert other.losses[:steps] != one.losses[:steps]
+def check_close(trained: Trained, job: Job) -> None:
+    lossy = trained(replace(coded(job, B4, B8), steps=SHORT))
+    for one, other in zip(trained(job), lossy, strict=True):
+        losses = one.losses[: len(other.losses)]
+        assert other.losses == pytest.approx(losses, rel=0.05)
+        assert other.losses != losses
         assert other.residual > 0

@@ -21,14 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 import hybridcomp
 from hybridcomp.channels import Channels
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import error_exit
 from hybridcomp.patches.torch import attached as attached_module
 from hybridcomp.patches.torch import steps
 from hybridcomp.session import process
-from tests.job.test_error_exit import ranks
 from tests.patches.torch.sent_bytes import sent_in
 from tests.patches.torch.trainer import Job, build, digest, optimizer_of, train
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 from tests.selection import by_day
 
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
@@ -58,11 +56,11 @@ def sweep(job: Job, runs: int, folder: Path) -> tuple[list[bool], list[int], int
 
 
 @pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
-def test_a_sweep_leaves_no_model_behind(name: str, tmp_path: Path) -> None:
+def test_a_sweep_leaves_no_model_behind(module_ranks: RunRanks, name: str, tmp_path: Path) -> None:
     """It frees models, channels and ledgers; totals are written when a model is dropped."""
     world_size, job = JOBS[name]
-    runs = 4 if name != "HSDP" else 2
-    for found in run_ranks(world_size, sweep, job, runs, tmp_path, timeout=600.0):
+    runs = 2
+    for found in module_ranks(world_size, sweep, job, runs, tmp_path):
         assert found == ([True] * runs, [0] * runs, 0)
     ledgers = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
     assert len(ledgers) == runs
@@ -83,8 +81,9 @@ def destroyed() -> list[int]:
     return counts
 
 
-def test_destroyed_groups_are_let_go() -> None:
-    assert run_ranks(2, destroyed) == [[2, 2, 2, 2]] * 2  # groups: the model's, and the newest one
+def test_destroyed_groups_are_let_go(module_ranks: RunRanks) -> None:
+    groups = [2, 2, 2, 2]  # the model's, and the newest one
+    assert module_ranks(2, destroyed) == [groups] * 2
 
 
 def continued(job: Job) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def continued(job: Job) -> dict[str, Any]:
     sent = [sent_in(lambda: train(job, model, optimizers[1], 2, 4))]
     found = {
         "weights": digest(native) == digest(model),
-        "said": said, "steps": (steps_taken, attached.step), "models": len(steps.models()),
+        "said": said, "steps": (steps_taken, attached.step), "models": len(steps.living()),
         "kept": (held > 0, attached.channels.residuals.norm()),
     }  # fmt: skip
     sent.append(sent_in(lambda: train(job, native, optimizers[0], 4, 5)))
@@ -118,10 +117,10 @@ def continued(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
-def test_a_detached_model_is_native(name: str) -> None:
+def test_a_detached_model_is_native(module_ranks: RunRanks, name: str) -> None:
     """It has the operations, bytes and values of a model never attached; then attach again."""
     world_size, job = JOBS[name]
-    for found in run_ranks(world_size, continued, job):
+    for found in module_ranks(world_size, continued, job):
         assert found["weights"] and found["models"] == 0
         assert found["kept"] == (True, 0.0) and found["steps"] == (2, 2)
         (line,) = found["said"]
@@ -140,7 +139,7 @@ def uninstalled(job: Job) -> list[Any]:
 
     def note(step: int) -> None:
         sent = sent_in(lambda: train(job, model, optimizer, step, step + 1))
-        found.append(("send" in sent, sent if "send" not in sent else {}, len(steps.models())))
+        found.append(("send" in sent, sent if "send" not in sent else {}, len(steps.living())))
 
     process.configure(None)
     hybridcomp.install()
@@ -158,34 +157,14 @@ def uninstalled(job: Job) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "HSDP"]))
-def test_install_comes_late_and_uninstall_detaches(name: str) -> None:
+@pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
+def test_install_comes_late_and_uninstall_detaches(module_ranks: RunRanks, name: str) -> None:
     """A model that ran before is attached at its next pass, also if it was seen without a block."""
     world_size, job = JOBS[name]
-    for found in run_ranks(world_size, uninstalled, job):
+    for found in module_ranks(world_size, uninstalled, job):
         native = found[0]
         assert native[0] is False and native[2] == 0
         assert found == [native, (True, {}, 1), native, (True, {}, 1), native]
-
-
-#: run by a launcher, without installation
-DIFFER = """
-import os
-import torch, torch.distributed as dist
-import hybridcomp
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-hybridcomp.attach(model, {"dp": {"codec": "blockint", "bits": 4 + int(os.environ["RANK"])}})
-"""
-
-
-@pytest.mark.nightly
-def test_blocks_that_differ_are_one_line_of_the_job(tmp_path: Path) -> None:
-    (first, one), (second, other) = ranks(DIFFER, tmp_path)
-    assert first == second == error_exit.BAD_INPUT
-    (said,) = (text for text in (one, other) if "hybridcomp" in text)
-    assert said.count("rank(s) 1 differ from rank 0") == 1 and "compression.dp" in said
-    assert "Traceback" not in one + other
 
 
 def passed(model: Any) -> None:
@@ -236,8 +215,8 @@ def partly() -> dict[str, str]:
     return found
 
 
-def test_what_is_attached_in_part_is_an_error() -> None:
-    for found in run_ranks(2, partly):
+def test_what_is_attached_in_part_is_an_error(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, partly):
         for name in ("between", "between, compiled", "child, then root", "child only",
                      "root, then child"):  # fmt: skip
             assert "call attach once, for the root" in found[name], (name, found)

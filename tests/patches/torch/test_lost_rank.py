@@ -18,6 +18,7 @@ import hybridcomp
 from hybridcomp.errors import PeerError
 from hybridcomp.job import processes
 from tests.ranks import RankPool, run_ranks
+from tests.selection import by_day
 
 BLOCK: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 8},
@@ -48,7 +49,7 @@ def killed(wrap: Any) -> None:
     assert "dp at step 2" in message and f"{lost} {processes.ENDED}" in message, message
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+@pytest.mark.parametrize("wrap", by_day([DistributedDataParallel, fully_shard], [fully_shard]))
 def test_a_rank_that_dies_while_training_is_named(wrap: Any) -> None:
     with RankPool(3) as pool, pytest.raises(AssertionError) as ended:
         pool.run(killed, wrap, grace=60.0)
@@ -58,7 +59,7 @@ def test_a_rank_that_dies_while_training_is_named(wrap: Any) -> None:
 
 
 def of_a_part() -> list[list[int]]:
-    """Return the known ranks after ranks 1 and 2 attached a model, and then all a second one."""
+    """Return the known ranks after ranks 1 and 2 attach a model, and after all attach another."""
     part = dist.new_group([1, 2])
     known = []
     for group in (part, dist.group.WORLD):

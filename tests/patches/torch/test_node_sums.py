@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import hybridcomp
 from hybridcomp.channels.residuals.node_sums import IDLE
 from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import digest
-from tests.ranks import RankPool
+from tests.ranks import RunRanks
 from tests.selection import by_day
 from tests.training.integers import USED, Integers
 
@@ -53,7 +52,7 @@ def sharded(bf16: bool = False, replicas: int = 1) -> Any:
 
 
 def backward(model: Any, used: list[str], step: int, *, tells: bool = True) -> None:
-    """Run a step's micro-batches; ``tells``: whether the last one is announced."""
+    """Run a step's micro-batches; ``tells``: whether FSDP2 is told which is the last."""
     for number, names in enumerate(used):
         model.set_requires_all_reduce(number == len(used) - 1 or not tells)
         loss = model(names, 1000 * step + 10 * number + dist.get_rank())
@@ -83,27 +82,21 @@ def all_trained(jobs: list[tuple[Any, ...]]) -> list[Found]:
     return [trained(*job) for job in jobs]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("bf16", by_day([False, True], [True]))
-def test_integers_are_summed_as_natively(pool: RankPool, bf16: bool) -> None:
+@pytest.mark.parametrize("case", by_day(USED, ["one in the last", "some in the last alone"]))
+def test_integers_are_summed_as_natively(module_ranks: RunRanks, case: str, bf16: bool) -> None:
     """For any used parameters, including entirely unused groups: the same bits."""
-    jobs = [(block, used, bf16) for used in USED.values() for block in (None, BLOCK)]
-    for of_rank in pool.run(all_trained, jobs, timeout=300):
-        for case, native, found in zip(USED, of_rank[::2], of_rank[1::2], strict=True):
-            assert found.parameters == native.parameters, case
-            assert found.kept, case
+    jobs = [(block, USED[case], bf16) for block in (None, BLOCK)]
+    for native, found in module_ranks(4, all_trained, jobs):
+        assert found.parameters == native.parameters
+        assert found.kept
 
 
-def test_an_eighth_crosses(pool: RankPool) -> None:
+def test_an_eighth_crosses(module_ranks: RunRanks) -> None:
     fixed = {"codec": "bf16"}
     blocks = [{**BLOCK, "dp": fixed}, {**BLOCK, "dp": {**fixed, "accumulate": "node"}}]
     jobs = [(block, USED["all"]) for block in blocks]
-    ranks = pool.run(all_trained, jobs, timeout=300)
+    ranks = module_ranks(4, all_trained, jobs)
     each, once = (sum(found[place].between for found in ranks) for place in (0, 1))
     assert each == 8 * once > 0
 
@@ -139,9 +132,10 @@ def zeroed(block: dict[str, Any] | None) -> tuple[list[Any], list[str], int]:
     return found, told, attached.channels.node_sums.nbytes
 
 
-def test_a_step_that_is_given_up_leaves_nothing(pool: RankPool) -> None:
+def test_a_step_that_is_given_up_leaves_nothing(module_ranks: RunRanks) -> None:
     """``optimizer.step`` before any message raises; ``zero_grad`` and detaching free the sums."""
-    for native, found in zip(pool.run(zeroed, None), pool.run(zeroed, BLOCK), strict=True):
+    runs = (module_ranks(4, zeroed, block) for block in (None, BLOCK))
+    for native, found in zip(*runs, strict=True):
         assert found[0] == native[0]
         (told,) = found[1]
         assert "set_requires_all_reduce(True)" in told and not native[1] and not found[2]
@@ -159,13 +153,15 @@ def refused_of_ddp() -> str:
     return str(error.value)
 
 
-def test_engines_that_sum_micro_batches_themselves_are_refused_on_all_ranks(pool: RankPool) -> None:
-    assert all("set_requires_all_reduce" in told for told in pool.run(refused))
-    assert all("no_sync()" in told for told in pool.run(refused_of_ddp))
+def test_engines_that_sum_micro_batches_themselves_are_refused_on_all_ranks(
+    module_ranks: RunRanks,
+) -> None:
+    assert all("set_requires_all_reduce" in told for told in module_ranks(4, refused))
+    assert all("no_sync()" in told for told in module_ranks(4, refused_of_ddp))
 
 
 def idle() -> str:
-    """Return the output of two steps of two micro-batches without an announced last one."""
+    """Run two steps without announcing the last micro-batch; return what they print."""
     model, printed = sharded(), io.StringIO()
     with contextlib.redirect_stdout(printed):
         attached: Any = hybridcomp.attach(model, BLOCK)
@@ -177,6 +173,6 @@ def idle() -> str:
     return printed.getvalue()
 
 
-def test_a_step_with_nothing_to_sum_is_told_once(pool: RankPool) -> None:
-    first, *others = pool.run(idle)
+def test_a_step_with_nothing_to_sum_is_told_once(module_ranks: RunRanks) -> None:
+    first, *others = module_ranks(4, idle)
     assert first.count(IDLE) == 1 and not any(IDLE in one for one in others)

@@ -19,7 +19,8 @@ from hybridcomp.patches.torch import auto_attach, steps
 from hybridcomp.patches.torch.attach import ATTRIBUTE
 from hybridcomp.session import process
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
+from tests.selection import by_day
 
 B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
@@ -57,11 +58,11 @@ def count_bytes() -> dict[str, Any]:
     return {"fsdp2": bytes_of(sharded), "ddp": bytes_of(replicated)}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_have_their_closed_form(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", by_day([2, 4], [4]))
+def test_bytes_have_their_closed_form(module_ranks: RunRanks, world_size: int) -> None:
     """4 or 8 bits a value and 8 bits a block of 32, of a ring's fp32 bytes."""
     numel, share = 3 * 512 * 512, (world_size - 1) / world_size
-    for found in run_ranks(world_size, count_bytes):
+    for found in module_ranks(world_size, count_bytes):
         raw, wire = found["fsdp2"]["dp"]
         assert raw == numel * 4 * share
         assert wire == pytest.approx(numel * 4.25 / 8 * share, rel=0.01)
@@ -166,8 +167,8 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_cannot_act_is_refused() -> None:
-    for found in run_ranks(2, refusals):
+def test_what_cannot_act_is_refused(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, refusals):
         assert set(found) == set(REFUSED)
         for name, (_, _, named) in REFUSED.items():
             assert named in found[name], (name, found[name])
@@ -179,8 +180,8 @@ def other_blocks() -> str:
     return str(caught.value)
 
 
-def test_ranks_with_other_blocks_are_named() -> None:
-    for found in run_ranks(2, other_blocks):
+def test_ranks_with_other_blocks_are_named(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, other_blocks):
         assert "rank(s) 1 differ from rank 0" in found
         assert "compression.dp" in found
 
@@ -203,8 +204,8 @@ def unsharded_weights() -> dict[str, bool]:
     return found
 
 
-def test_what_is_gathered_by_hand_is_exact() -> None:
-    for found in run_ranks(2, unsharded_weights):
+def test_what_is_gathered_by_hand_is_exact(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, unsharded_weights):
         assert found == {"by hand": True, "forward": False, "asynchronous": True}
 
 
@@ -239,8 +240,10 @@ def chunked_loss() -> list[bool]:
     return [*found, torch.equal(head.weight, exact)]
 
 
-def test_a_head_that_is_gathered_for_a_loss_in_chunks_is_the_forward_pass_s() -> None:
-    assert run_ranks(2, chunked_loss) == [[True] * 4] * 2
+def test_a_head_that_is_gathered_for_a_loss_in_chunks_is_the_forward_pass_s(
+    module_ranks: RunRanks,
+) -> None:
+    assert module_ranks(2, chunked_loss) == [[True] * 4] * 2
 
 
 def asynchronous_gathers() -> bool:
@@ -255,8 +258,8 @@ def asynchronous_gathers() -> bool:
     return torch.equal(*weights)
 
 
-def test_asynchronous_gathers() -> None:
-    assert run_ranks(2, asynchronous_gathers) == [True, True]
+def test_asynchronous_gathers(module_ranks: RunRanks) -> None:
+    assert module_ranks(2, asynchronous_gathers) == [True, True]
 
 
 def scaled() -> dict[str, Any]:
@@ -287,32 +290,12 @@ def scaled() -> dict[str, Any]:
     return found
 
 
-def test_residuals_follow_the_loss_scale() -> None:
-    for found in run_ranks(2, scaled):
+def test_residuals_follow_the_loss_scale(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, scaled):
         assert found["grown"] == pytest.approx(2.0)
         assert found["skipped"] == 0.0
         assert found["steps"] == 1
         assert 0 < found["after"] < float("inf")
-
-
-def several_optimizers() -> int:
-    """Use two optimizers for one model, and one for another; return the counted steps."""
-    model, other = ddp(), wide()
-    attached = hybridcomp.attach(model, {"dp": B8, **QUIET})
-    assert attached is not None
-    halves = [torch.optim.SGD(part, lr=1e-3) for part in ([*model.parameters()][:1],
-              [*model.parameters()][1:])]  # fmt: skip
-    foreign = torch.optim.SGD(other.parameters(), lr=1e-3)
-    for _ in range(3):
-        once(model)
-        once(other)
-        for optimizer in (*halves, foreign):
-            optimizer.step()
-    return attached.step
-
-
-def test_several_optimizers_take_one_step() -> None:
-    assert run_ranks(2, several_optimizers) == [3, 3]
 
 
 def by_themselves() -> dict[str, Any]:
@@ -347,8 +330,8 @@ def by_themselves() -> dict[str, Any]:
     return found
 
 
-def test_models_attach_by_themselves() -> None:
-    for found in run_ranks(2, by_themselves):
+def test_models_attach_by_themselves(module_ranks: RunRanks) -> None:
+    for found in module_ranks(2, by_themselves):
         assert found["ddp"] == found["fsdp2"] == (3, True, 0)
         assert "another communication hook" in found["hooked"]
         assert found["early"]

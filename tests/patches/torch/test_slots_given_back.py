@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import hybridcomp
 from hybridcomp.patches.torch.fsdp2.fsdp2 import groups_of
 from hybridcomp.patches.torch.fsdp2.members import PREPARE, Members
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 BLOCK: dict[str, Any] = {"dp": {"codec": "blockint"}, "ledger": {"every": 1_000_000}}
 
@@ -38,8 +38,8 @@ def given_back() -> list[list[bool]]:
     return found
 
 
-def test_detach_gives_back_the_objects_of_torch() -> None:
-    for attached, detached in run_ranks(2, given_back):
+def test_detach_gives_back_the_objects_of_torch(module_ranks: RunRanks) -> None:
+    for attached, detached in module_ranks(2, given_back):
         assert not any(attached[:4]) and all(detached), (attached, detached)
 
 

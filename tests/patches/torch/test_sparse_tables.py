@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hybridcomp
 from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import digest
-from tests.ranks import RunRanks, run_ranks
+from tests.ranks import RunRanks
+from tests.selection import by_day
 
 ROWS, WIDTH = 600, 16
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
@@ -72,7 +73,7 @@ def _ddp(embed: Any, **given: Any) -> tuple[str, str, tuple[int, int, int]]:
     return native, found, (rows.messages - rows.native, rows.raw_nbytes, rows.wire_nbytes)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", by_day([1, 2, 4], [1, 4]))
 def test_a_lossless_codec_changes_no_bit_under_ddp(on_ranks: RunRanks, ranks: int) -> None:
     for native, found, (encoded, raw, wire) in on_ranks(ranks, _ddp, "expcode"):
         assert found == native
@@ -140,7 +141,7 @@ def _fsdp(embed: Any) -> tuple[float, list[str], tuple[int, int]]:
     return apart, same, (rows.messages, rows.wire_nbytes)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", by_day([2, 4], [4]))
 def test_ignored_tables_are_averaged_before_the_step(on_ranks: RunRanks, ranks: int) -> None:
     for apart, same, (messages, wire) in on_ranks(ranks, _fsdp, "expcode"):
         assert apart < 1e-6 and set(same) == {"True"}
@@ -209,8 +210,8 @@ def _out_of_range(engine: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_an_id_out_of_range_on_one_rank_is_told_on_all(engine: str) -> None:
-    for said, plain in run_ranks(2, _out_of_range, engine):
+def test_an_id_out_of_range_on_one_rank_is_told_on_all(on_ranks: RunRanks, engine: str) -> None:
+    for said, plain in on_ranks(2, _out_of_range, engine):
         assert "one.weight: rank 1 has row 604; expected 0 to 599" in said
         assert plain == ["index out of range in self"] * 2
 

@@ -80,7 +80,7 @@ CASES: dict[tuple[str, bool, bool, bool], tuple[bool, str | None]] = {
 }
 
 
-#: by day what is told, of both engines
+#: by day the cases with a message, of both engines
 DAY = [("ddp", False, True, True), ("ddp", True, False, True), ("fsdp2", True, False, False)]
 
 

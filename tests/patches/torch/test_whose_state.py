@@ -21,7 +21,8 @@ from hybridcomp.job import saved
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.state.identity import identity_of
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
+from tests.selection import by_day
 
 DP: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 3, "error_feedback": True},
@@ -57,7 +58,7 @@ def are(models: Sequence[nn.Module], states: Sequence[tuple[int, float]]) -> boo
 
 
 def rebuilt(job: Job, folder: Path) -> dict[str, Any]:
-    """Return models' states before saving and after loading into others, earlier ones dropped."""
+    """Drop earlier models; return a model's state before saving, and another's after loading it."""
     gc.disable()  # the first models are not collected by chance
     first = trained(job, 1)
     hybridcomp.save_state(folder / "first")
@@ -75,9 +76,11 @@ def rebuilt(job: Job, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_model_that_died_before_is_no_matter(name: str, tmp_path: Path) -> None:
-    for found in run_ranks(2, rebuilt, JOBS[name], tmp_path):
+@pytest.mark.parametrize("name", by_day(JOBS, ["DDP"]))
+def test_a_model_that_died_before_is_no_matter(
+    module_ranks: RunRanks, name: str, tmp_path: Path
+) -> None:
+    for found in module_ranks(2, rebuilt, JOBS[name], tmp_path):
         step, norm = found["saved"]
         assert step == 3 and norm > 0
         assert found["loaded"] == (3, pytest.approx(norm))
@@ -143,8 +146,8 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_state_of_other_models_is_refused(tmp_path: Path) -> None:
-    for found in run_ranks(2, several, tmp_path):
+def test_state_of_other_models_is_refused(module_ranks: RunRanks, tmp_path: Path) -> None:
+    for found in module_ranks(2, several, tmp_path):
         assert found["again"] and found["untouched"]
         assert "the state of 2 models" in found["one of two"]
         assert "attached 1 of them" in found["one of two"]
@@ -181,8 +184,10 @@ def swapped(folder: Path) -> list[str]:
     return found
 
 
-def test_files_of_two_ranks_that_were_swapped_are_refused(tmp_path: Path) -> None:
-    for said, not_said in run_ranks(2, swapped, tmp_path):
+def test_files_of_two_ranks_that_were_swapped_are_refused(
+    module_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for said, not_said in module_ranks(2, swapped, tmp_path):
         named = re.match(r"loading the state of hybridcomp: rank ([01]): .*'rank' cannot be ", said)
         assert named and f"rank_0000{named[1]}.pt" in said
         assert not_said == ""

@@ -59,7 +59,7 @@ class Outcome:
 
 
 class Layer(nn.Module):
-    """A feed-forward layer whose rows the ranks do not divide."""
+    """A feed-forward layer whose number of rows is not divisible by the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +180,30 @@ def train(job: Job, model: nn.Module, optimizer: Any, first: int, last: int) -> 
     return losses
 
 
+def square_step(model: nn.Module, optimizer: Any, number: int, width: int) -> float:
+    """Run a step of ``squares``; return its loss."""
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    loss: Tensor = model(torch.randn(4, width, generator=generator)).square().mean()
+    torch.autograd.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def squares(
+    model: Any, block: dict[str, Any] | None, width: int
+) -> tuple[list[float], str, Attached | None]:
+    """Run three steps on inputs of ``width`` and the mean square of the outputs.
+
+    Return the losses, the parameters' digest, and the attached parts if there is a block.
+    """
+    quiet = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
+    attached = None if block is None else hybridcomp.attach(model, {**quiet, **block})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = [square_step(model, optimizer, number, width) for number in range(3)]
+    return losses, digest(model), attached
+
+
 def syncing(job: Job, model: Any, is_last: bool) -> Any:
     """Skip the reduction of all micro-batches but the last, if the job says so."""
     if job.engine == "ddp":
@@ -204,7 +228,7 @@ def run(job: Job) -> Outcome:
 
 
 def run_all(jobs: list[Job]) -> list[Any]:
-    """Run several jobs one after the other; an error takes the job's place."""
+    """Run jobs one after the other; return an error in place of a failed job's result."""
     found: list[Any] = []
     for job in jobs:
         try:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks
 
 BLOCK: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 3, "error_feedback": True}, "min_bytes": 0,
@@ -79,11 +79,15 @@ def with_accelerate(folder: str, state: bool) -> tuple[list[float], list[float],
 
 
 @pytest.mark.parametrize("state", [True, False])
-def test_files_of_accelerate_for_each_rank(tmp_path: Path, state: bool) -> None:
+def test_files_of_accelerate_for_each_rank(
+    module_ranks: RunRanks, tmp_path: Path, state: bool
+) -> None:
     utilities = pytest.importorskip("accelerate.utils.fsdp_utils", reason="needs accelerate")
     if "use_dcp" not in utilities.save_fsdp_model.__code__.co_varnames:
         pytest.skip("accelerate before 1.15")
-    (whole, after, said), (others, later, _) = run_ranks(2, with_accelerate, str(tmp_path), state)
+    (whole, after, said), (others, later, _) = module_ranks(
+        2, with_accelerate, str(tmp_path), state
+    )
     assert (tmp_path / "pytorch_model_fsdp_0_rank1.bin").is_file()
     assert (whole == after, others == later) == (state, state)
     assert whole[0] == after[0]  # the weights are the same
@@ -113,8 +117,8 @@ def loaded_by_hand() -> tuple[str, str]:
     return found[0], found[1]
 
 
-def test_weights_loaded_by_hand_are_said_once_where_state_is_kept() -> None:
-    with_feedback, without = run_ranks(2, loaded_by_hand)[0]
+def test_weights_loaded_by_hand_are_said_once_where_state_is_kept(module_ranks: RunRanks) -> None:
+    with_feedback, without = module_ranks(2, loaded_by_hand)[0]
     assert with_feedback.count("weights were loaded into an attached model") == 1
     assert "weights were loaded" not in without
 
@@ -140,8 +144,8 @@ def native_axes() -> tuple[str, str]:
     return said.getvalue(), str(caught.value)
 
 
-def test_other_axes_of_transformers_are_told() -> None:
-    said, error = run_ranks(2, native_axes)[0]
+def test_other_axes_of_transformers_are_told(module_ranks: RunRanks) -> None:
+    said, error = module_ranks(2, native_axes)[0]
     assert "expert parallelism (ep_size) of transformers' DistributedConfig" in said
     assert "native and uncounted" in said
     assert "a DistributedConfig without FSDP" in error and "set fsdp_size above 1" in error
