@@ -84,7 +84,7 @@ class Hops:
             numel=flat.numel(), dtype=flat.dtype, group=self.group, between=ranks, values=flat,
             holders=self.tensor,
         )  # fmt: skip
-        native = partial(message.post, channel, None) if self.tensor else lambda: None
+        native = partial(message.send, channel, None) if self.tensor else lambda: None
         return channel.run(message, native=native, encoded=lambda posted: posted)
 
 

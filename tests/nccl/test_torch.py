@@ -16,6 +16,7 @@ from tests.patches.torch import test_state
 from tests.patches.torch.trainer import Job, Outcome, run_all
 from tests.publishing import test_groups, test_torch
 from tests.sync import test_torch as islands
+from tests.sync.jobs import inside
 from tests.sync.torch_job import Job as Islanders
 
 pytestmark = MARKS
@@ -117,7 +118,7 @@ def test_islands_meet_late_and_leave_one_out_that_diverges() -> None:
 
 def sparse() -> None:
     """Islands send few values and keep the rest for the next meeting; all end equal."""
-    told = islands.block(
+    told = inside(
         preset="diloco", islands=1, every=2, codec="topk", density=0.25, error_feedback=True
     )
     job = Islanders(told).build()
