@@ -38,7 +38,7 @@ struct Stage {
     u32 base, scales[TILE_BLOCKS / 4], pad[3];
 };
 
-// Where chunk `at` of a block lies in an array of blocks of CHUNKS chunks.
+// Returns the place of chunk `at` of a block in an array of blocks of CHUNKS chunks.
 template <u32 CHUNKS>
 HC_INLINE u32 swizzled(u32 block, u32 at) {
     if constexpr (CHUNKS == 8) return block * 8 + (at ^ (block & 7));

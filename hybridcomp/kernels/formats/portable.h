@@ -1,5 +1,5 @@
-// What every block codec shares. Compiles for the host (g++, clang) and for a device (NVRTC, hipRTC):
-// no libc, no allocation, no exceptions, no host-only types.
+// Functions that all block codecs share, for the host (g++, clang) and for devices (NVRTC, hipRTC): no libc,
+// no allocation, no exceptions, no host-only types.
 //
 // Build without -ffast-math and with contraction off (-ffp-contract=off, -fmad=false): the bytes of
 // a codec must not depend on whether a machine has fused multiply-add.
@@ -44,7 +44,7 @@ HC_INLINE float bits_float(u32 bits) {
 #endif
 }
 
-// The highest bit of a word that is not 0.
+// Returns the position of the highest bit of a nonzero word.
 HC_INLINE u32 log2_floor(u32 word) {
 #ifdef __CUDA_ARCH__
     return 31 - (u32)__clz((int)word);
@@ -78,7 +78,7 @@ HC_INLINE float finite(float value) {
     return bits_float(magnitude == INF_BITS ? (bits & ~MAGNITUDE) | MAX_FINITE_BITS : bits);
 }
 
-// The largest float that is not above a number that is not negative.
+// Rounds a nonnegative number down to a float.
 HC_INLINE float rounded_down(double exact) {
     float found = (float)exact;
     return (double)found > exact ? bits_float(float_bits(found) - 1) : found;

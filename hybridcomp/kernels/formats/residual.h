@@ -39,7 +39,7 @@ HC_INLINE u32 step_code(u32 absmax) {
 
 HC_INLINE float step_of(u32 code) { return bits_float(code << STEP_SHIFT); }
 
-// What a message leaves out; 0 where that is not finite: an overflow must not stay for ever.
+// Returns the error of a sent value, or 0 if that is not finite: an overflow must not persist.
 HC_INLINE float left_out(float value, float sent) {
     float left = value - sent;
     return magnitude_bits(left) < INF_BITS ? left : 0.0f;

@@ -67,7 +67,7 @@ HC_INLINE u32 context_of(u32 old, u32 dtype, u32 lowest) {
     return context < CONTEXTS ? context : CONTEXTS - 1;
 }
 
-// A symbol and the bits that follow it.
+// A symbol and its extra bits.
 struct Coded {
     u32 symbol, count, bits;
 };
@@ -97,7 +97,7 @@ HC_INLINE u32 extra_count(u32 symbol) {
     return symbol == ESCAPE ? 16 : (symbol - FLIPPED) / 2 - 1;
 }
 
-// The lower 15 bits of the step that is folded to `z`.
+// Returns the lower 15 bits of the step whose folded form is `z`.
 HC_INLINE u32 unfolded(u32 z) { return ((z >> 1) ^ (0u - (z & 1))) & 0x7fffu; }
 
 HC_INLINE u32 step_of(u32 symbol, u32 bits) {
@@ -114,11 +114,11 @@ HC_INLINE u32 step_of(u32 symbol, u32 bits) {
     return flip | unfolded(z);
 }
 
-// The range of a symbol within a context, packed: start << 16 | frequency. 0: the context lacks it.
+// The range of a symbol within a context is packed as start << 16 | frequency; 0 if the context lacks it.
 HC_INLINE u32 frequency_of(u32 range) { return range & 0xffffu; }
 HC_INLINE u32 start_of(u32 range) { return range >> 16; }
 
-// Whether the state has to give a word away before this symbol.
+// Whether the state must emit a word before this symbol.
 HC_INLINE bool overflows(u32 state, u32 range) { return state >= frequency_of(range) << 20; }
 
 HC_INLINE u32 push_symbol(u32 state, u32 range) {
@@ -126,7 +126,7 @@ HC_INLINE u32 push_symbol(u32 state, u32 range) {
     return (quotient << PRECISION) + (state - quotient * frequency) + start_of(range);
 }
 
-// The same with `inverse`, 0xffffffff / the frequency: multiplied by it a state gives the quotient, or one less.
+// Does the same with `inverse` = 0xffffffff / frequency: its product with a state is the quotient, or one less.
 HC_INLINE u32 push_by_inverse(u32 state, u32 range, u32 inverse) {
     u32 frequency = frequency_of(range), quotient = (u32)((u64)state * inverse >> 32);
     u32 rest = state - quotient * frequency;

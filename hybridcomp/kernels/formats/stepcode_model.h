@@ -1,4 +1,4 @@
-// The model of stepcode: counted in samples of the message, as frequencies, and as bytes.
+// Model of stepcode: counts from samples of the message, frequencies, and bytes.
 #pragma once
 
 #include "stepcode.h"
@@ -18,7 +18,7 @@ HC_INLINE u64 stride_of(u64 numel) {
 constexpr u32 MODEL_BYTES = CONTEXTS * (1 + 3 * ESCAPE);  // of the largest, a multiple of 4
 static_assert(MODEL_BYTES % 4 == 0, "offsets follow the model");
 
-// The 16 neighbouring exponents that most of the counted values have; `totals` counts each exponent.
+// Returns the first of the 16 neighbouring exponents with most counted values; `totals` counts each exponent.
 HC_INLINE u32 lowest_exponent(const u32* totals, u32 dtype) {
     u64 sum = 0, most = 0;
     u32 lowest = 0;
@@ -30,10 +30,10 @@ HC_INLINE u32 lowest_exponent(const u32* totals, u32 dtype) {
     return lowest;
 }
 
-// What is counted once in all of a message is cheaper as an escape than as 3 bytes of the model.
+// A symbol counted once in a whole message is cheaper as an escape than as 3 bytes of the model.
 HC_INLINE u32 least_count(u64 numel) { return stride_of(numel) == 1 ? 2 : 1; }
 
-// `part` of `n`, as a share of 4095, rounded, at least 1; by more than 0.
+// Returns `part` / `n` in units of 1 / 4095, rounded, at least 1; `n` is above 0.
 HC_INLINE u32 share_of(u32 part, u64 n) {
     u64 rounded = ((u64)part * 2 * (TOTAL - 1) + n) / (2 * n);
     return rounded ? (u32)rounded : 1;
@@ -77,7 +77,7 @@ HC_INLINE void ranges_from(u32* frequencies) {
     }
 }
 
-// 256 times the bits of all values of a context, about.
+// Returns about 256 times the bits of all values of a context.
 HC_INLINE u64 cost_of(const u32* counts, const u32* frequencies) {
     u64 cost = 0;
     for (u32 s = 0; s < ESCAPE; ++s) {
@@ -89,7 +89,7 @@ HC_INLINE u64 cost_of(const u32* counts, const u32* frequencies) {
     return cost;
 }
 
-// Log of the tile in which 72 bytes, what coding in 32 states costs, are about 2 % or 2^19 values.
+// Returns the logarithm of the tile size at which 72 bytes, the cost of 32 states, are about 2 %; at most 19.
 // `cost`: 256 times the bits of `sampled` values.
 HC_INLINE u32 tile_log(u64 cost, u64 sampled) {
     u32 log = MIN_TILE_LOG;
@@ -97,7 +97,7 @@ HC_INLINE u32 tile_log(u64 cost, u64 sampled) {
     return log;
 }
 
-// Symbols that a context's model lists, from its frequencies or ranges: none where nothing changed.
+// Returns the number of symbols that a context's model lists, from frequencies or ranges: 0 if nothing changed.
 HC_INLINE u32 listed_symbols(const u32* ranges) {
     u32 number = 0;
     for (u32 s = 0; s < ESCAPE; ++s) number += frequency_of(ranges[s]) != 0;
@@ -118,8 +118,8 @@ HC_INLINE u32 write_context(const u32* ranges, u8* out) {
     return 1 + 3 * number;
 }
 
-// Reads a context's model of at most `left` bytes into ranges, [SYMBOLS]. Returns its bytes, 0 where no
-// encoder has made it.
+// Reads a context's model of at most `left` bytes into ranges, [SYMBOLS]. Returns its bytes, 0 if no encoder
+// writes it.
 HC_INLINE u32 read_context(const u8* in, u32 left, u32* ranges) {
     if (left < 1 || in[0] > ESCAPE || left < 1 + 3 * (u32)in[0]) return 0;
     u32 number = in[0], sum = 0, next = 0;

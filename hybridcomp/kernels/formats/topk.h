@@ -32,11 +32,11 @@ struct Sections {
           unary(codes + (kept * bits + 7) / 8), end(unary + (unary_bits + 7) / 8) {}
 };
 
-// The scale of a chunk whose median of the magnitudes kept is `median`, finite, as bits. Rounds to
-// nearest even; the largest become Inf.
+// Returns the scale of a chunk; `median`: the bits of the median of its kept magnitudes, which is finite. Rounds
+// to nearest even; the largest become Inf.
 HC_INLINE u16 scale_of(u32 median) { return (u16)((median + 0x7fffu + ((median >> 16) & 1u)) >> 16); }
 
-// The code of a value of these bits.
+// Returns the code of a value with these bits.
 HC_INLINE u32 code_of(u32 bits, float scale, int width) {
     u32 levels = 1u << (width - 1);
     float at = (bits_float(bits & MAGNITUDE) / scale - (float)LOW) * (float)(levels / WIDTH);
@@ -53,7 +53,7 @@ HC_INLINE float value_of(u32 code, float scale, int width, float most) {
     return code & 1 ? -magnitude : magnitude;
 }
 
-// How many values of one magnitude are kept yet: the first ones, until the chunk has its number.
+// Selects values: of the smallest kept magnitude only the first ones, until the chunk has its number.
 struct Cut {
     u32 least;  // of the magnitudes kept
     u32 room;   // for values of that magnitude

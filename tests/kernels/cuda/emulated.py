@@ -102,10 +102,9 @@ class EmulatedLauncher:
         tables: number of rows of each launch's table, and their address if they are elsewhere.
     """
 
-    def __init__(self, dry: bool = False) -> None:
+    def __init__(self) -> None:
         self.kernels: list[str] = []
         self.tables: list[tuple[int, int]] = []
-        self._dry = dry
 
     def launch(
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
@@ -116,8 +115,7 @@ class EmulatedLauncher:
         self.kernels.append(kernel)
         self.tables.append((0, 0) if table is None else struct.unpack_from("<2Q", table))
         macros = (define for define in defines if not define.startswith("HC_DTYPE="))
-        if not self._dry:
-            emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
+        emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
 
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""

@@ -185,31 +185,6 @@ def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
     assert torch.equal(out, whole)
 
 
-@pytest.mark.parametrize("count", [64, 1024])
-@pytest.mark.parametrize("codec", DAY, ids=str)
-def test_launches(codec: Codec, count: int) -> None:
-    """One to encode, one to decode and one to add, for any number of pieces and ranks."""
-    launcher, lengths = EmulatedLauncher(dry=True), (1000,) * count
-    with kernels_replaced(CudaKernels(launcher)):
-        slots, _ = encoded(codec, torch.zeros(1001 * count), places_of(lengths))
-        out = [torch.zeros(1000) for _ in slots]
-        kernel_of(codec).decode(slots, out)
-        kernel_of(codec).add([slots[:count] for _ in range(2)], out[:2], torch.float32)
-    assert len(launcher.kernels) == 3
-
-
-@pytest.mark.parametrize("count", [64, 1024])
-def test_launches_of_steps(count: int) -> None:
-    """Five to encode and two to decode, for any number of pieces."""
-    launcher, lengths = EmulatedLauncher(dry=True), (1000,) * count
-    codec = ExactSteps().against(torch.zeros(1001 * count, dtype=BF16))
-    with kernels_replaced(CudaKernels(launcher)):
-        slots, _ = encoded(codec, torch.zeros(1001 * count, dtype=BF16), places_of(lengths))
-        assert len(launcher.kernels) == 5
-        kernel_of(codec).decode(slots, [torch.zeros(1000, dtype=BF16) for _ in slots])
-    assert len(launcher.kernels) == 7
-
-
 def test_more_pieces_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MOST", 3)
     lengths = (9, 700, 1, 33)
