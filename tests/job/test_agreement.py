@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridcomp.errors import AgreementError, PeerError
-from hybridcomp.job import agreement, peer_liveness, waits
+from hybridcomp.job import agreement, peer_liveness, processes, waits
 from hybridcomp.job.agreement import agree
 from hybridcomp.job.statements import StatementRound
 from tests.ranks import LIMIT_S, RankPool, run_ranks
@@ -174,7 +174,7 @@ def test_a_store_that_went_with_its_rank_names_it(monkeypatch: pytest.MonkeyPatc
 
     this: Any = SimpleNamespace(speakers=(0, 1), is_told=is_told)
     for ended, error in (["rank 0"], PeerError), ([], RuntimeError):
-        monkeypatch.setattr(agreement.processes, "gone", lambda *_, ended=ended: ended)
+        monkeypatch.setattr(processes, "gone", lambda *_, ended=ended: ended)
         words = "checkpoint: rank 0 .* never stated theirs" if ended else "reset by peer"
         with pytest.raises(error, match=words):
             agreement._check_peers(this, "checkpoint")
