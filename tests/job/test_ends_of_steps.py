@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ import hybridcomp
 from hybridcomp.autotune import timing
 from hybridcomp.autotune.timing import seconds
 from hybridcomp.errors import CheckpointError, HybridcompError
-from hybridcomp.job import agreement, peer_liveness, small_messages
+from hybridcomp.job import agreement, gates, peer_liveness, small_messages
 from hybridcomp.job.together import ending, together
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from tests.job.failing import Outcome, steps
@@ -193,3 +194,13 @@ def test_an_error_that_names_its_rank_is_not_named_again() -> None:
     words = "^save: rank 1: no space$"
     with pytest.raises(CheckpointError, match=words), together("step", lambda: None):
         raise CheckpointError.naming_rank("save: rank 1: no space")
+
+
+def test_a_wait_ends_for_failures_in_any_operation_around_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[str] = []
+    operations = [SimpleNamespace(check=lambda _, n=name: checked.append(n)) for name in "ab"]
+    monkeypatch.setattr(gates.here, "operations", operations)
+    gates.check_failed()
+    assert checked == ["a", "b"]

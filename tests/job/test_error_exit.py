@@ -140,3 +140,18 @@ def met() -> tuple[timedelta, timedelta]:
 def test_a_meeting_leaves_the_time_out_of_the_store_alone() -> None:
     ((before, after),) = run_ranks(1, met)
     assert before == after > timedelta(seconds=error_exit.LINGER_S)
+
+
+def test_a_line_that_the_first_rank_did_not_print_is_printed_by_another(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first may be killed before."""
+    meeting = error_exit._Alone()
+    monkeypatch.setattr(meeting, "first", False)
+    monkeypatch.setattr(error_exit, "_meeting", lambda text: meeting)
+    monkeypatch.setenv("RANK", "1")
+    error_exit.tell("it is wrong")
+    assert capfd.readouterr().err == "it is wrong (told by rank 1)\n"
+    monkeypatch.setattr(meeting, "is_told", lambda: True)
+    error_exit.tell("it is wrong")
+    assert capfd.readouterr().err == ""

@@ -65,8 +65,8 @@ def test_files_are_as_before_if_one_cannot_get_its_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError), files_together("save"):
         with files_together("a part of it"):
             saved.write_json(old, after)
-            saved.write_json(new, after)
-        assert saved.read_json(old) == before and not new.exists(), "a part names no file"
+        saved.write_json(new, after)
+        assert saved.read_json(old) == before and not new.exists(), "no file has its name yet"
         saved.write_json(folder, after)
     assert saved.read_json(old) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "old"]
