@@ -78,7 +78,7 @@ def too_late(kind: TrackedClass, name: str) -> ConfigError:
 
 def _alive(kind: TrackedClass) -> list[Any]:
     """Return the existing objects of an imported class, after a garbage collection."""
-    cls = getattr(sys.modules.get(kind.module), kind.name, None)
+    cls: Any = getattr(sys.modules.get(kind.module), kind.name, None)
 
     def objects() -> list[Any]:  # by type: reading a proxy's __class__ would run foreign code
         return [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]

@@ -117,8 +117,12 @@ class _Reduce(AllReduce):
 
     def deliver(self, handle: Handle) -> None:
         """Divide the sum if upstream averages."""
+
+        def divide() -> None:
+            self.call.values.div_(dist.get_world_size(self.group))
+
         if self.call.op == AVERAGE:
-            handle.then(lambda: self.call.values.div_(dist.get_world_size(self.group)))
+            handle.then(divide)
         self.batch.waits.append(handle.wait)
 
 

@@ -101,7 +101,7 @@ class CommonPieces:
         whole = torch.cat([piece.values.detach().view(-1) for piece in self.pieces])
         broadcast(whole, dist.get_global_rank(self.group, 0), self.group)
         if dist.get_rank(self.group):
-            parts = whole.split([piece.values.numel() for piece in self.pieces])
+            parts = torch.split(whole, [piece.values.numel() for piece in self.pieces])
             for piece, part in zip(self.pieces, parts, strict=True):
                 piece.values.detach().view(-1).copy_(part)
 

@@ -91,7 +91,7 @@ def make_communicate(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @around
-def make_operations(original: Callable[..., Any], **kwargs: Any) -> Any:
+def make_operations(original: Callable[..., Any], /, **kwargs: Any) -> Any:
     """Replace tensors by payloads in upstream's calls, and decode in ``wait()``."""
     channels = current()
     if channels is None:

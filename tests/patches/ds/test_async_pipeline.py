@@ -64,7 +64,8 @@ def test_refused(settings: dict[str, Any], changes: dict[str, Any], fragment: st
     with pytest.raises(ConfigError) as raised:
         check(engine(**changes), AsyncPipelineConfig(**settings))
     assert fragment in str(raised.value) and "\n" not in str(raised.value)
-    check(engine(), AsyncPipelineConfig(versions="stash"))
+    check(engine(), STASH)
+    check(engine(micro_batches=3), AsyncPipelineConfig(versions=2))
 
 
 @pytest.mark.parametrize(

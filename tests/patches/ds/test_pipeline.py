@@ -129,12 +129,13 @@ class Wire:
         self.incoming = torch.arange(16.0)
 
     def run(self, message: Any, *, native: Any, encoded: Any) -> Any:
+        hop = message.between
         if isinstance(message, Send):
             values = message.load()
-            self.calls.append((*message.between, message.direction, values.tolist()))
+            self.calls.append((*hop, message.direction, values.tolist()))
         else:
             values = message.buffer()
-            self.calls.append((*message.between, message.direction))
+            self.calls.append((*hop, message.direction))
             values.copy_(self.incoming)
             message.put(values)
         assert values.dtype == message.dtype and values.dim() == 1 and values.is_contiguous()

@@ -177,7 +177,7 @@ def test_the_module_launches_deepy_with_the_file(checkout: Path, tmp_path: Path)
     expected = [str(checkout / "deepy.py"), str(SCRIPT), "job.yml"]
     assert f"deepy {expected} __main__ False" in found.stdout
     (tmp_path / "job.yml").write_text('{"compression": {}}')
-    found = start("job.yml", cwd=tmp_path, **home)
+    found = start("job.yml", cwd=tmp_path, program=(str(SCRIPT),), **home)
     assert found.returncode == 2 and "deepy " not in found.stdout
     assert "train_neox.py: job.yml:" in found.stderr.splitlines()[-1]
 

@@ -51,6 +51,16 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", zero(3, reduce_scatter=False), {}, "remove reduce_scatter"),
     ("dp", zero(2, use_multi_rank_bucket_allreduce=False), {}, "one rank after the other"),
     ("dp", zero(1, contiguous_gradients=False), {}, "without buckets"),
+    (  # with a host optimizer DeepSpeed makes no BF16_Optimizer
+        "dp",
+        {
+            **zero(1, reduce_scatter=False, offload_optimizer={"device": "cpu"}),
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        {},
+        "all-reduces whole buckets",
+    ),
     ("dp", zero(3, zero_quantized_gradients=True), {}, "quantizes the same gradients"),
     ("dp", {"optimizer": {"type": "OneBitAdam"}}, {}, "a 1-bit optimizer"),
     ("zero", zero(3, stage3_use_all_reduce_for_fetch_params=True), {}, "by all-reduce"),
@@ -197,7 +207,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     *((NODE, {**zero(n), **FOUR}, {}, "below ZeRO stage 2.*once a step.*remove accumulate")
       for n in range(2)),
     (LOW_RANK, zero(3), {}, "a piece of a matrix.*stage 0, 1 or 2"),
-    *((COPIES, {**BF16, **ds_json}, *rest) for ds_json, *rest in NO_COPIES),
+    *((COPIES, {**BF16, **ds_json}, facts, said) for ds_json, facts, said in NO_COPIES),
     ({"zero": {"secondary": {"bits": 8}}}, {**BF16, **zero(2)}, {}, "below ZeRO stage 3.*stepcode"),
 ]  # fmt: skip
 ACTS: list[tuple[dict[str, Any], dict[str, Any]]] = [

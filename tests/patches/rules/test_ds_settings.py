@@ -173,6 +173,24 @@ def test_what_gpt_neox_or_its_job_refuses(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, None),  # that of the parameters
+        ({"communication_data_type": "FP16"}, "fp16"),
+        ({"sequence_parallel_size": 2, "communication_data_type": "fp16"}, "fp32"),
+        ({"sequence_parallel_size": 2, ds_settings.SUMMED_IN_SEQUENCE: "bf16"}, "bf16"),
+        ({"sequence_parallel_size": 2, ds_settings.SUMMED_IN_SEQUENCE: "bf16",
+          "zero_optimization": {"stage": 2}}, "fp32"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+          "zero_optimization": {"stage": 1}}, "bf16"),
+    ],
+)  # fmt: skip
+def test_dtype_in_which_gradients_are_summed(settings: dict[str, Any], dtype: str | None) -> None:
+    assert DeepSpeedJob(settings).summed_dtype == dtype
+
+
 def test_raw_keys_are_what_python_takes_them_for() -> None:
     """DeepSpeed reads expert_parallel without a type: every nonempty string is true."""
     for value, truth in (("false", True), (0, False), ("", False), (1, True)):
