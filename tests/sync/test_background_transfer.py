@@ -101,10 +101,11 @@ def test_a_failure_is_raised_by_every_later_call_that_waits(problem: Exception) 
         transfer.send("a", 1, memoryview(b"x"))
         meet.opened.set()
         words = "^gone$" if isinstance(problem, PeerError) else "has failed: RuntimeError.'a bug'"
-        for call in (
+        calls: list[Callable[[], object]] = [
             lambda: transfer.wait_sent(1), transfer.check, lambda: transfer.take(1, "b"),
             transfer.flush,
-        ):  # fmt: skip
+        ]  # fmt: skip
+        for call in calls:
             with pytest.raises(PeerError, match=words):
                 call()
         transfer.send("a", 2, memoryview(b"x"))  # other ranks may have sent theirs
