@@ -105,8 +105,7 @@ def test_a_plan_from_the_command_line(
 @pytest.mark.nightly
 def test_what_the_cluster_lacks_is_said(planning: Planning) -> None:
     notes = [line for line in planning().splitlines() if line.startswith("note: ")]
-    (lacked,) = (note for note in notes if not note.startswith("note: ds_config.json"))
-    assert "says nothing about stepcode: no plan has these codecs" in lacked
+    assert any("says nothing about stepcode: no plan has these codecs" in note for note in notes)
     said = planning("--offload")
     assert "cluster.json says nothing about codecs on the hosts" in said
     assert 'write "host_codecs" into it' in said
@@ -235,7 +234,7 @@ def test_the_pages_example_plans_models_of_7_and_of_20_billion(
     ):  # fmt: skip
         (tmp_path / "cluster.json").write_text(json.dumps(cluster))
         assert cli.main(["plan", *words, *files, *fixed]) == 0
-        assert capsys.readouterr().out.splitlines()[2].startswith("1 ")
+        assert capsys.readouterr().out.splitlines()[2].split()[0] == "1"
 
 
 def test_options_without_effect_are_said(planning: Planning) -> None:
