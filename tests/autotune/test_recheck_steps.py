@@ -21,6 +21,7 @@ from tests.stand_ins.link_clock import clock
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
+from hybridcomp.patches.ds.zero import secondary
 from tests.training import pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, train_step
 
@@ -89,6 +90,8 @@ def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any
         for name, ways in rows.items()
     }
     outcome["digests"] = digests(engine)
+    copies = [getattr(param, secondary.ATTRIBUTE, None) for param in engine.module.parameters()]
+    outcome["held_copies"] = sum(copy is not None and copy.held is not None for copy in copies)
     engine.destroy()
     return outcome
 
@@ -178,6 +181,18 @@ def test_copies_in_nodes_are_weighed_by_their_steps(module_ranks: RunRanks, pays
         modes = [zero for _, zero in result["modes"]]
         assert {True, False} == set(modes[FIRST:STOP]) and modes[STOP:] == [pays] * 4
         assert result["gathers"] == {"stepcode()"}, "never whole: DeepSpeed makes the first copy"
+
+
+@pytest.mark.parametrize("pays", by_day([True, False], [False]))
+def test_encoded_copies_that_stay_native_are_freed(module_ranks: RunRanks, pays: bool) -> None:
+    block = {
+        "zero": {"secondary": {"bits": 8}, "when": "auto"}, "min_bytes": 0,
+        "hierarchy": 2, "ledger": {"sample_every": 0},
+    }  # fmt: skip
+    costs = {"zero": (0.3, 0.1) if pays else (0.1, 0.3)}
+    for result in module_ranks(4, with_copies, block, costs):
+        assert [zero for _, zero in result["modes"][STOP:]] == [pays] * 4
+        assert bool(result["held_copies"]) is pays
 
 
 def resumed(folder: str, job: Job, stop: int, costs: Costs) -> tuple[Any, ...]:

@@ -125,6 +125,8 @@ class NodeCopy:
         tensor, self.fresh = self.param.ds_secondary_tensor, False
         if self.codec is None and tensor is not None:
             self.held = tensor
+        elif self.codec is not None and self.copies.stays_native:
+            self.held = None
 
     def lend(self) -> bool:
         """Give upstream the decoded slice; return whether it needed and got one."""
@@ -191,6 +193,8 @@ class SecondaryCopies:
             alike.setdefault((dtype, copy.codec is None), []).append(copy)
         for copies in alike.values():
             self.buckets += self._cut(copies)
+        if self.channel.state.config.insists("zero"):
+            return  # measured later: upstream's first copies serve until a step drops them
         for copy in (copy for bucket in self.buckets for copy in bucket.copies):
             made = copy.param.ds_secondary_tensor
             if copy.codec is not None and made is not None and self.acts:
@@ -214,6 +218,12 @@ class SecondaryCopies:
         """Return whether copies are renewed now: not before ``start_step``, for example."""
         channel, group = self.channel, self.groups.levels.outer.process_group
         return channel.encodes(BUCKET_NUMEL, torch.bfloat16, group)
+
+    @property
+    def stays_native(self) -> bool:
+        """Return whether ``auto`` has decided against the copies, and compares no more steps."""
+        state = self.channel.state
+        return state.verdicts.native("zero", state.step) and not state.verdicts.may_change
 
     @contextmanager
     def lent(self, params: Iterable[Any], stream: Any) -> Iterator[None]:
