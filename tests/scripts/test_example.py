@@ -16,9 +16,10 @@ import pytest
 import torch
 from gpt import apex, layouts, loop
 from gpt.data import Samples, Share
-from gpt.ds_file import report_beside
+from gpt.ds_file import SettingsError, report_beside
 from gpt.indexed import DatasetError, IndexedTokens, IndexedWriter, paths
 from gpt.model import GPT, lm_loss, rotary_table, rotate
+from gpt.torch_engines import planned
 from gpt.weights import ModelConfig
 
 from hybridcomp.tools.compare.json_lines import read_training
@@ -382,3 +383,19 @@ def test_a_run_with_a_log_has_its_ledger_beside_it(block: dict[str, Any], jsonl:
     plain: dict[str, Any] = {"zero_optimization": {"stage": 1}}
     report_beside(plain, Path("runs/rec/loss.jsonl"))
     assert plain == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "FileNotFoundError"),
+        ("def shard(model", "SyntaxError: '\\(' was never closed"),
+        ("def shard(): pass", "KeyError: 'syncs'"),
+    ],
+)
+def test_a_plan_that_is_damaged_is_one_line(tmp_path: Path, text: str | None, why: str) -> None:
+    path = tmp_path / "sharding.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingsError, match=f"sharding.py: {why}.*hybridcomp plan"):
+        planned(str(path))

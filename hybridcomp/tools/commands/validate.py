@@ -26,6 +26,7 @@ from hybridcomp.sync.islands import check_size
 from hybridcomp.tools.commands import link_picture, memory
 from hybridcomp.tools.commands.job_files import JobFile, read_job_file
 from hybridcomp.tools.plan import bits_between
+from hybridcomp.tools.plan.answer.start_command import BLOCK_FILE
 
 SILENT = "started in another way, the job compresses nothing"
 DEEPSPEED_START = """\
@@ -76,9 +77,14 @@ def lines(
     universal = isinstance(saving, Mapping) and bool(saving.get("load_universal"))
     block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
     if block is None or not block.enabled:
-        there = BLOCK in source
-        why = "the block is not enabled" if there else f'there is no "{BLOCK}" block'
-        todo = "" if there else f'; add "{BLOCK}": {{"preset": "recommended"}} to compress'
+        beside = file.parent / BLOCK_FILE
+        why, todo = f'there is no "{BLOCK}" block', ""
+        if BLOCK in source:
+            why = "the block is not enabled"
+        elif "sharding" in source and beside.is_file():  # FSDP2 settings of a plan
+            todo = f" unless HYBRIDCOMP_CONFIG names {beside}: hybridcomp validate {beside}"
+        else:
+            todo = f'; add "{BLOCK}": {{"preset": "recommended"}} to compress'
         yield f"{file}: {why}; everything stays native{todo}"
         if checkpoint is not None:
             yield from _resumed(None, checkpoint, universal)

@@ -25,12 +25,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.data import Batch, Share
-from gpt.ds_file import adam_of, has_bf16, scheduler_of
+from gpt.ds_file import SettingsError, adam_of, has_bf16, scheduler_of
 from gpt.loop import mean_over_ranks
 
 Kind = Literal["fsdp2", "hsdp", "ddp"]
 #: torch's default
 BUCKET_MB = 25
+
+
+def planned(path: str) -> dict[str, Any]:
+    """Run the module that a plan wrote; return its functions ``shard`` and ``syncs``.
+
+    Raises SettingsError if it is missing or damaged.
+    """
+    try:
+        found = runpy.run_path(path)
+        return {name: found[name] for name in ("shard", "syncs")}
+    except Exception as error:
+        raise SettingsError(
+            f"{path}: {type(error).__name__}: {error}; write it again with hybridcomp plan --out"
+        ) from error
 
 
 class Engine:
@@ -56,7 +70,7 @@ class Engine:
         self.model: Any
         self._planned: Any = None
         if kind == "fsdp2" and "sharding" in settings:
-            self._planned = runpy.run_path(settings["sharding"])
+            self._planned = planned(settings["sharding"])
             layers = model.layers[1:-1]  # type: ignore[index]
             self.model = self._planned["shard"](model, layers, self.device.type)
         elif kind != "ddp":

@@ -133,6 +133,17 @@ def test_validate_says_what_a_file_means(
     assert fragment in said_of("validate", content, *ranks)
 
 
+def test_validate_names_the_file_of_a_plans_block(
+    tmp_path: Path, said_of: Callable[..., str]
+) -> None:
+    block = tmp_path / "compression.json"
+    block.write_text('{"dp": "bf16"}')
+    said = said_of("validate", {"sharding": "sharding.py"})
+    assert said.endswith(
+        f"native unless HYBRIDCOMP_CONFIG names {block}: hybridcomp validate {block}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "start"),
     [
