@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.tools import pages
@@ -12,6 +13,7 @@ from hybridcomp.tools.commands.job_files import JobFile
 from hybridcomp.tools.commands.memory import JobSize, RanksOfReplica, split_of
 from hybridcomp.tools.pages import links
 from hybridcomp.tools.plan import crossing
+from hybridcomp.tools.plan.pays import copy_of
 
 OPTION = "--picture"
 
@@ -47,10 +49,16 @@ def node_nbytes(
     """Return the bytes of a node in a step, natively and with the block. Raises ConfigError.
 
     ZeRO 2 and 3 reduce in every micro-batch; ZeRO 3 gathers before each forward and backward pass.
+    Jobs that send less than that are refused.
     """
     if block.sync.acts:
         todo = "draws a job that reduces in every step; leave it out for islands"
         raise ConfigError(OPTION, "a block with sync", todo)
+    copies = file.is_job and (copy_of(block) or file.traffic().copy) != "none"
+    if file.job.stage >= 2 and (copies or block.dp.accumulate == "node"):
+        todo = "draws jobs whose micro-batches all cross nodes; leave it out: bits are printed"
+        found = "secondary copies" if copies else '"dp.accumulate": "node"'
+        raise ConfigError(OPTION, Shown(found), todo)
     split = split_of(file, job)
     ranks = RanksOfReplica(
         block, file, -(-job.parameters // split), job.world_size // split, job

@@ -28,6 +28,9 @@ LETTER, WIDTH = 9.0, 480
 SIZE = ["--parameters", "1.3e9", "--world-size", "32", "--ranks-per-node", "8"]
 
 
+STAGE_3 = {"zero_optimization": {"stage": 3}}
+
+
 def job(tmp_path: Path, stage: int = 2, **changed: Any) -> Path:
     file = tmp_path / "ds_config.json"
     settings = {
@@ -124,6 +127,11 @@ def test_amounts(megabytes: float, told: str) -> None:
         ([], {}, "draws several nodes; add --parameters, --world-size and --ranks-per-node"),
         (SIZE[:4] + ["--ranks-per-node", "32"], {}, "draws several nodes"),
         (SIZE, {"compression": {"sync": {"islands": 4}}}, "leave it out for islands"),
+        (SIZE, {**STAGE_3, "compression": {"zero": {"secondary": "exact"}}}, "secondary copies"),
+        (SIZE, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}},
+         "found secondary copies; draws jobs whose micro-batches all cross nodes"),
+        (SIZE, {**STAGE_3, "compression": {"dp": {"codec": "bf16", "accumulate": "node"}}},
+         'found "dp.accumulate": "node"; draws jobs'),
         (SIZE, {"compression": {"dp": {"codec": "powersgd"}}}, "matrices; draw another codec"),
     ],
 )  # fmt: skip
