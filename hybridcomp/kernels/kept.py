@@ -28,7 +28,7 @@ def bits_of(residual: Kept | None) -> int:
 
 
 def words_of(residual: Kept | None, bits: int) -> tuple[int, ...]:
-    """Return the arguments of a kernel for ``residual``, in an image for residuals of ``bits``."""
+    """Return a kernel's arguments for ``residual``; ``bits``: those its image was compiled for."""
     if residual is None:
         return (0,) if bits == 32 else (0, 0)
     assert bits_of(residual) == bits, "kernels take residuals of one kind"

@@ -199,7 +199,7 @@ class Stream(Destination):
         self._is_stuck = False  # whether the last write has failed
 
     def wants_full(self) -> bool:
-        """Return whether the receiver has asked, if the stream has a way back."""
+        """Return whether the receiver has asked for a full version; False if it cannot ask."""
         self._end_last()
         hook: Callable[[], object] | None = getattr(self._stream, "wants_full", None)
         return hook is not None and bool(hook())

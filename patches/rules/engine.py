@@ -93,8 +93,7 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
 def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ...]:
     """Return a rule for each dimension that has no seam under ``engine``, from its row.
 
-    ``table``: the engine's rules; a dimension that one of them declares absent has its message
-    there.
+    ``table``: the engine's rules. It gets no second rule for a dimension that it declares absent.
     """
     words = {name for rule in table if rule.verdict == "absent" for name in rule.dimensions}
     return tuple(

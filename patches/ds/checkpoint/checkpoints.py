@@ -61,7 +61,7 @@ LOAD = Seam(
 
 @around
 def make_save_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save this rank's residuals before upstream updates its ``latest`` file, and exact weights."""
+    """Save exact weights, and this rank's residuals before upstream updates its ``latest`` file."""
     session = session_of(self)
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()

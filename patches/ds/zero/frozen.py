@@ -42,7 +42,7 @@ CUT = Seam(
 )
 #: name of the operation in messages
 WHAT = "zero: gathering frozen weights to keep them"
-#: where all are kept
+#: the operation in which kept weights are decoded, for messages
 DECODING = "zero: decoding frozen weights"
 #: attribute of a parameter: its ``FrozenWeight``
 ATTRIBUTE = "_hybridcomp_frozen"

@@ -74,7 +74,7 @@ class Running:
         try:
             for beside in _groups(todo):
                 left = self._deadline - time.monotonic()
-                # a step longer than any call still runs if the call has just begun
+                # a call that has just begun takes any step, even one that is longer than a call
                 fits = [
                     step for step in beside if step.has_data and (step.begins(left) or not begun)
                 ]

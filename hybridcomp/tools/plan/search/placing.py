@@ -32,7 +32,7 @@ Stops = tuple[int, ...]
 class Placer:
     """Places layouts, with a cache of cuts and of recomputed segments.
 
-    ``reserve`` below: bytes a parameter that stay free for residuals; None: no limit of memory.
+    ``reserve`` below: bytes per parameter kept free for residuals; None: memory has no limit.
     """
 
     job: PlannedJob
