@@ -8,10 +8,13 @@ from torch import Tensor
 from hybridcomp.errors import CodecError
 
 __all__ = [
-    "VALUE_DTYPES", "check_add", "check_count", "check_decode", "check_dtype", "check_encode",
-    "check_flat", "check_payload", "check_size",
+    "DTYPES", "DTYPE_NAMES", "VALUE_DTYPES", "check_add", "check_count", "check_decode",
+    "check_dtype", "check_encode", "check_flat", "check_payload", "check_size",
 ]  # fmt: skip
 
+#: message dtypes by the names used in command-line options and files
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: dtypes that a codec accepts as values; tensors of other dtypes are sent natively
 VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.words import DTYPE_NAMES
+from hybridcomp.codecs.checks import DTYPE_NAMES
 from hybridcomp.kernels import DTYPE_CODES, stores_sizes
 from hybridcomp.kernels.cuda.workspaces import SLAB
 from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.checks import DTYPE_NAMES, DTYPES
 
-#: message dtypes by the names used in command-line options and files
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+__all__ = ["DTYPES", "DTYPE_NAMES", "used_for"]
 
 
 def used_for(codec: Codec, summed: bool, dtype: torch.dtype) -> str:

@@ -59,6 +59,7 @@ class Slabs(EmulatedLauncher):
     """Takes words from a slab, as on a GPU."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._workspaces = Workspaces(super().zeros)
 
     def zeros(self, words: int) -> Tensor:
