@@ -218,7 +218,7 @@ def resumed(folder: str, job: Job, stop: int, costs: Costs) -> tuple[Any, ...]:
     return whole, losses, channels.verdicts.state(), channels.residuals.nbytes
 
 
-@pytest.mark.parametrize("stop", by_day([STOP - 1, STOP, STOP + 1], [STOP - 1, STOP]))
+@pytest.mark.parametrize("stop", by_day([STOP - 1, STOP, STOP + 1], [STOP]))
 def test_a_run_that_is_continued_after_it_stays_as_it_was(
     module_ranks: RunRanks, tmp_path: Path, stop: int
 ) -> None:

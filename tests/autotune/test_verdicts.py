@@ -103,7 +103,7 @@ def trained(job: Job, times: tuple[float, float]) -> tuple[Any, ...]:
     return outcome
 
 
-@pytest.mark.parametrize("stage", by_day([0, 1, 2, 3], [1, 3]))
+@pytest.mark.parametrize("stage", by_day([0, 1, 2, 3], [3]))
 def test_a_fast_link_makes_the_run_native(module_ranks: RunRanks, stage: int) -> None:
     """Bit for bit, without residuals; the ledger records the step of the decision."""
     job = Job(stage, steps=4, block=BLOCK if stage else {"dp": FEEDBACK, "min_bytes": 0})

@@ -220,7 +220,7 @@ def is_not_let_in() -> str:
         hybridcomp.detach(first.model)
     with rendezvous() as address:
         told = block(address, preset="wsp")
-        told["sync"]["islands"]["join_timeout_s"] = 0.3
+        told["sync"]["islands"]["join_timeout_s"] = 5.0
         job, said = Job(told).build(), io.StringIO()
         job.job_meetings.resume([kept])
         with contextlib.redirect_stdout(said), pytest.raises(PeerError, match="join_timeout_s"):

@@ -71,7 +71,8 @@ def loads(job: Job, folder: Path) -> tuple[torch.Tensor, int]:
     return found, clock
 
 
-@pytest.mark.parametrize("stage", by_day(range(4), [2]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", range(4))
 def test_checkpoints_go_on_bit_for_bit_and_with_another_number(stage: int, tmp_path: Path) -> None:
     folders = [tmp_path / str(number) for number in range(3)]
     with rendezvous() as address:

@@ -18,6 +18,7 @@ from hybridcomp.sync import held_name
 from hybridcomp.sync.held_name import HeldName
 from hybridcomp.sync.store_line import StoreLine
 from tests.ranks import run_ranks
+from tests.selection import by_day
 from tests.sync.jobs import block, rendezvous
 from tests.sync.torch_job import Job
 
@@ -92,7 +93,7 @@ def test_a_process_that_cannot_be_looked_at_lives(
     make("here").take()
 
 
-@pytest.mark.parametrize("machine", ["here", "elsewhere"])
+@pytest.mark.parametrize("machine", by_day(["here", "elsewhere"], ["elsewhere"]))
 def test_one_that_shows_no_life_has_ended_elsewhere_and_lives_here(
     make: Make, machine: str
 ) -> None:

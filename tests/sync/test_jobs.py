@@ -99,6 +99,7 @@ def goes_far(address: str, number: int, rule: dict[str, Any]) -> tuple[Starts, s
     return found, said.getvalue()
 
 
+@pytest.mark.nightly
 def test_an_outlier_does_not_count_and_goes_back() -> None:
     rule = {**FED_BACK, "outlier": 20.0}
     with rendezvous() as address, ThreadPoolExecutor(3) as pool:
@@ -242,6 +243,7 @@ def saves(address: str, name: str, folder: Path) -> list[str]:
     return told
 
 
+@pytest.mark.nightly
 def test_islands_do_not_save_into_one_folder(tmp_path: Path) -> None:
     with rendezvous() as address:
         for _ in range(2):  # the second save overwrites its own

@@ -60,7 +60,8 @@ def test_jobs_train_as_parts_of_one_job(rule: str, engine: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, [*found[0], *found[1]], strict=True))
 
 
-@pytest.mark.parametrize("rule", by_day([*RULES], ["far ahead"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", [*RULES])
 def test_one_ends_and_comes_back_and_one_sends_nan(rule: str) -> None:
     """With late means, messages are in flight when one ends, and one joins between fragments."""
     with rendezvous() as address, ThreadPoolExecutor(4) as pool:
@@ -114,7 +115,8 @@ def loads(address: str, first: int, rule: str, folder: Path, at_start: int) -> T
     return found
 
 
-@pytest.mark.parametrize("rule", by_day(["streaming", "wsp", "far ahead"], ["far ahead"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", ["streaming", "wsp", "far ahead"])
 def test_checkpoints_hold_what_is_under_way(rule: str, tmp_path: Path) -> None:
     steps = 12 if rule == "wsp" else 13  # the number of means taken by then and a step later
     with rendezvous() as address:

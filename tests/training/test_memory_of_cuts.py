@@ -153,6 +153,7 @@ def test_pipelines(which: str) -> None:
     assert all(rank[name]["references"][1] for rank in found for name in deltas)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 @pytest.mark.parametrize("which", by_day(OF_MEGATRON, ["by day"]))
 def test_megatron(which: str) -> None:

@@ -147,7 +147,8 @@ def half_on_device(jobs: list[Job]) -> list[Outcome]:
         stage3.DeepSpeedCPUAdam, get_accelerator()._name = before
 
 
-@pytest.mark.parametrize("accumulation", by_day([1, 2], [2]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_sub_groups_on_the_device_are_left_to_upstream(train: Trained, accumulation: int) -> None:
     """With ``ratio`` below 1 the others are encoded, with the same bits."""
     kept = {"device": "cpu", "pin_memory": False, "ratio": 0.5}
@@ -222,7 +223,8 @@ def test_auto_is_exact(train: Trained, stage: int) -> None:
     assert_same(train(job), train(with_block(job, {"codec": "mpc", "when": "auto"})))
 
 
-@pytest.mark.parametrize(("stage", "at"), by_day([*product((2, 3), (9, 27))], [(2, 27)]), ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stage", "at"), [*product((2, 3), (9, 27))], ids=str)
 def test_auto_goes_on(train: Trained, stage: int, at: int, tmp_path: Path) -> None:
     """Resumed before or after the decision: in turns as in the unbroken run, or by it."""
     lossy = with_block(
@@ -342,9 +344,8 @@ def test_steps_before_start_step_stay_native(train: Trained, stage: int) -> None
         assert native == messages // 2
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulation"), by_day(list(product((1, 2, 3), (1, 2))), [(2, 2)])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stage", "accumulation"), product((1, 2, 3), (1, 2)))
 def test_fp16_skips_the_same_steps(train: Trained, stage: int, accumulation: int) -> None:
     """Skip the first steps, whose loss scale is too large, and a step with a NaN on one rank."""
     fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 100}

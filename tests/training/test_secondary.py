@@ -262,9 +262,8 @@ def odd(job: Job) -> tuple[list[float], dict[str, str], int]:
     return losses, digests(engine), between(engine)
 
 
-@pytest.mark.parametrize(
-    "job", by_day([HPZ, PREFETCHED], [PREFETCHED]), ids=["twice", "prefetched"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("job", [HPZ, PREFETCHED], ids=["twice", "prefetched"])
 def test_small_external_leaf_and_recomputed_parameters(module_ranks: RunRanks, job: Job) -> None:
     """DeepSpeed #8210 and #5652: empty slices, and padding after others."""
     native, exact = (module_ranks(4, odd, replace(job, block=block)) for block in (None, EXACT))
@@ -288,6 +287,7 @@ def by_launcher(job: Job, nodes: list[int]) -> Any:
     return engine.zero_hpz_partition_size(), digests(engine), between(engine)
 
 
+@pytest.mark.nightly
 def test_nodes_that_the_launcher_tells(module_ranks: RunRanks) -> None:
     unset = replace(HPZ, zero=TWICE, block=EXACT)
     native = module_ranks(4, by_launcher, HPZ, [0, 0, 1, 1])
@@ -324,6 +324,7 @@ def test_models_built_under_zero_init(module_ranks: RunRanks) -> None:
         assert "zero.Init" in said and "write it in the configuration" in said
 
 
+@pytest.mark.nightly
 def test_copies_before_the_first_step_are_upstreams(module_ranks: RunRanks) -> None:
     """Before ``start_step`` upstream gathers; its copies are the first references."""
     exact = replace(HPZ, block={**EXACT, "start_step": 3})

@@ -49,7 +49,7 @@ if LATER:  # 0.19.0 gathers no logits, rejects ZeRO 3 with AutoTP, and keeps une
     VARIANTS["cp-heads"] = Job(sp=2, heads=3)
 VARIANTS = {name: replace(job, steps=SHORT) for name, job in VARIANTS.items()}
 DAY = (
-    "cp", "tp-zero2", "tp-overlap", "cp-zero3", "cp-alst-checkpoint",
+    "cp", "tp-zero2", "tp-overlap", "cp-zero3",
     *(("tp-head", "cp-heads") if LATER else ()),
 )  # fmt: skip
 BLOCKINT = {"codec": "blockint", "bits": 8}

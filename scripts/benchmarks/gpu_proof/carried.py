@@ -46,6 +46,8 @@ def unpack(file: Path, out: Path) -> None:
 
     Raises ValueError for any other file. Writes nothing outside ``out``.
     """
+    if not hasattr(tarfile, "data_filter"):
+        raise ValueError(f"{file}: only 3.11.4 and newer Pythons check an archive's paths")
     out.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(file, "r:gz") as archive:

@@ -86,7 +86,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize(
     "name",
-    by_day(JOBS, ["ZeRO 2, bf16 and overlap", "ZeRO 3, bf16 and offload", "ZeRO 3, unmanaged"]),
+    by_day(JOBS, ["ZeRO 2, bf16 and overlap", "ZeRO 3, unmanaged"]),
 )
 def test_integers_are_summed_as_natively(pool: RankPool, name: str) -> None:
     """For all sets of used parameters: the same bits, and nothing is kept."""

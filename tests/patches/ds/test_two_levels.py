@@ -95,7 +95,8 @@ def hold_sums(saved: list[dict[str, float]], loaded: list[dict[str, float]]) -> 
         assert after == pytest.approx(before, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", by_day(list(JOBS), ["zero2"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", list(JOBS))
 def test_training_in_three_levels(module_ranks: RunRanks, name: str, tmp_path: Any) -> None:
     """Two sites of two nodes: the loss follows that of two levels, and as much leaves a site."""
     job = JOBS[name]

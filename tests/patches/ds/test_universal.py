@@ -131,7 +131,8 @@ def hold(loaded: list[Any], before: list[Sums], stages: tuple[int, ...] = STAGES
         assert {rank[index][2] for rank in loaded} == {3}
 
 
-@pytest.mark.parametrize("ranks", by_day([2, 4], [4]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_state_is_taken_from_the_checkpoint_that_was_converted(
     module_ranks: RunRanks, converted: tuple[Path, list[Sums]], ranks: int
 ) -> None:

@@ -27,7 +27,7 @@ JOBS = {
     "accumulation": replace(JOB, micro_batches=2),
     "groups of two modules": replace(JOB, list_group=True),
 }
-DAY = ("resharded to two", "accumulation")
+DAY = ("accumulation",)
 
 
 def outcome(job: Job, disturb: str = "") -> tuple[list[float], str, list[int], int]:
@@ -85,7 +85,7 @@ def test_eight_bits_take_half_the_memory(module_ranks: RunRanks) -> None:
         assert sum(eight[2][1:]) < sum(whole[2][1:]) * 1.2
 
 
-@pytest.mark.parametrize("way", by_day(["loaded", "resync", "written"], ["loaded", "written"]))
+@pytest.mark.parametrize("way", by_day(["loaded", "resync", "written"], ["written"]))
 def test_changes_from_outside_are_noticed(module_ranks: RunRanks, way: str) -> None:
     native = module_ranks(4, outcome, JOB, way)
     exact = module_ranks(4, outcome, replace(JOB, block=EXACT), way)

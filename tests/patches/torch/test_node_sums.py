@@ -83,7 +83,7 @@ def all_trained(jobs: list[tuple[Any, ...]]) -> list[Found]:
 
 
 @pytest.mark.parametrize("bf16", by_day([False, True], [True]))
-@pytest.mark.parametrize("case", by_day(USED, ["one in the last", "some in the last alone"]))
+@pytest.mark.parametrize("case", by_day(USED, ["some in the last alone"]))
 def test_integers_are_summed_as_natively(module_ranks: RunRanks, case: str, bf16: bool) -> None:
     """For any used parameters, including entirely unused groups: the same bits."""
     jobs = [(block, USED[case], bf16) for block in (None, BLOCK)]

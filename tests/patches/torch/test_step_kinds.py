@@ -380,7 +380,7 @@ DAY = [
         "gradient penalty", "adversaries", "compiled",
     )),
     *(f"fsdp2, {name}" for name in (
-        "one optimizer each", "in backward, recomputed", "adapters", "compiled, compiled around",
+        "one optimizer each", "in backward, recomputed", "adapters",
     )),
 ]  # fmt: skip
 

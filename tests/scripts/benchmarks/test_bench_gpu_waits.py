@@ -324,6 +324,7 @@ def trained(folder: str) -> None:
     recorder.close()
 
 
+@pytest.mark.nightly
 def test_a_training_on_cpus(tmp_path: Path) -> None:
     run_ranks(2, trained, str(tmp_path))
     ranks = figures.recorded([tmp_path / f"{rank}.json.gz" for rank in range(2)])

@@ -61,7 +61,7 @@ def train(kind: Kind, name: str | None, folder: Path) -> tuple[list[float], dict
     return losses, row, total
 
 
-@pytest.mark.parametrize("kind", by_day(list(METHODS), ["ddp", "hsdp"]))
+@pytest.mark.parametrize("kind", by_day(list(METHODS), ["hsdp"]))
 def test_ways_of_torch_learn_alike_and_are_counted(
     two: RankPool, kind: Kind, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def measured(ranks_per_node: int, stages: tuple[int, ...] = ()) -> Cluster:
         return measure(torch.device("cpu"), 0.3, hierarchy=ranks_per_node)
 
 
+@pytest.mark.nightly
 def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
     cluster, other = on_ranks(2, measured, 2, (2,))
     assert cluster == other

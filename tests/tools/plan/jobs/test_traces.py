@@ -98,6 +98,7 @@ def shares(found: list[dict[str, Replayed]]) -> dict[str, float]:
     return {name: means["evolutionary"] / seconds for name, seconds in means.items()}
 
 
+@pytest.mark.nightly
 def test_a_trace_ends_sooner_than_greedily() -> None:
     where, every = kinds(("160m", "1.4b"))
     trace = TRACES["every 10 min"]
