@@ -296,8 +296,8 @@ def choose(trace: Trace, limit: int, passes: int = 1) -> GatherChoice | None:
 def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
     """Yield settings to try, those that keep most first.
 
-    Reuse is on a grid, refined near the largest that fits unprefetched, one of those between two
-    distances of uses.
+    Reuse distances lie on a grid, which is finer around the largest that fits without prefetch. Of
+    several between the distances of two uses it yields one.
     """
     known = sorted({distance for row in trace.distances for _, distance in row} - {math.inf})
     step, begun = 4 if len(trace.order) > LONG else 1, [e.module for e in trace.events if e.fetches]

@@ -193,7 +193,7 @@ def cost(
 ) -> Cost:
     """Return the cost of ``messages`` with ``numel`` values together.
 
-    ``sent_bits``: of a value, where they are not those of the codec.
+    ``sent_bits``: bits per value, if they are not the codec's.
 
     Steps: (1) shares of ``numel`` that a rank sends natively and encoded, that it encodes and that
     it decodes; (2) bytes; (3) seconds of coding and overhead.

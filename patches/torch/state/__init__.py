@@ -1,1 +1,1 @@
-"""State of attached models in checkpoints, and whose it is."""
+"""State of attached models in checkpoints, by the model it belongs to."""
